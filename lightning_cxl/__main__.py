@@ -13,12 +13,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
-    """Run the command of `sys.argv`.
-
-    Raises:
-        SystemExit: where the command did not just end well. Errors of ours, missing packages and Ctrl-C are one message
-            on stderr and a status that is not 0. An error inside of training keeps its traceback.
-    """
+    """Run the command of `sys.argv`."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see answer_before_imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     arguments = sys.argv[1:]

@@ -51,7 +51,6 @@ def sharded_like(shard: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
     """Return `shard` as the part of this process in a tensor that is cut like `owner`; itself if that is not cut.
 
     Args:
-        shard: shaped as ``local(owner)``, of any type.
         owner: tells the shape of the whole, and how it is cut.
     """
     return torch_private.dtensor_like(shard, owner) if isinstance(owner, DTensor) else shard
@@ -63,7 +62,6 @@ def shard_of(value: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
 
     Args:
         value: the whole, which every process has, or cut in any way.
-        owner: tells how it is to be cut.
     """
     if not isinstance(owner, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value

@@ -37,11 +37,7 @@ class SsdOptions:
 
 
 def read_ssd_options(value: object) -> SsdOptions:
-    """Return the options of the tier `ssd` as a user writes them in `tiers`.
-
-    Raises:
-        ConfigError: there is no path, an unknown option, or a value that cannot be honoured.
-    """
+    """Return the options of the tier `ssd` as a user writes them in `tiers`."""
     if isinstance(value, Mapping) and "key" in value:  # first: the other messages show the value
         raise ConfigError(
             'tiers: "ssd" has no option "key" any more: this package does not encrypt. Put the folder on a filesystem '

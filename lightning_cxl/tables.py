@@ -33,7 +33,6 @@ def table_lines(
         header: a title for each column; no line is printed for titles that are all empty.
         rows: a cell for each column. Cells are never cut or wrapped, so that they can be found by `grep`.
         left: the number of first columns that are aligned to the left; the others are numbers, to the right.
-        indent: spaces before each line.
         prose: cells of the last column are sentences: aligned to the left, and wrapped at the terminal's width.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(header))

@@ -31,11 +31,7 @@ _T = TypeVar("_T")
 
 
 def check_version(version: str) -> None:
-    """Refuse a torch that the tests have not run on.
-
-    Raises:
-        UnsupportedError: it is older or newer than those.
-    """
+    """Refuse a torch that the tests have not run on."""
     if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) <= NEWEST:
         raise UnsupportedError(f"torch {version} is not known to work with lightning_cxl. {_advice()}")
 
@@ -44,12 +40,7 @@ def find(module: str, path: str, purpose: str) -> Any:
     """Return what a module has under a name, or a dotted path of names.
 
     Args:
-        module: what to import.
-        path: the name in it.
         purpose: what it is needed for, for the message: `lightning_cxl needs to ...`.
-
-    Raises:
-        UnsupportedError: this torch does not have it.
     """
     try:
         return functools.reduce(getattr, path.split("."), importlib.import_module(module))

@@ -11,11 +11,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(size: int | float | str) -> int:
-    """Return `size` in bytes; accepts a count or a string such as ``"512MiB"``, ``"1.5 GB"``.
-
-    Raises:
-        ValueError: negative, not a whole number of bytes where given as a number, or an unknown unit.
-    """
+    """Return `size` in bytes; accepts a count or a string such as ``"512MiB"``, ``"1.5 GB"``."""
     if isinstance(size, bool) or not isinstance(size, (int, float, str)):
         raise ValueError(f"a size must be a number of bytes or a string such as '64GiB', got {size!r}")
     if isinstance(size, str):

@@ -177,17 +177,7 @@ def measure_machine(
     """Measure memory, caches, devices and disks.
 
     Args:
-        topology: the machine, really there.
-        engines: accelerators; the CPU is measured anyway.
-        options: how thoroughly.
-        ssds: folders on disks.
         pin: page-locks memory that devices copy from and to; None leaves it to the driver.
-        say: is told what is left out.
-
-    Raises:
-        TierFullError: no node has room for a measurement.
-        PinnedMemoryError: memory cannot be page-locked.
-        ConfigError: a folder cannot be used.
     """
     caches = Caches(frozenset(os.sched_getaffinity(0)), topology.root or Path("/"))
     rows: list[Row] = []
@@ -273,12 +263,7 @@ def _speed(timings: Timings, name: str) -> Figure:
 
 
 class Caches:
-    """Sizes of the last-level caches of some CPUs.
-
-    Args:
-        cpus: those of this process.
-        root: where ``sys`` is found.
-    """
+    """Sizes of the last-level caches of some CPUs."""
 
     def __init__(self, cpus: frozenset[int], root: Path = Path("/")) -> None:
         sizes: dict[tuple[int, ...], int] = {}
@@ -307,13 +292,7 @@ def room_bytes(topology: Topology, node_id: int, wanted: int, *, parts: int = 1)
     """Return how much of a node to take: `wanted`, less where that is more than half of what is free.
 
     Args:
-        topology: tells free memory.
-        node_id: the node.
-        wanted: bytes.
         parts: buffers of that size that exist at the same time, on all nodes.
-
-    Raises:
-        TierFullError: a buffer of the free memory would say more about caches than about memory.
     """
     free = topology.node_free_bytes(node_id)
     room = min(wanted, free // (2 * parts))
@@ -391,8 +370,6 @@ class Chase:
 
     Args:
         memory: a power of two of bytes, at least one line; written.
-        steps: loads per call.
-        cpus: where to run; None leaves that to the kernel.
     """
 
     def __init__(self, memory: torch.Tensor, steps: int, cpus: tuple[int, ...] | None = None) -> None:
@@ -451,19 +428,7 @@ class _Job(NamedTuple):
 def measure_copies(
     topology: Topology, engines: Sequence[TransferEngine], options: Options, node_ids: Sequence[int], pin: Pinner
 ) -> Copies:
-    """Measure copies of every node and device, in turns.
-
-    Args:
-        topology: the machine, really there.
-        engines: one per device.
-        options: how thoroughly.
-        node_ids: where host memory is taken.
-        pin: page-locks it.
-
-    Raises:
-        PinnedMemoryError: memory cannot be page-locked.
-        TierFullError: a node has no room for one buffer per device.
-    """
+    """Measure copies of every node and device, in turns."""
     resources = _node_resources(topology)
     alone: dict[str, tuple[int, int, str]] = {}
     together: dict[str, tuple[int, str]] = {}
@@ -544,11 +509,7 @@ def _product(engine: TransferEngine, size: int) -> Callable[[], None]:
 
 
 def check_ssd(folder: Path) -> None:
-    """Refuse a folder that does not exist, before anything is measured.
-
-    Raises:
-        ConfigError: no such folder.
-    """
+    """Refuse a folder that does not exist, before anything is measured."""
     if not folder.is_dir():
         raise ConfigError(f"--ssd {folder}: there is no such folder")
 
@@ -557,11 +518,7 @@ def measure_ssd(folder: Path, nbytes: int) -> tuple[Figure, Figure, bool]:
     """Return bytes per second read and written, and whether that went past the page cache; no file remains.
 
     Args:
-        folder: on the disk.
         nbytes: of the file; less where the disk has not twice as much free.
-
-    Raises:
-        ConfigError: no such folder, no room in it, or it cannot be written.
     """
     check_ssd(folder)
     free = shutil.disk_usage(folder).free

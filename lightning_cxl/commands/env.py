@@ -33,9 +33,6 @@ def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
 
     Keys: ``tiers``, ``nodes`` and ``notes`` (the topology), ``offline_cards``, ``speeds`` (of tiers, and their source),
     ``limits``, ``kernel``, ``cpu``, ``accelerator``, ``versions``, and ``advice``, what to change, one sentence each.
-
-    Args:
-        root: where ``sys`` and ``proc`` lie; for tests.
     """
     root = Path(root)
     topology = Topology.detect(root)

@@ -213,7 +213,6 @@ class Roof:
 
     Args:
         groups: per span of the kernel, the streams that it walks side by side.
-        num_threads: as many as the kernel uses.
         max_places: of all streams together that a thread walks at once, at least one of each.
     """
 

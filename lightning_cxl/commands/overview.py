@@ -63,9 +63,6 @@ def answer_at_once(arguments: Sequence[str]) -> None:
     """End the process where `arguments` ask for help or the version, or cannot be run as they are; else return.
 
     An option as the first argument, such as ``--config``, belongs to the main job's commands.
-
-    Raises:
-        SystemExit: with the status 0 for what was asked for, else 2.
     """
     if not arguments:
         sys.exit(_usage_error("no command was given"))

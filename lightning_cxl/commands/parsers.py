@@ -13,7 +13,6 @@ TO_STDOUT = Path("-")
 
 
 def env() -> argparse.ArgumentParser:
-    """Return the parser of `env`."""
     parser = _parser(
         "env",
         "Show this machine's memory, limits and devices as this package sees them, and what to change.",
@@ -24,7 +23,6 @@ def env() -> argparse.ArgumentParser:
 
 
 def calibrate() -> argparse.ArgumentParser:
-    """Return the parser of `calibrate`."""
     parser = _parser(
         "calibrate",
         """\
@@ -45,7 +43,6 @@ for this machine and used by plans; `python -m lightning_cxl env` shows it. Noth
 
 
 def export() -> argparse.ArgumentParser:
-    """Return the parser of `export`."""
     parser = _parser(
         "export",
         """\
@@ -183,11 +180,7 @@ PARSERS: Mapping[str, Callable[[], argparse.ArgumentParser]] = {
 
 
 def check_target(path: Path | None) -> None:
-    """Check before anything is measured that a file can be written; None is no file, and so is `TO_STDOUT`.
-
-    Raises:
-        ConfigError: its folder does not exist, or it is a folder.
-    """
+    """Check before anything is measured that a file can be written; None is no file, and so is `TO_STDOUT`."""
     if path is None or path == TO_STDOUT:
         return
     if not path.absolute().parent.is_dir():
@@ -197,11 +190,7 @@ def check_target(path: Path | None) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, or to stdout.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write a file, or to stdout."""
     if path == TO_STDOUT:
         sys.stdout.write(text)
         return

@@ -94,9 +94,6 @@ def main(arguments: Sequence[str]) -> int:
 
     Returns:
         The exit status.
-
-    Raises:
-        ConfigError: options that cannot be honoured.
     """
     options = parsers.plan().parse_args(arguments)
     if options.plot is not None:
@@ -127,16 +124,9 @@ def make_plan(
     """Plan a job under all policies.
 
     Args:
-        model: to train.
-        settings: of the job.
-        machine: to run on.
         policy: shown in full; built-in, or the import path of a class. ``"auto"`` is what a run takes: ``"bandwidth"``
             where speeds are known, else ``"by_role"``. With one kind of memory all are the same.
         either: several devices may share weights, too, if the step is predicted to be shorter then.
-        command: what was typed, for advice.
-
-    Raises:
-        ConfigError: no such policy, one that needs speeds that are not known, or settings that do not go together.
     """
     if policy == "auto":
         policy = "bandwidth" if machine.has_speeds else "by_role"

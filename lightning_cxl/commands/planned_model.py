@@ -71,11 +71,7 @@ class Settings:
         return not machine.device.is_host if self.stream_weights == "auto" else self.stream_weights
 
     def config(self, machine: Machine) -> OffloadConfig:
-        """Return the strategy's options.
-
-        Raises:
-            ConfigError: the settings do not go together on this machine.
-        """
+        """Return the strategy's options."""
         if self.mesh(machine).is_sharded:
             if self.stream_weights is False and not machine.device.is_host:
                 raise ConfigError(
@@ -132,11 +128,7 @@ class Settings:
 
 
 class PlannedModel:
-    """A model on the meta device. Dry runs take long, so their results are kept.
-
-    Args:
-        name: of the model, see `model_on_meta`.
-    """
+    """A model on the meta device. Dry runs take long, so their results are kept."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -145,11 +137,7 @@ class PlannedModel:
         self._measured: dict[Any, DryRun] = {}
 
     def job(self, settings: Settings, machine: Machine) -> Job:
-        """Return the job under some settings, with state and weights on the tier `ssd` where memory cannot hold them.
-
-        Raises:
-            ConfigError: settings that do not go together, or a sequence longer than the model has positions for.
-        """
+        """Return the job under `settings`, with state and weights on the tier `ssd` where memory cannot hold them."""
         longest = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         if isinstance(longest, int) and 0 < longest < settings.sequence:
             raise ConfigError(
@@ -194,9 +182,6 @@ def model_on_meta(name: str) -> Any:
 
     Args:
         name: a folder with a ``config.json``, a shape's name, or a hub id.
-
-    Raises:
-        ConfigError: there is no model of that name, or its config makes no causal language model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -214,12 +199,7 @@ def with_lora(model: Any, rank: int, quantize: str | None) -> Any:
 
     Args:
         model: on the meta device, in the types that it trains in. INOUT.
-        rank: of the adapters.
         quantize: format of the weights below, "4bit" or "8bit"; None: they stay as they are.
-
-    Raises:
-        ConfigError: peft finds no such layers.
-        UnsupportedError: peft or bitsandbytes is not installed.
     """
     if quantize is not None:
         # numbers above the threshold are kept apart; without values their count is not known
@@ -235,14 +215,7 @@ def with_lora(model: Any, rank: int, quantize: str | None) -> Any:
 
 
 def loss_on_meta(model: Any, batch: int, sequence: int, *, chunked: bool = False) -> Callable[[], torch.Tensor]:
-    """Return a function that computes the model's loss of a batch of token ids without values.
-
-    Args:
-        model: of transformers, on the meta device.
-        batch: sequences.
-        sequence: tokens of each.
-        chunked: as under `chunked_loss`.
-    """
+    """Return a function that computes the model's loss of a batch of token ids without values."""
 
     def full() -> torch.Tensor:
         ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")

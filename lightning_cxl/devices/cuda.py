@@ -32,11 +32,7 @@ class CudaDevices:
         return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
     def register(self, address: int, nbytes: int) -> None:
-        """Page-lock ``[address, address + nbytes)`` for all GPUs.
-
-        Raises:
-            PinnedMemoryError: the driver refuses, or there is none.
-        """
+        """Page-lock ``[address, address + nbytes)`` for all GPUs."""
         try:
             code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
         except (RuntimeError, AssertionError) as error:  # torch without CUDA, or no driver

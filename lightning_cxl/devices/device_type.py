@@ -36,11 +36,7 @@ class DeviceType(Protocol):
         """Return where a device is on the machine's PCI buses, as in ``"0000:dc:00.0"``; None where it is on none."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Page-lock ``[address, address + nbytes)`` and let the driver of every device copy from and to it directly.
-
-        Raises:
-            PinnedMemoryError: the driver refuses, or there is none.
-        """
+        """Page-lock ``[address, address + nbytes)`` and let the driver of every device copy from and to it directly."""
 
     def unregister(self, address: int) -> None:
         """Undo `register`. Never raises: it runs while buffers die, when the driver may be gone already."""
@@ -55,11 +51,7 @@ def register_device_type(device_type: DeviceType) -> None:
 
 
 def device_type_of(device: torch.device) -> DeviceType:
-    """Return the seam to the kind of `device`.
-
-    Raises:
-        UnsupportedError: there is none, naming those that there are.
-    """
+    """Return the seam to the kind of `device`."""
     if device.type not in _known:
         names = ", ".join(f"`{name}`" for name in ("cpu", *_known))
         raise UnsupportedError(

@@ -25,11 +25,7 @@ from lightning_cxl.torch_private import unscale
 
 
 class ReplacedMethod:
-    """Stands in for a method of an object while a run is going on; belongs to that run.
-
-    Args:
-        plain: the method.
-    """
+    """Stands in for a method of an object while a run is going on; belongs to that run."""
 
     def __init__(self, plain: Callable[..., Any]) -> None:
         self._plain = plain
@@ -67,9 +63,6 @@ class OverflowGuard:
 
     Args:
         action: ``"skip"`` leaves the step out, ``"error"`` raises, ``"ignore"`` does not look.
-        limit: consecutive steps left out after which the run stops.
-        name_of: name of a parameter, for messages.
-        meter: measures gradients.
     """
 
     def __init__(
@@ -86,16 +79,7 @@ class OverflowGuard:
         """Steps of optimizers in the whole run, with those left out; each evaluation of a closure counts."""
 
     def accepts(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor], *, can_skip: bool = True) -> bool:
-        """Return whether a step of `optimizer` may use the gradients of `parameters`; warns the first time it may not.
-
-        Args:
-            optimizer: that is to step.
-            parameters: those with a gradient.
-            can_skip: whether the step can still be left out.
-
-        Raises:
-            GradientOverflowError: it must not, and the run shall stop.
-        """
+        """Return whether a step of `optimizer` may use the gradients of `parameters`; warn the first time if not."""
         self.num_steps += 1
         if self._action == "ignore":
             return True
@@ -132,12 +116,7 @@ class OverflowGuard:
         """Count a step of `optimizer` that is left out because of `parameter`'s gradient.
 
         Args:
-            optimizer: each has a streak of its own.
-            parameter: the first one.
             expected: a loss scaler is looking for its scale: no error by itself.
-
-        Raises:
-            GradientOverflowError: that was one too many.
         """
         self.num_skipped += 1
         if self._action == "ignore":  # a loss scaler leaves the step out all the same
@@ -173,10 +152,7 @@ class HostUnscale(ReplacedMethod):
     the check uses the sums that were taken as gradients arrived.
 
     Args:
-        scaler: whose method this replaces.
-        unwrap: finds the optimizer in a wrapper of the framework.
         defers: whether the factor may be left to the optimizer's step, because no code reads gradients before it.
-        guard: finds overflows, and counts them.
     """
 
     def __init__(
@@ -222,7 +198,6 @@ class HostClip(ReplacedMethod):
 
     Args:
         plain: what the plugin does itself; used for other optimizers, and where the factor is not left to the step.
-        unwrap: finds the optimizer in a wrapper of the framework.
         defers: whether the factor may be left to the optimizer's step, because no code reads gradients before it.
         guard: told before gradients are clipped in place, which makes all of them NaN when one is.
         unscale: has left a factor to the step, too; None without a loss scaler.

@@ -48,7 +48,6 @@ class GradientHooks:
     """Calls `received` whenever autograd has finished accumulating into `parameter`.
 
     Args:
-        parameter: a leaf.
         received: called before hooks that the user has put on the parameter so far where it `stays`, else after all.
         before: called just before autograd adds to ``.grad``; where the parameter does not stay, also for gradients
             that `torch.autograd.grad` returns.
@@ -147,12 +146,7 @@ class _Note:
 
 
 class GradientMeter:
-    """Copies, adds and measures gradients with the compiled kernels; torch does what these cannot.
-
-    Args:
-        num_threads: None for what the process may use.
-        isa: None for the fastest.
-    """
+    """Copies, adds and measures gradients with the compiled kernels; torch does what these cannot."""
 
     def __init__(self, num_threads: int | None = None, isa: str | None = None) -> None:
         self.num_threads = thread_count(num_threads)

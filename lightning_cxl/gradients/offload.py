@@ -110,8 +110,6 @@ class GradientSums:
     """Adds gradients up: the first of a step is kept or moved into memory of ours, others are added to it.
 
     Args:
-        allocate_all: gives the memory.
-        meter: copies, adds and measures.
         in_place: tells which gradients are kept in the memory that autograd took; None: all are moved.
         half_sums: whether bfloat16 gradients are added up in bfloat16 instead of float32.
     """
@@ -283,9 +281,6 @@ class LeavingGradients:
     """Sends gradients to the host. See [Note: Leaving gradients].
 
     Args:
-        engine: copies.
-        allocate_all: gives staging memory.
-        sums: gives the memory where gradients stay, and adds up.
         worker: folds, one group after the other; None leaves it to whoever asks.
     """
 
@@ -308,13 +303,7 @@ class LeavingGradients:
         self._device_bytes = self._largest_bytes = 0
 
     def add(self, gradient: Gradient, unit: object, unit_size: int) -> None:
-        """Let a gradient leave, with the others of its unit.
-
-        Args:
-            gradient: of a parameter of `unit`.
-            unit: None for a parameter that belongs to none.
-            unit_size: how many gradients make the group of this unit complete.
-        """
+        """Let a gradient leave, with the others of its unit."""
         key = id(gradient.pair)
         if unit is not self._unit or key in self._waiting:
             self.leave()
@@ -369,11 +358,7 @@ class LeavingGradients:
         self._sums.fold(landed)
 
     def claim(self, pair_ids: Collection[int]) -> list[Group]:
-        """Return the groups that hold gradients of these; those that hold no others are the caller's to wait for.
-
-        Args:
-            pair_ids: `id` of each pair.
-        """
+        """Return the groups that hold gradients of these; those that hold no others are the caller's to wait for."""
         self.leave()
         claimed = [group for group in self._left if not group.pair_ids.isdisjoint(pair_ids)]
         self._left = deque(group for group in self._left if not group.pair_ids.issubset(pair_ids))
@@ -420,12 +405,7 @@ class _OwnFold:
 
 
 class ArrivedGradients:
-    """Keeps account of gradients on their way from the device. See [Note: Life of a gradient].
-
-    Args:
-        leaving: sends them to the host.
-        sums: has the sum of each parameter's gradients so far.
-    """
+    """Keeps account of gradients on their way from the device. See [Note: Life of a gradient]."""
 
     def __init__(self, leaving: LeavingGradients, sums: GradientSums) -> None:
         self._leaving = leaving
@@ -453,11 +433,7 @@ class ArrivedGradients:
         """Let a gradient leave the device.
 
         Args:
-            pair: of the parameter.
-            grad: strided, on the device; changed by nobody from now on.
-            key: of stochastic rounding.
             unit: of the parameter; None for a parameter that belongs to none.
-            unit_size: how many gradients leave together.
         """
         is_first = id(pair) not in self._pairs
         self._pairs[id(pair)] = pair
@@ -576,7 +552,6 @@ def wait_for_failed_backward(device: torch.device, seconds: float = 10.0) -> Non
     backward on that device ends after it. Not to be called within a backward.
 
     Args:
-        device: that computes.
         seconds: the wait is bounded because that operation may be a collective which waits for this very process.
     """
     if device.type == "cpu":
@@ -609,11 +584,6 @@ class GradientSink:
     """Receives the gradients of adopted parameters.
 
     Args:
-        engine: its device is where gradients come from.
-        sums: of what is added up on the host.
-        arrived: keeps account of what comes from the device.
-        updates: learns what has come.
-        bring_home: lets every streamed parameter show its home.
         streamed: the unit of each parameter whose weights visit the device, by the parameter's id.
         reserves_streamed: whether `watch` makes sure that there is room for the gradients of all streamed parameters
             at once.
@@ -651,11 +621,7 @@ class GradientSink:
         self._may_run = False  # a backward, in any thread: also one that failed before any hook of ours was called
 
     def watch(self, pairs: list[WeightPair]) -> None:
-        """Receive the gradients of these parameters from now on (each is watched once).
-
-        Raises:
-            TierFullError: there is no room for gradients that move; found out here, before any backward.
-        """
+        """Receive the gradients of these parameters from now on (each is watched once)."""
         new = [pair for pair in pairs if id(pair.compute) not in self._watched]
         reserved = [
             self._sums.new(group, [pair.grad_dtype for pair in group])
@@ -822,11 +788,7 @@ class GradientSink:
         self._arrived.step_is_over()  # the one before: its closure may have failed
 
     def end_step(self) -> None:
-        """Learn that no backward of the step comes any more; return when gradients are where the optimizer reads.
-
-        Raises:
-            UnsupportedError: the user has assigned the gradient of a shard whose master is separate.
-        """
+        """Learn that no backward of the step comes any more; return when gradients are where the optimizer reads."""
         for pair, _ in self._watched.values():
             if not pair.is_shared and is_sharded(pair.compute) and plain_grad(pair.compute) is not None:
                 raise UnsupportedError(

@@ -21,9 +21,6 @@ def read_options(given: Options) -> dict[str, Any]:
     Args:
         given: these fields, an `OffloadConfig`, or the path of a YAML file that has them at its top level; None: no
             field.
-
-    Raises:
-        ConfigError: the file cannot be read, or is no mapping.
     """
     if isinstance(given, OffloadConfig):
         return {each.name: getattr(given, each.name) for each in fields(given)}

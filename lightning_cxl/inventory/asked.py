@@ -21,15 +21,7 @@ _PARAMETER_ROLES = (
 
 
 class AskedTiers:
-    """Knows which modules own a parameter, and what is asked for them.
-
-    Args:
-        model: see `read`.
-        tiers: what decorators and rules ask for, by module name.
-
-    Raises:
-        ConfigError: a tensor is shared between modules that ask for different tiers.
-    """
+    """Knows which modules own a parameter, and what is asked for them."""
 
     def __init__(self, model: nn.Module, tiers: ModuleTiers) -> None:
         self._tiers = tiers
@@ -45,11 +37,7 @@ class AskedTiers:
         self.read(model)
 
     def read(self, model: nn.Module) -> None:
-        """Learn names and owners of the parameters that a model has now.
-
-        Raises:
-            ConfigError: a tensor is shared between modules that ask for different tiers.
-        """
+        """Learn names and owners of the parameters that a model has now."""
         self._owners.clear()
         self.names.clear()
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -63,7 +51,6 @@ class AskedTiers:
         """Learn which weights may lie on the tier `ssd`: those that stream, and that only `CPUAdam` writes.
 
         Args:
-            parameters: of the model.
             why_not: why none of those that are cut over processes may; empty if they may.
         """
         self._why_not = why_not
@@ -83,13 +70,7 @@ class AskedTiers:
         self._inputs.update((unit, (tier, source)) for unit in units)
 
     def place_state(self, parameters: Iterable[Tensor], tier: str | None, source: str) -> None:
-        """Ask for a tier for the state of parameters, instead of decorators and rules.
-
-        Args:
-            parameters: of the model.
-            tier: None leaves it to the policy.
-            source: why, in a few words.
-        """
+        """Ask for a tier for the state of parameters, instead of decorators and rules."""
         self._state.update((self.names[id(parameter)], (tier, source)) for parameter in parameters)
 
     def lookup(self, owner: Tensor | str, role: TensorRole, *, in_state: bool = False) -> tuple[str | None, str]:
@@ -97,15 +78,6 @@ class AskedTiers:
 
         Master weights that are not part of the state, and weights that may not leave memory, stay there where the tier
         `ssd` is asked for: then this is None and the reason.
-
-        Args:
-            owner: a parameter, or the name of a unit.
-            role: of the tensor that is placed for the owner.
-            in_state: see `HostTensor`.
-
-        Raises:
-            UnsupportedError: the tier `ssd` is asked for, for state of another optimizer than `CPUAdam`, or for weights
-                that are cut over processes and must stay in memory.
         """
         for tier, source in self._asked(owner, role, in_state):
             may_leave = in_state or role is TensorRole.ACTIVATIONS or self.weights_may_leave(owner, role)

@@ -82,12 +82,6 @@ def dry_run(
         model: parameters and buffers on the meta device; in training mode. Its gradients are dropped.
         units: whose inputs are stored and who are recomputed; empty for none.
         compute_loss: runs the model's forward on meta tensors and returns a loss.
-        min_bytes: smaller inputs of units stay on the device.
-        mixed: under autocast to bfloat16.
-        computes_on_host: stored inputs are read where they are.
-
-    Raises:
-        Exception: whatever the model raises because a tensor has no values.
     """
     stored: dict[str, int] = {}
 
@@ -298,14 +292,7 @@ _ROUTER = (
 def measure(
     model: nn.Module, config: OffloadConfig, workload: Workload, compute_loss: Callable[[], torch.Tensor]
 ) -> DryRun:
-    """Run one micro-batch dry; a model that cannot be run without values gets an estimate.
-
-    Args:
-        model: on the meta device, in training mode and training precision.
-        config: the user's choices.
-        workload: of one step.
-        compute_loss: one micro-batch's forward on the meta device.
-    """
+    """Run one micro-batch dry; a model that cannot be run without values gets an estimate."""
     units = units_of(model, config)
     try:
         return dry_run(
@@ -322,14 +309,7 @@ def measure(
 
 
 def estimate(model: nn.Module, config: OffloadConfig, workload: Workload, why: str) -> DryRun:
-    """Return what a micro-batch takes by rules of thumb.
-
-    Args:
-        model: on any device.
-        config: the user's choices.
-        workload: of one step.
-        why: it is not measured.
-    """
+    """Return what a micro-batch takes by rules of thumb."""
     tokens = workload.batch * workload.sequence
     width = next((m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)), 0)
     itemsize = 4 if workload.mixed else next((p.element_size() for p in known_parameters(model)), 4)
@@ -360,7 +340,6 @@ def _active_numel(model: nn.Module) -> float:
 
 
 def units_of(model: nn.Module, config: OffloadConfig) -> NamedUnits:
-    """Return the units that are offloaded."""
     return find_units(model, config.units) if config.activation_offload else []
 
 

@@ -98,7 +98,6 @@ class Inventory:
         return self.workload.mesh.num_devices if role is TensorRole.ACTIVATIONS else 1
 
     def bytes_of(self, role: TensorRole) -> int:
-        """Return the bytes of a role."""
         return sum(each.nbytes for each in self.tensors if each.role is role)
 
 
@@ -114,13 +113,8 @@ def list_tensors(
     """Return what a run of a model keeps. See [Note: One inventory].
 
     Args:
-        model: in training precision, on any device.
         optimizers: as the user made them, empty where nothing is trained; one AdamW over all trained parameters when
             None.
-        config: the user's choices.
-        workload: of one step.
-        asked: decorators and rules; none when None.
-        measured: one micro-batch; estimated from the workload when None.
     """
     if optimizers is None:
         optimizers = [AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])]

@@ -64,11 +64,7 @@ def state_tensors(
     Master weights of one parameter may be two tensors: a copy, and in `CPUAdam`'s state their lower halves.
 
     Args:
-        optimizers: as the user made them.
         precisions: in which masters and moments will be kept; has considered the optimizers.
-        config: of the run.
-        accumulates: several micro-batches are added up before a step.
-        on_host: whether a parameter will be in host memory between steps.
     """
     found: dict[tuple[int, TensorRole, bool], HostTensor] = {}
     for optimizer in optimizers:

@@ -30,8 +30,6 @@ class HostTensor(NamedTuple):
     Args:
         parameter: of the model, whose weights, gradient or state it is; for weights of a unit that lie in one piece of
             memory, the first of them. None for inputs of a unit.
-        role: what it is for.
-        nbytes: its size.
         unit: the unit that it belongs to, where that streams or where it is the unit's input; else an empty text.
         tier: that a decorator or rule asks for; None leaves it to the policy.
         in_state: it is part of `CPUAdam`'s state: momentum, variance, or what a split master weight has beyond the
@@ -62,8 +60,6 @@ class StreamedUnit(NamedTuple):
     """A unit whose weights stream.
 
     Args:
-        name: of the unit.
-        module: the unit.
         groups: its parameters that stream, those that the same tier is asked for together. Where there is a tier
             `ssd`, those that no step writes are by themselves.
     """
@@ -141,9 +137,7 @@ def of_machine(tensors: Iterable[HostTensor], streamed: Iterable[StreamedUnit], 
     """Return the tensors as large as all shards of one machine together; inputs of units stay as they are.
 
     Args:
-        tensors: of the whole model.
         streamed: units; what one piece of weights has is in their groups.
-        mesh: the ranks.
     """
     if not mesh.is_sharded:
         return tuple(tensors)
@@ -177,9 +171,7 @@ class PlannedRecord:
     """The state of one unit, or of one parameter outside of units; weights of one unit that streams; or its inputs.
 
     Args:
-        name: of the record.
         owner: the unit or parameter. The records of one owner are updated together.
-        tensors: in the order of the inventory.
     """
 
     name: str
@@ -237,11 +229,6 @@ def record_names(model: nn.Module, blocks: NamedUnits, streamed: Sequence[Stream
 
     A parameter that streams belongs to its unit. So does one that does not, if nothing of its block streams: then all
     of the block is updated together. Any other parameter is a record of its own.
-
-    Args:
-        model: all of it.
-        blocks: its repeated blocks, whether their weights stream or not.
-        streamed: the units whose weights stream.
     """
     found = units_by_parameter(streamed)
     streams = {unit.name for unit in streamed}
@@ -256,13 +243,7 @@ def record_names(model: nn.Module, blocks: NamedUnits, streamed: Sequence[Stream
 def group_state(
     tensors: Iterable[HostTensor], record_of: Mapping[int, str], wanted: Callable[[HostTensor], bool]
 ) -> tuple[PlannedRecord, ...]:
-    """Return the state among the tensors that is wanted, in records.
-
-    Args:
-        tensors: of the inventory.
-        record_of: see `record_names`.
-        wanted: is asked about every tensor of `CPUAdam`'s state.
-    """
+    """Return the state among the tensors that is wanted, in records."""
     groups: dict[str, list[HostTensor]] = {}
     for each in tensors:
         if each.in_state and wanted(each):
@@ -273,12 +254,7 @@ def group_state(
 
 
 def weight_records(tensors: Iterable[HostTensor], wanted: Callable[[HostTensor], bool]) -> tuple[PlannedRecord, ...]:
-    """Return the weights of streamed units that are wanted, in records: each piece is one.
-
-    Args:
-        tensors: of the inventory.
-        wanted: is asked about every piece.
-    """
+    """Return the weights of streamed units that are wanted, in records: each piece is one."""
     records = []
     num_pieces: dict[str, int] = {}
     for each in tensors:
@@ -291,23 +267,13 @@ def weight_records(tensors: Iterable[HostTensor], wanted: Callable[[HostTensor],
 
 
 def input_records(tensors: Iterable[HostTensor], wanted: Callable[[HostTensor], bool]) -> tuple[PlannedRecord, ...]:
-    """Return the inputs of units that are wanted, in the order of units; their sizes may be 0: not known.
-
-    Args:
-        tensors: of the inventory.
-        wanted: is asked about the inputs of every unit.
-    """
+    """Return the inputs of units that are wanted, in the order of units; their sizes may be 0: not known."""
     inputs = [each for each in tensors if each.role is TensorRole.ACTIVATIONS and wanted(each)]
     return tuple(PlannedRecord(f"{each.unit} inputs", each.unit, (each,)) for each in inputs)
 
 
 def records_on_ssd(tensors: Sequence[HostTensor], record_of: Mapping[int, str]) -> tuple[PlannedRecord, ...]:
-    """Return what lies on the tier `ssd`: weights, then inputs, then state.
-
-    Args:
-        tensors: of the inventory.
-        record_of: see `record_names`.
-    """
+    """Return what lies on the tier `ssd`: weights, then inputs, then state."""
     return (
         *weight_records(tensors, lambda each: each.tier == SSD),
         *input_records(tensors, lambda each: each.tier == SSD),
@@ -321,9 +287,6 @@ def with_slots(
     """Return the tensors with the host memory that records of the tier `ssd` visit, as much as they need now.
 
     Args:
-        tensors: of the inventory.
-        record_of: see `record_names`.
-        num_drives: over which each record is cut.
         num_devices: of the machine; each has slots of its own for inputs.
     """
     others = tuple(each for each in tensors if each.owner != SLOTS_OWNER)

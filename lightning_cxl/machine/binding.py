@@ -55,7 +55,6 @@ class HostCpus:
 
     @property
     def all(self) -> frozenset[int]:
-        """All CPUs."""
         return frozenset(cpu for cpus in self.nodes.values() for cpu in cpus)
 
     def nodes_of(self, cpus: Iterable[int]) -> tuple[int, ...]:
@@ -175,14 +174,6 @@ def decide_places(facts: Sequence[RankFacts], mode: str | Literal[False], host: 
     """Return what every process of this machine gets, by local rank.
 
     Every process decides for all of them from the same facts, so they agree without another word.
-
-    Args:
-        facts: by local rank.
-        mode: ``OffloadConfig.numa_binding``.
-        host: the machine.
-
-    Raises:
-        ConfigError: ``"exclusive"`` with more processes on a node than cores.
     """
     usable = [frozenset(each.cpus) & host.all for each in facts]
     if not mode or (mode == "auto" and (len(facts) == 1 or len(host.sockets_of(host.all)) == 1)):
@@ -300,12 +291,8 @@ def share_budgets(
     share (a card at one of two sockets), the tier is shared evenly.
 
     Args:
-        topology: of the whole machine.
         budgets: those of the user, for all processes together; a tier without one is limited by its free memory.
-        free_bytes: of every node, measured once for all processes.
         available_bytes: of all nodes together: control groups may allow less than what is free.
-        near: the nodes of every process.
-        host: tells distances.
     """
     shares: list[dict[str, int]] = [{} for _ in near]
     free = {tier.name: sum(free_bytes[node] for node in tier.node_ids) for tier in topology.tiers}
@@ -337,12 +324,6 @@ def seen_from(topology: Topology, near: Sequence[int], host: HostCpus, cpus: Seq
     """Return the same tiers, each of which fills the nodes that are nearest to a process first.
 
     So `dram` is the memory of its socket until that is full, and `cxl` the card of its socket.
-
-    Args:
-        topology: of the whole machine.
-        near: the nodes of the process.
-        host: tells distances.
-        cpus: those that the process had before it was bound.
     """
     tiers = tuple(_seen(tier, near, host) for tier in topology.tiers)
     return replace(topology, tiers=tiers, measured_on=frozenset(cpus))
@@ -367,9 +348,6 @@ def share_ssd(options: SsdOptions, rank: int, num_local_ranks: int, capacity_byt
     the same folder.
 
     Args:
-        options: of the user, for all processes of a machine together.
-        rank: of the process, among those of all machines.
-        num_local_ranks: processes of this machine.
         capacity_bytes: what they may store together, measured once for all of them.
     """
     paths = tuple(path / f"rank-{rank}" for path in options.paths)
@@ -445,21 +423,11 @@ def bind_rank(
     """Bind this process to its part of the machine, and return what it got. See [Note: Binding of ranks].
 
     Args:
-        local_rank: of this process, among those of its machine.
-        num_local_ranks: how many there are.
-        device: what this process computes on.
-        config: of the run.
-        topology: of the whole machine.
         gather: how the processes of this machine tell each other something; needed where there are several.
         rank: of this process, among those of all machines; None where there is one machine.
 
     Returns:
         The share of this process; `Host` takes it.
-
-    Raises:
-        ConfigError: ``numa_binding="exclusive"`` with fewer cores than processes; no `gather`, or one that does not
-            return one answer of each process; a path of the tier `ssd` that is no folder.
-        TierNotFoundError: a budget for a tier that does not exist.
     """
     root = topology.root or Path("/")
     for name in config.budgets():
@@ -541,13 +509,7 @@ def _exchange(own: RankFacts, num_local_ranks: int, gather: Gather | None) -> Se
 
 
 def _num_threads(place: RankPlace, num_cpus: int, num_local_ranks: int) -> int:
-    """Return the threads of this process: its part of its CPUs, within the quota of its control group and OMP's limit.
-
-    Args:
-        place: what the process gets.
-        num_cpus: those that it could use before.
-        num_local_ranks: all have one quota.
-    """
+    """Return the threads of this process: its part of the CPUs, within the quota of its control group and OMP's limit."""
     given = os.environ.pop(_THREADS, "").split(",")[0].strip()
     allowed = _cpu.available_threads()  # without the variable: what the CPUs and the quota allow
     limits = [len(place.cpus) // place.num_sharers]

@@ -22,9 +22,6 @@ def ssd_capacity_bytes(options: SsdOptions) -> int:
 
     Records are cut evenly over the drives, so without a budget the drive with least free space decides. Folders on one
     file system share what is free there. A folder that does not exist yet counts as the nearest one around it.
-
-    Raises:
-        ConfigError: a path is no folder, or lies in memory.
     """
     folders = [existing_folder(path) for path in options.paths]
     for folder in folders:
@@ -42,11 +39,7 @@ def drive_of(folder: Path) -> int:
 
 
 def existing_folder(path: Path) -> Path:
-    """Return a folder, or where it does not exist yet, the nearest one around it.
-
-    Raises:
-        ConfigError: there is something else at the path.
-    """
+    """Return a folder, or where it does not exist yet, the nearest one around it."""
     for folder in (path, *path.parents):
         if folder.exists():
             if folder.is_dir():

@@ -35,16 +35,7 @@ _T = TypeVar("_T")
 
 
 def read(kind: type[_T], content: object, where: str) -> _T:
-    """Return a `kind` from a mapping of its fields.
-
-    Args:
-        kind: a dataclass.
-        content: what a file has.
-        where: names the place in messages.
-
-    Raises:
-        ConfigError: no mapping, a key that is missing or unknown, or a value that is not of the field's type.
-    """
+    """Return a `kind` from a mapping of its fields."""
     values = read_fields(kind, content, where)
     missing = [
         f.name
@@ -440,12 +431,7 @@ class Machine:
 
 
 def check_split(split: Split, machine: Machine) -> None:
-    """Refuse fractions that are negative, do not add up to 1, or name tiers that the machine does not have.
-
-    Raises:
-        TierNotFoundError: an unknown tier.
-        ValueError: the fractions are no split of one whole.
-    """
+    """Refuse fractions that are negative, do not add up to 1, or name tiers that the machine does not have."""
     for name in split:
         machine.tier(name)
     if not split or min(split.values()) < 0 or not math.isclose(sum(split.values()), 1, abs_tol=1e-6):
@@ -498,9 +484,6 @@ def load_overrides(path: str | os.PathLike[str]) -> Overrides:
 
     A whole machine file will do, too. The kind of a tier, the number of drives of the tier `ssd`, and whether the
     device is the host, are left out: the machine knows that itself.
-
-    Raises:
-        ConfigError: no such file, no YAML, or something in it that is no field or value; the message names the fields.
     """
     content = _load(path, "speeds from")
     try:

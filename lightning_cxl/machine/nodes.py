@@ -152,7 +152,6 @@ def usable_cpus(root: Path = Path("/"), allowed: frozenset[int] | None = None) -
     """Return the CPUs of every node that this process may run on; nodes without such CPUs are left out.
 
     Args:
-        root: where ``sys`` is found.
         allowed: the CPUs of this process; asked from the kernel when None.
     """
     allowed = frozenset(os.sched_getaffinity(0)) if allowed is None else allowed

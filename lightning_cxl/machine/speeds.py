@@ -57,8 +57,6 @@ def describe_machine(
     Capacities have two digits: kernels keep some memory for themselves, each another amount.
 
     Args:
-        topology: of a real machine (`Topology.root` is not None).
-        devices: names of the accelerators.
         allowed: the CPUs of this process; when None those that `topology` names, else asked from the kernel.
     """
     root = topology.root or Path("/")
@@ -308,14 +306,8 @@ def machine_of(
 
     Args:
         topology: what was detected; an invented one has no calibration and no ratings.
-        device: what computes. Its kind's devices share the host.
-        file: YAML with fields that win over all others, see `load_overrides`.
         capacity_bytes: what a job may use, by tier: budgets, or what is free. Otherwise the file's, or the physical
             capacity; of both, the smaller.
-
-    Raises:
-        ConfigError: the file cannot be used.
-        TierNotFoundError: the file or `capacity_bytes` names a tier that the topology does not have.
     """
     device = torch.device(device)
     overrides = Overrides() if file is None else load_overrides(file)

@@ -79,16 +79,6 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
     """While active, host tensors that torch creates in this thread go where role, tier and decorators say.
 
     Which tier: the innermost of `tier` and the decorated module under construction; else the policy.
-
-    Args:
-        memory: where the tensors are made.
-        place: decides.
-        role: what they are for; weights when None.
-        tier: an explicit tier.
-
-    Raises:
-        TierFullError: from any factory, when the tiers are exhausted.
-        TierNotFoundError: from any factory, when a decorator names a tier that does not exist.
     """
 
     def __init__(
@@ -329,15 +319,6 @@ def new_weight(like: torch.Tensor, dtype: torch.dtype, spec: TierSpec | None) ->
 
     Inside a run, or where `host_allocation` is active, it lies where that says; elsewhere it is ordinary memory. On
     torch's default device, so that weights of a model that is built on a GPU come into being there.
-
-    Args:
-        like: what the module has now.
-        dtype: of the weight.
-        spec: what decorators ask for the module.
-
-    Raises:
-        TierFullError: it fits nowhere.
-        TierNotFoundError: `spec` names a tier that does not exist.
     """
     device = torch.get_default_device()
     used = active()

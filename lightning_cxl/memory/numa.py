@@ -49,10 +49,6 @@ class PageSource(MemoryResource, Protocol):
 
         Returns:
             Which node got which part, offsets relative to the mapping. Whoever discards or unmaps it calls `release`.
-
-        Raises:
-            TierFullError: not enough free memory, or the pages landed elsewhere.
-            PlacementError: the kernel refuses to place pages.
         """
 
     def back(self, mapping: Mapping, parts: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
@@ -69,10 +65,6 @@ class NumaResource:
     """Allocates from one node, straight from the OS: whole pages, populated, verified.
 
     Args:
-        tier_name: tier the bytes are accounted to.
-        node_id: NUMA node of the pages.
-        topology: answers how much is free.
-        inherit: whether forked children see the memory.
         free_bytes: replaces the topology's answer to "how much is free on the node".
         where: replaces the kernel's answer to "where are these pages"; by default it is asked only when the machine
             has more than one node.
@@ -202,9 +194,6 @@ def allocate_pages(source: PageSource, nbytes: int, alignment: int, fd: int = -1
 
     From 2 MiB on the start is aligned to a transparent huge page. Zero bytes need no memory. With `fd`, a file of
     memory in whole pages, the bytes are those of the file, which other processes may map, too.
-
-    Raises:
-        TierFullError: no addresses or not enough free memory; nothing stays mapped.
     """
     if nbytes == 0:
         return Buffer(0, 0, (), None)
@@ -218,11 +207,7 @@ def allocate_pages(source: PageSource, nbytes: int, alignment: int, fd: int = -1
 
 
 def reserve(nbytes: int, alignment: int, source: PageSource, fd: int = -1) -> Mapping:
-    """Reserve addresses for `source` to back, those of a file of memory where there is one.
-
-    Raises:
-        TierFullError: the address space of the process is limited or full.
-    """
+    """Reserve addresses for `source` to back, those of a file of memory where there is one."""
     try:
         return Mapping(nbytes, alignment, source.inherit, fd)
     except (OSError, OverflowError) as error:
@@ -258,7 +243,6 @@ class StripedResource:
     Args:
         children: what backs the stripes, and weights. They share inheritance. Those of one tier have nothing to
             release; those that have are of a tier each.
-        stripe_bytes: granularity, a multiple of 2 MiB.
         strict: refuse where a child has no room for its share, except in `lending`. Otherwise it leaves its share to
             the others.
         turns: not for strict ones, a number for each child: those with a higher one get a stripe when all with a lower
@@ -295,9 +279,6 @@ class StripedResource:
         """Let children without room leave their share to the others, in this thread, until exit.
 
         It reaches through the pools and adaptors that lie between whoever decides this and here.
-
-        Args:
-            full: gets the tiers of such children. OUT.
         """
         self._thread.full = full
         try:
@@ -419,12 +400,7 @@ class PinnedResource:
     The first failure makes it pass on pageable memory from then on, with one warning.
 
     Args:
-        upstream: gives the memory; populated already.
-        register: page-locks (address, nbytes), raising `PinnedMemoryError`; of a `DeviceType`.
-        unregister: undoes it, given the address.
-        required: raise `PinnedMemoryError` on a failure instead.
         where: asks where pages are, after pinning; None on a machine where they can only be in one place.
-        chunk_bytes: most bytes of one registration.
     """
 
     def __init__(
@@ -449,12 +425,7 @@ class PinnedResource:
         self._pid = os.getpid()
 
     def allocate(self, nbytes: int, *, alignment: int = PAGE_BYTES) -> Buffer:
-        """Return a pinned buffer, or a pageable one after a failure.
-
-        Raises:
-            TierFullError: `upstream` is exhausted.
-            PinnedMemoryError: pinning failed and is required; nothing stays allocated.
-        """
+        """Return a pinned buffer, or a pageable one after a failure."""
         if not self.failure and nbytes:
             try:
                 return self._allocate_pinned(nbytes, alignment)
@@ -502,11 +473,7 @@ def check_nodes(buffer: Buffer, where: PageNodes | None) -> None:
     """Check that a buffer that has been page-locked lies where it did before.
 
     Args:
-        buffer: its spans say where.
         where: asks where pages are; None where they can only be in one place.
-
-    Raises:
-        PinnedMemoryError: some have moved.
     """
     if where is None:
         return
@@ -535,10 +502,6 @@ class Budget:
     """How many bytes of one tier may be held from the OS, and are; shared by every stack of the tier.
 
     Thread-safe. `credit` takes no lock: it is called by dying buffers, see [Note: Life of a Buffer].
-
-    Args:
-        tier: name used in messages.
-        limit_bytes: never exceeded.
     """
 
     def __init__(self, tier: str, limit_bytes: int) -> None:
@@ -555,11 +518,7 @@ class Budget:
             return self._settle()
 
     def charge(self, nbytes: int) -> None:
-        """Count `nbytes` as held.
-
-        Raises:
-            BudgetFullError: the budget does not allow it; nothing is counted then.
-        """
+        """Count `nbytes` as held."""
         with self._lock:
             held = self._settle()
             if held + nbytes <= self.limit_bytes:
@@ -584,8 +543,6 @@ class BudgetResource:
     """Charges a budget for all that `upstream` backs, in whole pages.
 
     Args:
-        upstream: backs memory of one tier.
-        budget: of that tier.
         node_fraction: of the free memory of `upstream`, what this may use: tiers on the same nodes divide it.
     """
 
@@ -602,11 +559,7 @@ class BudgetResource:
         return min(rest, int(self._upstream.free_bytes() * self._node_fraction))
 
     def allocate(self, nbytes: int, *, alignment: int = PAGE_BYTES) -> Buffer:
-        """Return memory of `upstream` if the budget allows it.
-
-        Raises:
-            TierFullError: budget or upstream exhausted.
-        """
+        """Return memory of `upstream` if the budget allows it."""
         return allocate_pages(self, nbytes, alignment)
 
     def deallocate(self, buffer: Buffer) -> None:
@@ -659,9 +612,7 @@ class TierPages:
     """Gives sources of a tier's pages, which all charge its one budget.
 
     Args:
-        tier: the tier.
         leaf: makes the `NumaResource` or `StripedResource` of the tier, whose memory forked children inherit or not.
-        budget_bytes: most bytes held from the OS by all stacks together.
     """
 
     def __init__(self, tier: Tier, leaf: MakeLeaf, budget_bytes: int) -> None:
@@ -679,7 +630,6 @@ class TierPages:
         """Return what could still be allocated: the budget's rest or the nodes', and what stacks keep unused.
 
         Args:
-            used_bytes: the part of what is held that living buffers use.
             held_by_neighbours: bytes held by all tiers on the same nodes, this one included. The OS is asked twice a
                 second at most; in between, growth of this number is subtracted from its last answer.
         """

@@ -231,10 +231,6 @@ class PoolResource(ReclaimingResource):
     12.5 % and one shared slab above that peak. Below it a new slab means that the free ones were cut unluckily, and
     they give way at 50 % only: less would give back and take the same slabs in every step. `trim` gives all of them
     back, and so does a request that `upstream` could not serve otherwise. Thread-safe.
-
-    Args:
-        upstream: where slabs come from.
-        slab_bytes: size of a shared slab.
     """
 
     def __init__(self, upstream: MemoryResource, slab_bytes: int = 16 * 2**20) -> None:
@@ -246,11 +242,7 @@ class PoolResource(ReclaimingResource):
         self._used_bytes = self._held_bytes = self._peak_bytes = 0
 
     def allocate(self, nbytes: int, *, alignment: int = 64) -> Buffer:
-        """Return exactly `nbytes`, aligned.
-
-        Raises:
-            TierFullError: `upstream` is exhausted, even after every free slab was given back.
-        """
+        """Return exactly `nbytes`, aligned."""
         if nbytes == 0:
             return Buffer(0, 0, (), None)
         with self._lock:
@@ -328,11 +320,8 @@ class ArenaResource(ReclaimingResource):
     that mark is below three quarters of what is backed. Thread-safe.
 
     Args:
-        source: backs the range with memory, and charges budgets for it.
-        reserve_bytes: size of the range; costs addresses, no memory.
         step_bytes: the range grows to a multiple of this, a multiple of 2 MiB. While it is small, it grows by about a
             quarter instead, so that a small run does not take 32 MiB for its first input.
-        least_bytes: such a small step is a multiple of this.
     """
 
     def __init__(
@@ -357,11 +346,7 @@ class ArenaResource(ReclaimingResource):
         self._marks: deque[int] = deque(maxlen=_STEPS_KEPT)
 
     def allocate(self, nbytes: int, *, alignment: int = 64) -> Buffer:
-        """Return exactly `nbytes`, aligned.
-
-        Raises:
-            TierFullError: budget, node or range exhausted; what was backed before stays.
-        """
+        """Return exactly `nbytes`, aligned."""
         if nbytes == 0:
             return Buffer(0, 0, (), None)
         with self._lock:

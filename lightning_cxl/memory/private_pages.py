@@ -14,15 +14,7 @@ _CHUNK_ENTRIES = 2**17
 
 
 def has_private_pages(address: int, nbytes: int) -> bool:
-    """Return whether pages of a private mapping of a file are no longer those of the file.
-
-    Args:
-        address: of the mapping, a multiple of a page.
-        nbytes: of it.
-
-    Raises:
-        StorageError: the kernel does not say it.
-    """
+    """Return whether pages of a private mapping of a file are no longer those of the file."""
     first, last = address // mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE)
     try:
         fd = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)

@@ -34,11 +34,7 @@ class MemoryResource(Protocol):
     """Something that owns or adapts byte-addressable memory."""
 
     def allocate(self, nbytes: int, *, alignment: int = mmap.PAGESIZE) -> "Buffer":
-        """Return a buffer of exactly `nbytes` bytes (contents undefined).
-
-        Raises:
-            TierFullError: budget or node exhausted.
-        """
+        """Return a buffer of exactly `nbytes` bytes (contents undefined)."""
 
     def deallocate(self, buffer: "Buffer") -> None:
         """Take the bytes of a dying buffer back. See [Note: Life of a Buffer]."""
@@ -48,10 +44,7 @@ class Buffer:
     """One contiguous range of host memory and its spans.
 
     Args:
-        address: first byte; aligned as the request asked.
-        nbytes: exact size.
         spans: which tier and node holds which sub-range, in order, covering ``[0, nbytes)``.
-        resource: gets the bytes back; kept alive.
         parent: the buffer or mapping these bytes were cut from; kept alive.
     """
 
@@ -79,11 +72,7 @@ class Buffer:
         return Buffer(self.address + offset, nbytes, cut_spans(self.spans, offset, nbytes), None, self)
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous tensor over the first bytes of this buffer, sharing memory and keeping it alive.
-
-        Raises:
-            ValueError: the tensor needs more bytes than the buffer has.
-        """
+        """Return a contiguous tensor over the first bytes of this buffer, sharing memory and keeping it alive."""
         num_elements = 1
         for size in shape:
             num_elements *= size
@@ -98,13 +87,7 @@ class Buffer:
 
 
 def cut_spans(spans: Sequence[Span], offset: int, nbytes: int) -> tuple[Span, ...]:
-    """Return the spans of ``[offset, offset + nbytes)``, with offsets relative to its start.
-
-    Args:
-        spans: in order, without gaps; none of a buffer without bytes.
-        offset: start of the part.
-        nbytes: size of the part.
-    """
+    """Return the spans of ``[offset, offset + nbytes)``, with offsets relative to its start."""
     cut = []
     for index in range(max(0, bisect_right(spans, offset, key=_span_offset) - 1), len(spans)):
         span = spans[index]
@@ -128,13 +111,6 @@ def pages_of_file(fd: int, nbytes: int) -> Buffer:
 
     The file may be larger than memory: the kernel is not asked to keep memory for writes, which it would refuse then
     (``torch.from_file`` does ask). The buffer stays valid when the file is closed.
-
-    Args:
-        fd: open for reading.
-        nbytes: of the file, from its beginning.
-
-    Raises:
-        OSError: the file cannot be mapped.
     """
     mapping = Mapping(nbytes, inherit=True)
     mapping.show(0, mapping.nbytes, fd, 0)

@@ -34,15 +34,7 @@ class BackFile(Protocol):
     """Gives memory to a file of memory."""
 
     def __call__(self, nbytes: int, fd: int) -> Buffer:
-        """Return a buffer over the whole file, its pages placed and populated.
-
-        Args:
-            nbytes: of the file, whole pages.
-            fd: the file.
-
-        Raises:
-            TierFullError: no room where they belong.
-        """
+        """Return a buffer over the whole file, its pages placed and populated."""
 
 
 class SharedSegment:
@@ -51,14 +43,6 @@ class SharedSegment:
     Its pages are placed and populated before anybody else maps them, so they lie where `back` puts them, and a budget
     is charged once: in this process. What has been handed out does not come back; the memory is free when all
     processes have let go of all buffers and mappings.
-
-    Args:
-        nbytes: of all requests together, each rounded up to 64 bytes.
-        back: backs the memory.
-
-    Raises:
-        TierFullError: not enough memory on the tier.
-        UnsupportedError: the kernel has no such files, or does not let this process make them.
     """
 
     def __init__(self, nbytes: int, back: BackFile) -> None:
@@ -99,11 +83,7 @@ class SharedSegment:
         self._fd = -1
 
     def allocate(self, nbytes: int, *, alignment: int = _ALIGNMENT) -> Buffer:
-        """Return the next `nbytes`.
-
-        Raises:
-            TierFullError: the segment is used up.
-        """
+        """Return the next `nbytes`."""
         begin = -(-self._used // alignment) * alignment
         if begin + nbytes > self.nbytes:
             raise TierFullError(
@@ -126,14 +106,7 @@ class SharedSegment:
 
 
 class ForeignSegment:
-    """The segment of another process, mapped here. Its budget is the other process's.
-
-    Args:
-        name: of a segment whose door is still open.
-
-    Raises:
-        UnsupportedError: this process cannot map it, and why.
-    """
+    """The segment of another process, mapped here. Its budget is the other process's."""
 
     def __init__(self, name: SegmentName) -> None:
         path = f"/proc/{name.pid}/fd/{name.fd}"

@@ -63,12 +63,7 @@ class _Entry:
 
 
 class Counted:
-    """Bytes that a `Ledger` counts while this lives; nobody owns them here.
-
-    Args:
-        gone: gets `what` when this dies.
-        what: role, tier and bytes.
-    """
+    """Bytes that a `Ledger` counts while this lives; nobody owns them here."""
 
     __slots__ = ("_gone", "_what")
 
@@ -100,8 +95,6 @@ class Ledger:
         """Count `inner` and return the buffer to hand out in its place.
 
         Args:
-            inner: its spans say what each tier holds.
-            role: what it is for.
             split: how it was meant to be divided over tiers; None when it was not possible.
         """
         counts = Counter[str]()
@@ -214,13 +207,7 @@ class TierLimits:
     """Limits by tier.
 
     Args:
-        topology: the machine.
-        budgets: what the user allows of a tier.
         room: what this process may take of a tier without a budget, where others share the machine; None: all.
-
-    Raises:
-        ConfigError: a budget is negative.
-        TierNotFoundError: a budget for a tier that does not exist.
     """
 
     def __init__(
@@ -277,10 +264,6 @@ class SplitStacks:
     written for all processes.
 
     Args:
-        tiers: the tiers' pages by name.
-        shares: the fraction of each of `tiers`.
-        pinner: how memory is page-locked.
-        stripe_bytes: granularity, see `StripedResource`.
         reuse_below: buffers of this size and more have pages of their own, which go back to the OS when the buffer
             dies. None: every stack keeps what was given back. The pinned one always does: the driver must not let go of
             memory that a copy may still read, and page-locking is slow.
@@ -320,11 +303,6 @@ class SplitStacks:
         """Allocate where one of several tiers may have no room for its share, which the others then take.
 
         Args:
-            nbytes: exact size.
-            role: what for.
-            pinned: page-locked or not.
-            alignment: of the first byte.
-            full: gets the tiers without room. OUT.
             fd: of the file of memory whose bytes it gets; -1 for none.
         """
         source = self._sources[fd < 0 and _kind(role, pinned) == "inherited"]
@@ -429,20 +407,13 @@ class HostMemory:
     everything the parent writes afterwards.
 
     Args:
-        topology: the machine.
         budgets: most bytes to hold from the OS, per tier name; a tier without one may use its whole capacity.
         room: less than that, of tiers without a budget, where other processes share the machine.
         on_tier_full: ``"spill"`` to the other tiers of a split, then to the next one of the placement, with one warning
             per role and tier, or ``"error"``.
-        pin: honour ``Placement.pinned``; otherwise all memory is pageable.
         reuse_below: pageable buffers of this size and more go back to the OS when they die; None: they are kept for the
             next. The price is new pages each time. To make one and let it go took, on a busy machine of two cores,
             0.6 to 1.0 ms instead of 0.06 ms for 4 MiB, and 13 to 25 ms instead of 0.06 ms for 64 MiB.
-        leaf: what a tier's memory comes from; for tests.
-        pinner: how memory is page-locked; for tests.
-
-    Raises:
-        ConfigError: a budget is negative or names an unknown tier, or `on_tier_full` is neither word.
     """
 
     def __init__(
@@ -479,11 +450,6 @@ class HostMemory:
         """Return exactly `nbytes` (contents undefined) on the tiers of `placement` by its shares, or where they fit.
 
         With `fd` they are those of a file of memory, pageable; see `allocate_pages`.
-
-        Raises:
-            TierFullError: no tier of the placement can, or the first ones cannot and ``on_tier_full="error"``.
-            TierNotFoundError: the placement names a tier that does not exist.
-            UnsupportedError: the placement names the tier `ssd`, which has no memory.
         """
         if nbytes < 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")

@@ -239,18 +239,9 @@ class AdamStep:
     """Hyper-parameters of one step, as they are when it begins, and the work of it.
 
     Args:
-        groups: of the optimizer.
         state: of the optimizer, by parameter; refers to the memory of `kept` once a parameter has been updated.
         kept: state of each parameter, in memory that stays where it is.
-        compute_weights: 16-bit weights to write beside float32 parameters.
-        seed: of the stochastic rounding.
-        num_threads: of the kernel.
-        isa: of the kernel.
         teams: which threads update what; None where all are near to all memory.
-
-    Raises:
-        ConfigError: a hyper-parameter is out of range.
-        UnsupportedError: an option that CPUAdam does not have.
     """
 
     def __init__(
@@ -278,14 +269,7 @@ class AdamStep:
             check_ranges(group)
 
     def collect(self, grads: Mapping[torch.Tensor, torch.Tensor] | None = None) -> list[Work]:
-        """Return the updates of the parameters with a gradient; nothing is changed.
-
-        Args:
-            grads: gradients by parameter; None for those that parameters have.
-
-        Raises:
-            ConfigError, CheckpointError, UnsupportedError: see `CPUAdam.step`.
-        """
+        """Return the updates of the parameters with a gradient; nothing is changed."""
         work = []
         ordinal, num_used = -1, 0
         by_parameter, weights_beside = self._kept.by_parameter, self._compute_weights
@@ -330,12 +314,7 @@ class AdamStep:
         return Update(shard, grad, kept, beside, signature_of(shard, grad, beside), _written(parameter, compute))
 
     def apply(self, work: Sequence[Work], scale: float) -> None:
-        """Carry out updates, and count the step of their parameters.
-
-        Args:
-            work: what `collect` returned, or a part of it.
-            scale: factor of the gradients.
-        """
+        """Carry out updates, and count the step of their parameters."""
         for each in work:
             update = each.update
             kept = update.kept

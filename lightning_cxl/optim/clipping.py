@@ -23,12 +23,7 @@ class Meter(Protocol):
 
 
 class ReadingMeter:
-    """The meter of an optimizer on its own: reads every gradient, as nobody tells what happened to it since.
-
-    Args:
-        num_threads: of the kernel.
-        isa: of the kernel.
-    """
+    """The meter of an optimizer on its own: reads every gradient, as nobody tells what happened to it since."""
 
     def __init__(self, num_threads: int, isa: str) -> None:
         self._num_threads = num_threads
@@ -40,7 +35,6 @@ class ReadingMeter:
 
 
 def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the gradients there are."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
@@ -118,7 +112,6 @@ class GradScale:
         one counts.
 
         Args:
-            max_norm: what the norm is brought down to.
             scale: factor that the gradients still need, such as 1 / loss scale; the step applies it too.
 
         Returns:

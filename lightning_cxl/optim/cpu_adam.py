@@ -303,9 +303,6 @@ class Precisions:
     """Decides by optimizer and compute parameter.
 
     Args:
-        use_cpu_adam: torch's Adam and AdamW become `CPUAdam`.
-        state: how `CPUAdam` keeps momentum and variance.
-        master: how it keeps master weights beside 16-bit ones.
         is_sensitive: whether the state of a compute parameter stays float32 when it is 8 bit otherwise.
     """
 

@@ -41,14 +41,7 @@ _CHUNK_ELEMENTS = 2**20  # of which a few copies do not count
 
 
 class WeightPair:
-    """The compute and the master weights of one trained parameter, and in which precision its gradient is kept.
-
-    Args:
-        name: in the model.
-        compute: see the note above.
-        master: see the note above.
-        grad_dtype: in which the first gradient of a step is kept.
-    """
+    """The compute and the master weights of one trained parameter, and in which precision its gradient is kept."""
 
     __slots__ = ("__weakref__", "_aliases", "_plain_type", "compute", "grad_dtype", "look", "master", "name", "version")
 
@@ -182,7 +175,6 @@ class MasterWeights:
 
     Args:
         names: name of every parameter of the model, keyed by the parameter's `id`.
-        allocate: gives host memory for a role.
         engine: copies to compute weights on its device; None where all of them are on the host.
     """
 
@@ -212,7 +204,6 @@ class MasterWeights:
         """Return the record of `parameter`, making its master if it needs one of its own.
 
         Args:
-            parameter: of the model.
             form: of the master of a 16-bit parameter that `CPUAdam` updates; None for another optimizer.
         """
         pair = self._by_id.get(id(parameter))
@@ -262,10 +253,6 @@ class MasterWeights:
         """Copy master weights into the compute weights they belong to, rounding to nearest.
 
         What the device computes from here on sees the new weights. The host goes on: `wait` before a master changes.
-
-        Args:
-            masters: parameters of an optimizer that were just updated.
-            kernel_wrote: a kernel has written `kernel_weights` already.
         """
         for master in masters:
             pair = self.find(master)

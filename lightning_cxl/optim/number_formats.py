@@ -102,9 +102,6 @@ def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, u
     """Code float32 values in blocks of 256 in memory order.
 
     Args:
-        values: without gaps. IN.
-        codes: uint8 with the same strides. OUT.
-        scales: float32, one per block. OUT.
         unsigned: the map of variances, which are not negative; else that of momenta.
     """
     _adam.quantize(_numpy(flattened(values)), _numpy(flattened(codes)), _numpy(scales), unsigned, _cpu.best_isa())
@@ -131,11 +128,7 @@ def dynamic_map(unsigned: bool) -> torch.Tensor:
 
 
 def check_map(qmap: object, name: str, *, unsigned: bool) -> None:
-    """Refuse 8-bit codes with another map than the dynamic one.
-
-    Raises:
-        CheckpointError: names the parameter.
-    """
+    """Refuse 8-bit codes with another map than the dynamic one."""
     if qmap is None:
         return
     known = dynamic_map(unsigned)
@@ -166,12 +159,7 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def check_parameter(parameter: torch.Tensor, name: str) -> None:
-    """Check that `parameter` can be updated.
-
-    Raises:
-        ConfigError: neither float32 nor bfloat16, not on the host, lazily negated, or its memory was taken away.
-        UnsupportedError: elements share memory with each other.
-    """
+    """Check that `parameter` can be updated."""
     if parameter.dtype not in WEIGHT_DTYPES or parameter.device.type != "cpu":
         raise ConfigError(
             f"CPUAdam updates float32 and bfloat16 weights on the host; {name} is {parameter.dtype} on "
@@ -240,12 +228,7 @@ def is_flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def usable_gradient(grad: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a gradient as dense host memory in the order of `parameter`; a copy only where needed.
-
-    Raises:
-        UnsupportedError: it is sparse.
-        ConfigError: it is on another device, or its memory was taken away.
-    """
+    """Return a gradient as dense host memory in the order of `parameter`; a copy only where needed."""
     if grad.layout is not torch.strided:
         raise UnsupportedError(
             f"the gradient of {name} is sparse ({grad.layout}): use `sparse=False` in the embedding, or "
@@ -261,11 +244,7 @@ def usable_gradient(grad: torch.Tensor, parameter: torch.Tensor, name: str) -> t
 
 
 def check_compute_weights(compute: torch.Tensor | None, parameter: torch.Tensor, name: str) -> None:
-    """Check that the kernel can write 16-bit `compute` weights, if there are some, beside the float32 `parameter`.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check that the kernel can write 16-bit `compute` weights, if there are some, beside the float32 `parameter`."""
     if compute is None:
         return
     is_half = compute.dtype in (torch.bfloat16, torch.float16)

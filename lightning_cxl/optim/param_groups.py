@@ -110,13 +110,7 @@ def as_number(value: object) -> float:
 
 
 class AwaitedParams(list[torch.Tensor]):
-    """Stands in for ``group["params"]``.
-
-    Args:
-        parameters: of the group.
-        wait: returns when no update runs and gradients are complete.
-        complete: returns when gradients are complete.
-    """
+    """Stands in for ``group["params"]``."""
 
     def __init__(
         self, parameters: Iterable[torch.Tensor], wait: Callable[[], None], complete: Callable[[], None]

@@ -52,7 +52,6 @@ def choose_precision(parameter: torch.Tensor, wanted: StatePrecision, *, sensiti
 
 
 def moment_bytes(numel: int, precision: StatePrecision) -> int:
-    """Return the bytes of one moment."""
     scales = 4 * num_blocks(numel) if precision == "8bit" else 0
     return numel * _DTYPES[precision].itemsize + scales
 
@@ -61,10 +60,7 @@ class Moment:
     """One of Adam's two moments of one parameter.
 
     Args:
-        parameter: whose element order in memory it follows.
-        role: MOMENTUM or VARIANCE.
         precision: how it is kept; 8 bit has a code per element and a float32 scale per block of 256 in memory order.
-        allocate: gives the memory, which is held from now on.
     """
 
     __slots__ = ("scales", "unsigned", "values")
@@ -85,11 +81,7 @@ class Moment:
         return flattened(self.values)
 
     def zero_(self, at: At = flattened) -> None:
-        """Set every element to zero.
-
-        Args:
-            at: where the memory is now.
-        """
+        """Set every element to zero."""
         at(self.values).fill_(127 if self.scales is not None and not self.unsigned else 0)
         if self.scales is not None:
             at(self.scales).zero_()
@@ -98,9 +90,7 @@ class Moment:
         """Take over `values` of the parameter's shape, any element order.
 
         Args:
-            values: floating point, or uint8 codes with `scales`.
             scales: one per block, in the memory order of `values`; in row-major order where these have gaps.
-            at: where the memory is now.
         """
         own, own_values = None if self.scales is None else at(self.scales), in_shape(self.values, at)
         if scales is not None:
@@ -161,11 +151,6 @@ class ParameterState:
     """Step count, momentum, variance and, of a bfloat16 parameter, the remainder of its master weights.
 
     All of it is of the shard that this process holds. See [Note: Shards].
-
-    Args:
-        parameter: float32 or bfloat16, on the host; a shard.
-        precision: of momentum and variance.
-        allocate: gives the memory, which is held from now on.
     """
 
     def __init__(self, parameter: torch.Tensor, precision: StatePrecision, allocate: AllocateState) -> None:
@@ -241,11 +226,7 @@ class ParameterState:
         return all(state.get(key) is value for key, value in self._shown)
 
     def check(self, parameter: torch.Tensor, name: str) -> None:
-        """Check that this memory is still right for `parameter`, which may have changed since this was made.
-
-        Raises:
-            ConfigError: it has got another shape or dtype, or gaps in memory that the state cannot follow.
-        """
+        """Check that this memory is still right for `parameter`, which may have changed since this was made."""
         parameter = local(parameter)
         if parameter.dtype is not self.dtype:
             before, now = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, parameter.dtype))
@@ -275,8 +256,6 @@ class ParameterState:
         processes the state shows tensors that are cut alike, but of each shard its own scales of 8-bit state.
 
         Args:
-            parameter: of the optimizer.
-            state: of it. INOUT.
             at: where the memory is now, for the caller who is in `reached`; None: it is reached here.
         """
         values, shard = self.momentum.values, local(parameter)
@@ -382,10 +361,7 @@ class ParameterStates:
     """Makes the states of parameters, keeps them, and lets go of those that nothing can ask for any more.
 
     Args:
-        precision: of momentum and variance.
-        fp32_state: parameters whose state stays float32 with ``"8bit"``.
         allocate: gives their memory. Not part of a copy or a pickle: it belongs to this process.
-        visits: know which of that memory is a record's. As `allocate`.
     """
 
     def __init__(
@@ -439,23 +415,12 @@ class ParameterStates:
         return {**vars(self), "by_parameter": in_memory, "allocate": allocate_from_torch, "visits": NoVisits()}
 
     def check_not_lost(self) -> None:
-        """Refuse to use state that is not whole.
-
-        Raises:
-            StorageError: says why it is not.
-        """
+        """Refuse to use state that is not whole."""
         if self.lost:
             raise StorageError(self.lost)
 
     def leave_run(self, states: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Take memory from torch from now on. State on SSD becomes memory that shows it, to which updates write.
-
-        Args:
-            states: of the optimizer, by parameter. INOUT.
-
-        Raises:
-            StorageError: state on SSD could not be written; it is lost.
-        """
+        """Take memory from torch from now on. State on SSD becomes memory that shows it, to which updates write."""
         visits, self.visits, self.allocate = self.visits, NoVisits(), allocate_from_torch
         on_ssd = {parameter: own for parameter, own in self.by_parameter.items() if own.record is not None}
         try:

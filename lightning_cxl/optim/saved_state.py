@@ -36,9 +36,6 @@ def match_groups(
     """Return for each own group the saved group that it continues and the saved id of each of its parameters.
 
     By parameter name when every group of both sides has names, so that order does not matter; else by order.
-
-    Raises:
-        CheckpointError: the two sides do not have the same groups of parameters.
     """
     if len(own) != len(saved):
         raise CheckpointError(
@@ -87,12 +84,7 @@ def _match_by_name(
 
 
 def merged_groups(own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each own group what it takes over from its saved group: hyper-parameters, but not the parameters.
-
-    Raises:
-        CheckpointError: a hyper-parameter is out of range.
-        UnsupportedError: an option that CPUAdam does not have.
-    """
+    """Return for each own group what it takes over from its saved group: hyper-parameters, but not the parameters."""
     taken = []
     for index, (group, saved_group) in enumerate(zip(own, saved, strict=True)):
         kept = {"params", "decoupled_weight_decay"} | ({"param_names"} & group.keys())
@@ -126,10 +118,6 @@ def checked_entries(
 
     Args:
         sources: parameter groups, each with the keys in `saved` of its parameters.
-        saved: states by key.
-
-    Raises:
-        CheckpointError: see `check_moments`.
     """
     for group, keys in sources:
         for index, (parameter, key) in enumerate(zip(group["params"], keys, strict=True)):
@@ -140,11 +128,7 @@ def checked_entries(
 
 
 def check_moments(name: str, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
-    """Check that `entry` is an Adam state that fits `parameter`: torch's, bitsandbytes' or ours, of any precision.
-
-    Raises:
-        CheckpointError: a tensor is missing, has another shape or no numbers that can be read; names the parameter.
-    """
+    """Check that `entry` is an Adam state that fits `parameter`: torch's, bitsandbytes' or ours, of any precision."""
     keys = _CODED if "state1" in entry else _MOMENTS
     missing = [key for key in ("step", *keys) if key not in entry]
     if missing:
@@ -198,10 +182,6 @@ def decoded(entry: Mapping[str, Any], name: str) -> dict[str, Any]:
 
     Args:
         entry: of CPUAdam or bitsandbytes; state of other optimizers stays as it is.
-        name: of the parameter, for messages.
-
-    Raises:
-        CheckpointError: the codes are of another map than ours.
     """
     flat = unwrapped(entry) or {}
     if not set(_CODED) <= flat.keys():
@@ -251,9 +231,6 @@ class StateLoading:
         Of state on tier `ssd` tensors show what the drives have now, in pages of the page cache and not in memory of
         the process; checksums have been compared. What is written to them changes no state, and the next step may
         change what they show: clone what is to be kept.
-
-        Raises:
-            StorageError: a drive has failed, or has damaged state.
         """
         found = super().state_dict()  # type: ignore[misc]
         return {**found, "state": read_states(found["state"])}
@@ -268,11 +245,6 @@ class StateLoading:
 
         Parameters are matched by name when both sides carry names, else by order. Whether weight decay is decoupled
         stays as constructed. Everything is checked before anything is written.
-
-        Raises:
-            CheckpointError: it is for other parameters, of another shape, or not the state of an Adam.
-            ConfigError: a parameter has changed since the optimizer was made, see `step`.
-            UnsupportedError: it was written with amsgrad, maximize, capturable or differentiable.
         """
         self.wait()
         state_dict = state_dict.copy()
@@ -323,26 +295,12 @@ class StateLoading:
                 self.plain_state.update(states)
 
     def load_parameter(self, parameter: torch.Tensor, name: str, entry: Mapping[str, Any]) -> None:
-        """Copy the saved state of one parameter into the memory that its state has; an empty one clears it.
-
-        Args:
-            parameter: of this optimizer.
-            name: of it, for messages.
-            entry: its state as `load_state_dict` takes it.
-
-        Raises:
-            CheckpointError: it is not the state of an Adam, or of another shape.
-        """
+        """Copy the saved state of one parameter into the memory that its state has; an empty one clears it."""
         self.wait()
         self._load_moments([({"params": [parameter], "param_names": [name]}, [0])], {0: entry})
 
     def load_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take over hyper-parameters, group by group in their order.
-
-        Raises:
-            CheckpointError: one is out of range.
-            UnsupportedError: an option that CPUAdam does not have.
-        """
+        """Take over hyper-parameters, group by group in their order."""
         for group, new in zip(self.param_groups, merged_groups(self.param_groups, groups), strict=True):
             group.update(new)
 
@@ -351,7 +309,6 @@ class StateLoading:
         """Copy what a bfloat16 parameter lacks of its float32 master weights into the state of the parameter.
 
         Args:
-            parameter: of this optimizer, which has state.
             remainder: int16, shaped as the shard of the parameter that this process has.
         """
         self.wait()

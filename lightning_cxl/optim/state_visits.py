@@ -116,13 +116,6 @@ class StateRecord:
     """Cuts the tensors of optimizer state from one record.
 
     Its tensors have addresses, by which they are found in a slot, and no memory: an access ends the process.
-
-    Args:
-        visits: bring it to slots.
-        record: the bytes.
-
-    Raises:
-        TierFullError: there are no addresses left.
     """
 
     def __init__(self, visits: "StateVisits", record: Record) -> None:
@@ -170,8 +163,6 @@ class OnSsd(torch.Tensor):
         """Return what stands for a tensor of a record.
 
         Args:
-            record: has the tensor.
-            tensor: by its address.
             owner: that the tensor is cut like, over processes; None where it is whole.
         """
         shape = tensor.shape if owner is None else owner.shape
@@ -197,11 +188,7 @@ class OnSsd(torch.Tensor):
         return plain if self._owner is None else sharded_like(plain, self._owner)
 
     def read(self) -> torch.Tensor:
-        """Return the tensor as it is on the drive now; its memory is pages of the page cache.
-
-        Raises:
-            StorageError: a write has failed, or the run is over.
-        """
+        """Return the tensor as it is on the drive now; its memory is pages of the page cache."""
         return self.shown_in(self.record.visits.view(self.record))
 
     @classmethod
@@ -233,15 +220,7 @@ class OnSsd(torch.Tensor):
 def read_states(
     states: Mapping[Any, Mapping[str, Any]], *, compares_checksums: bool = True
 ) -> dict[Any, dict[str, Any]]:
-    """Return state of parameters with tensors in the place of `OnSsd`, whose memory is pages of the page cache.
-
-    Args:
-        states: by whatever key.
-        compares_checksums: of all records first.
-
-    Raises:
-        StorageError: a drive has failed, or has damaged a record.
-    """
+    """Return state of parameters with tensors in the place of `OnSsd`, whose memory is pages of the page cache."""
     views: dict[StateRecord, Buffer] = {}
 
     def read(value: Any) -> Any:
@@ -274,13 +253,7 @@ class _Written(NamedTuple):
 
 
 class StateVisits:
-    """Moves records between a store and host slots. See [Note: State on SSD].
-
-    Args:
-        store: has the records.
-        slots: host memory that records visit.
-        before_write: called before a record is written, by any thread.
-    """
+    """Moves records between a store and host slots. See [Note: State on SSD]."""
 
     def __init__(self, store: Store, slots: HostSlots, before_write: Callable[[], None] = lambda: None) -> None:
         self.num_late = 0  # reads that were not started before their visit
@@ -299,12 +272,7 @@ class StateVisits:
         self._changed = threading.Condition()  # guards all above
 
     def reserve(self, name: str, nbytes: int) -> StateRecord:
-        """Return a new record of `nbytes` bytes, in which each tensor takes `taken_nbytes`.
-
-        Raises:
-            TierFullError: the store's budget is used up.
-            StorageError: the drive has no room for it, or fails.
-        """
+        """Return a new record of `nbytes` bytes, in which each tensor takes `taken_nbytes`."""
         record = StateRecord(self, self._store.reserve(name, nbytes))
         self._own.append(record)
         self._records.add(record)
@@ -333,11 +301,7 @@ class StateVisits:
 
     @contextmanager
     def visit(self, records: Sequence[Visitor]) -> Iterator[Visit]:
-        """Return a region in which records are in slots; they are written behind it.
-
-        Raises:
-            StorageError: a read, or a write before, has failed.
-        """
+        """Return a region in which records are in slots; they are written behind it."""
         guests = _Guests(self, records)
         try:
             guests.enter()
@@ -349,11 +313,7 @@ class StateVisits:
 
     @uninterrupted
     def check(self) -> None:
-        """Read all state and compare its checksums, before someone copies it.
-
-        Raises:
-            StorageError: a drive has failed, or has damaged a record.
-        """
+        """Read all state and compare its checksums, before someone copies it."""
         self.wait()
         for record in self._own:
             guests = _Guests(self, [record])
@@ -367,20 +327,13 @@ class StateVisits:
         """Return memory that shows a record as it is now: pages of the page cache, until someone writes to them.
 
         It stays valid when the run is over. The next update of the record may change what it shows.
-
-        Raises:
-            StorageError: a write has failed.
         """
         self.wait()
         return self._store.view(record.record)
 
     @uninterrupted
     def wait(self) -> None:
-        """Return when the drives have the state of the last update.
-
-        Raises:
-            StorageError: a write has failed, now or before: what the drives have is not whole.
-        """
+        """Return when the drives have the state of the last update."""
         for own in self._own:
             if own.blanks:
                 with self.visit([own]):
@@ -394,22 +347,14 @@ class StateVisits:
 
     @uninterrupted
     def show_weights(self) -> None:
-        """Return when parameters show what visits have made of them.
-
-        Raises:
-            StorageError: a write has failed.
-        """
+        """Return when parameters show what visits have made of them."""
         for record in self._weights:
             if (write := record.record.last_write) is not None:
                 write.wait_host()
 
     @uninterrupted
     def forget(self) -> None:
-        """Let go of what was read ahead: records are about to change by another way than a visit.
-
-        Raises:
-            StorageError: a write has failed.
-        """
+        """Let go of what was read ahead: records are about to change by another way than a visit."""
         self.wait()
         with self._changed:
             while self._fetched:
@@ -422,11 +367,7 @@ class StateVisits:
 
     @uninterrupted
     def close(self) -> None:
-        """Finish all reads and writes, and let go of the slots. Idempotent.
-
-        Raises:
-            StorageError: a write has failed.
-        """
+        """Finish all reads and writes, and let go of the slots. Idempotent."""
         with self._changed:
             while self._fetched:
                 self._drop_fetched(next(reversed(self._fetched)))
@@ -517,12 +458,7 @@ class StateVisits:
 
 
 class _Guests(Stay):
-    """Records of one visit, and their slots.
-
-    Args:
-        visits: whose records they are.
-        records: of the visit.
-    """
+    """Records of one visit, and their slots."""
 
     def __init__(self, visits: StateVisits, records: Sequence[Visitor]) -> None:
         self.fetched: dict[Visitor, _Fetched] = {}
@@ -616,7 +552,6 @@ class NoVisits:
     """All state and all weights are in memory."""
 
     def find(self, tensors: Iterable[torch.Tensor]) -> Visitor | None:
-        """Return None."""
         return None
 
     def expect(self, records: Sequence[Visitor]) -> None:

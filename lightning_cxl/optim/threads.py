@@ -22,11 +22,7 @@ _LAUNCHING_THREADS = 2
 
 
 def thread_count(num_threads: int | None) -> int:
-    """Return how many threads to use; None for what the process may use.
-
-    Raises:
-        ConfigError: not a whole number from 1 on.
-    """
+    """Return how many threads to use; None for what the process may use."""
     if num_threads is None:
         return _cpu.available_threads()
     try:
@@ -39,11 +35,7 @@ def thread_count(num_threads: int | None) -> int:
 
 
 def chosen_isa(isa: str | None) -> str:
-    """Return the instruction set to use; None for the fastest.
-
-    Raises:
-        ConfigError: this CPU does not have it.
-    """
+    """Return the instruction set to use; None for the fastest."""
     if isa is not None and isa not in _cpu.supported_isas():
         raise ConfigError(f"isa {isa!r} cannot be used: this CPU supports {', '.join(_cpu.supported_isas())}")
     return _cpu.best_isa() if isa is None else isa
@@ -73,7 +65,6 @@ class ThreadTeams:
 
     Args:
         cpus: of this process, by node that has some. The kernel's masks end at CPU 1023; it does without the others.
-        nearest: for every node with memory, the nearest node with CPUs.
         where: tells the node of an address. Where it may not ask (OSError, as in many containers), one team has
             everything and threads run anywhere: slower on such a machine, and never wrong.
     """

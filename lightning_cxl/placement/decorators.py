@@ -206,28 +206,12 @@ _WHAT = (
 
 
 def check_field_on_ssd(field: str, source: str) -> None:
-    """Refuse a field of a rule or decorator whose tensors cannot lie on the tier `ssd`.
-
-    Args:
-        field: of a `TierSpec`.
-        source: who asks, for the message.
-
-    Raises:
-        UnsupportedError: it cannot; the message says what can.
-    """
+    """Refuse a field of a rule or decorator whose tensors cannot lie on the tier `ssd`."""
     if field not in _FIELDS:
         raise UnsupportedError(f"{source} asks for {field} on tier 'ssd', and that cannot lie there yet. {_WHAT}")
 
 
 def check_role_on_ssd(role: TensorRole, source: str) -> None:
-    """Refuse a role whose tensors cannot be made on the tier `ssd`; weights and inputs of units move there.
-
-    Args:
-        role: of the tensor.
-        source: who asks, for the message.
-
-    Raises:
-        UnsupportedError: it cannot; the message says what can.
-    """
+    """Refuse a role whose tensors cannot be made on the tier `ssd`; weights and inputs of units move there."""
     if role not in ROLES_ON_SSD:
         raise UnsupportedError(f"{source} asks for {role.value} on tier 'ssd', and that cannot lie there yet. {_WHAT}")

@@ -91,7 +91,6 @@ def home_kinds(role: TensorRole, *, cpu_computes: bool) -> tuple[TierKind, ...]:
     """Return the kinds of memory that a role belongs on, its home first.
 
     Args:
-        role: of a tensor.
         cpu_computes: the CPU is the accelerator, so it reads the weights all the time: they are at home in DRAM then.
     """
     return _DRAM_FIRST if cpu_computes and role is TensorRole.COMPUTE_WEIGHTS else _HOMES[role]

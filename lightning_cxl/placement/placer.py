@@ -26,11 +26,8 @@ class Placer:
     """A policy together with the machine it decides about, and a plan that wins over it.
 
     Args:
-        topology: the tiers there are.
-        policy: is asked tensor by tensor.
         free: returns the bytes that can still be allocated, by tier name.
         splits: fractions by tier, for roles that were planned: they win where no tier is asked for.
-        reasons: of these splits.
     """
 
     def __init__(
@@ -64,20 +61,6 @@ class Placer:
         module: str = "",
         source: str = "",
     ) -> Placement:
-        """Return the placement of one tensor.
-
-        Args:
-            role: what the tensor is for.
-            nbytes: its size.
-            tier: a tier asked for explicitly; beats `spec`.
-            spec: what a decorated module asks for.
-            module: name of the module that owns the tensor, for messages.
-            source: who asked for the tier, for messages.
-
-        Raises:
-            TierNotFoundError: the tier asked for, or one the policy names, does not exist; the message says which do.
-            UnsupportedError: the tier `ssd` is asked for by what cannot lie there, or named by the policy.
-        """
         if tier is None and spec is not None:
             tier = spec.for_role(role)
             source = source or f"tier({spec})"

@@ -53,14 +53,7 @@ def resolve(
     class, the policy.
 
     Args:
-        named_modules: as ``model.named_modules()`` gives them.
         rules: name pattern (``fnmatch``; ``*`` also matches dots) -> tier for everything, or field -> tier.
-        topology: the tiers there are.
-
-    Raises:
-        ConfigError: a pattern that matches no module or an unknown field; the message names the closest that exist.
-        TierNotFoundError: a rule or decorator names a tier that this machine does not have.
-        UnsupportedError: a rule or decorator asks for the tier `ssd` for what cannot lie there.
     """
     modules = dict(named_modules)
     by_rule = _check_rules(rules, list(modules), topology)

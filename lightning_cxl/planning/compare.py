@@ -42,11 +42,7 @@ class PolicyPlan:
 
 
 def compare(job: Job, machine: Machine, policies: Iterable[str]) -> dict[str, PolicyPlan]:
-    """Return the plan of each policy, by name.
-
-    Raises:
-        ConfigError: no such policy, or one that does not plan whole jobs.
-    """
+    """Return the plan of each policy, by name."""
     room = with_working_memory(job, machine)
     return {name: _plan(name, _planning(name), job, room) for name in policies}
 

@@ -110,13 +110,7 @@ def check_fits(
     Tensors on the tier `ssd` take no memory, see `check_on_ssd`.
 
     Args:
-        requests: in the order in which they will be allocated.
-        free: bytes by tier of memory.
-        on_tier_full: whether a full tier spills.
         most: bytes of all tiers together, where they share memory or a limit.
-
-    Raises:
-        TierFullError: names the first role that does not fit, how much it needs in all and what every tier has left.
     """
     left, together = dict(free), most
     requests = [each for each in requests if SSD not in each[2].tiers]
@@ -165,8 +159,6 @@ class Plan:
     """The placement of every tensor of one model, by decorators and rules first, then by the policy; and its bytes.
 
     Args:
-        asked: what decorators and rules ask for.
-        placer: the policy with the machine's free bytes.
         pin: page-lock what a device copies, whatever the policy says about it.
     """
 
@@ -202,8 +194,6 @@ class Plan:
 
         Args:
             owner: a parameter of the model; for inputs of a unit, the name of the unit.
-            role: of the tensor.
-            nbytes: its size.
             in_state: see `HostTensor`; only such a tensor, weights, or inputs of units may be placed on the tier `ssd`.
         """
         key = (owner if isinstance(owner, str) else id(owner), role, in_state)
@@ -232,17 +222,7 @@ class Plan:
 
 
 class RunPolicy:
-    """The policy of a run, chosen before there is a model; ours by default, where tiers and their speeds are known.
-
-    Args:
-        config: of the run.
-        topology: the machine.
-        device: what computes.
-        wanted: a policy object that wins over ``config.policy``; None for none.
-
-    Raises:
-        ConfigError: there is no such policy, or it needs speeds that are not known.
-    """
+    """The policy of a run, chosen before there is a model; ours by default, where tiers and their speeds are known."""
 
     def __init__(self, config: OffloadConfig, topology: Topology, device: torch.device, wanted: object) -> None:
         self._topology = topology
@@ -292,12 +272,7 @@ class RunPolicy:
         The topology gets the tier ``cxl`` where the policy names it and there is none.
 
         Args:
-            inventory: of the run.
             free: what the run may fill; the machine's own limits hold as well.
-
-        Raises:
-            ConfigError: the policy leaves a role out, or its splits are none.
-            TierFullError: it does not fit.
         """
         if self._planning is None or self._machine is None:
             return Decision({}, {})
@@ -349,16 +324,8 @@ def decide(
     """Return the plan of a run: where every tensor of its inventory goes.
 
     Args:
-        inventory: of the run.
-        policy: of the run.
-        memory: of the run.
         placer: asks the policy before this decision; the decision gets one of its own.
-        on_tier_full: whether a full tier spills or refuses.
         ssd: how much the tier `ssd` may hold; None where there is none.
-
-    Raises:
-        ConfigError: the policy leaves something out.
-        TierFullError: the run does not fit where the policy wants it.
     """
     free = free_for(inventory.model, memory)
     decision = policy.decide(inventory, free)

@@ -112,7 +112,6 @@ class Volume:
 
     @property
     def total(self) -> float:
-        """All of it."""
         return self.forward_gather + self.backward_gather + self.reduce_scatter + self.all_reduce
 
 
@@ -219,14 +218,7 @@ class Group:
 
 
 def step_volume(groups: Iterable[Group], mesh: Mesh, num_micro_batches: int = 1, *, no_sync: bool = False) -> Volume:
-    """Return what every rank receives in one step. See [Note: Communication volume].
-
-    Args:
-        groups: what is gathered and reduced together, see `groups_of`.
-        mesh: the ranks.
-        num_micro_batches: of the step.
-        no_sync: only gradients of the last micro-batch are reduced.
-    """
+    """Return what every rank receives in one step. See [Note: Communication volume]."""
     found = list(groups)
     others = mesh.num_shards - 1
     gathers = 0 if mesh.shares_weights else num_micro_batches * others
@@ -245,8 +237,6 @@ def groups_of(model: nn.Module, units: NamedUnits, mesh: Mesh, *, reduce_itemsiz
 
     Args:
         model: on any device. A parameter that several modules share belongs to the first of them.
-        units: blocks, as they are cut.
-        mesh: the ranks.
         reduce_itemsize: bytes of a number as gradients are reduced; None: as the parameter has.
     """
     left = {id(parameter): parameter for parameter in known_parameters(model)}
@@ -273,15 +263,7 @@ _GRADS = (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS)
 def exchanges(
     volume: Volume, mesh: Mesh, num_groups: int, num_micro_batches: int, num_reductions: int
 ) -> tuple[Exchange, ...]:
-    """Return what the ranks exchange in one step.
-
-    Args:
-        volume: of the step.
-        mesh: the ranks.
-        num_groups: that are gathered and reduced.
-        num_micro_batches: of the step.
-        num_reductions: of every gradient in the step.
-    """
+    """Return what the ranks exchange in one step."""
     if not mesh.is_sharded:
         return ()
     crosses = mesh.num_shards > mesh.num_devices
@@ -333,13 +315,7 @@ class Traffic:
 
 
 def engine_moves(role: TensorRole, nbytes: int, traffic: Traffic) -> tuple[Move, ...]:
-    """Return the moves of all bytes of a role.
-
-    Args:
-        role: of the class.
-        nbytes: that are kept of it.
-        traffic: of the job.
-    """
+    """Return the moves of all bytes of a role."""
     n, arrivals = traffic.num_micro_batches, traffic.num_arrivals or traffic.num_micro_batches
     if role is TensorRole.COMPUTE_WEIGHTS:
         update = traffic.trained_bytes * (2 if traffic.weights_are_read else 1)
@@ -371,9 +347,6 @@ def ssd_moves(role: TensorRole, nbytes: int, updated_bytes: int, num_micro_batch
     Args:
         role: of the class: weights are read for every forward and every backward, too; inputs of units are written in
             every forward, and read in every backward.
-        nbytes: that lie there.
-        updated_bytes: of those, what the update reads and writes.
-        num_micro_batches: of the step.
     """
     if role is TensorRole.ACTIVATIONS:
         moved = float(num_micro_batches * nbytes)
@@ -387,12 +360,7 @@ def ssd_moves(role: TensorRole, nbytes: int, updated_bytes: int, num_micro_batch
 
 
 def model_job(name: str, inventory: Inventory) -> Job:
-    """Return the job of a model that is trained.
-
-    Args:
-        name: of the job.
-        inventory: of the run.
-    """
+    """Return the job of a model that is trained."""
     workload, run = inventory.workload, inventory.measured
     parts, mesh = _device_parts(inventory), workload.mesh
     n = workload.num_micro_batches

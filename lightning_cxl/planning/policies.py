@@ -68,11 +68,7 @@ class Room:
     """Counts down the capacities of a machine's memory tiers, and what they may hold together.
 
     Args:
-        job: what decorators and rules fix is taken first.
         machine: what is fixed on its tier `ssd` takes nothing of memory.
-
-    Raises:
-        TierFullError: what is fixed does not fit.
     """
 
     def __init__(self, job: Job, machine: Machine) -> None:
@@ -94,11 +90,7 @@ class Room:
         return min(self._left[tier], self.together)
 
     def take(self, role: TensorRole, nbytes: int, split: Split) -> None:
-        """Use up `nbytes` of a role, by tier.
-
-        Raises:
-            TierFullError: a tier has less left than its part; nothing is taken then.
-        """
+        """Use up `nbytes` of a role, by tier."""
         parts = in_whole_bytes(nbytes, split, self._left)
         over = [tier for tier, part in parts.items() if part > self._left[tier]]
         if over or nbytes > self.together:
@@ -123,11 +115,6 @@ def in_whole_bytes(nbytes: int, split: Split, left: Mapping[str, int]) -> dict[s
     """Return the bytes of every tier of a split, `nbytes` in all.
 
     Fractions are cut off, and the bytes that this leaves go, one to a tier, first to those that have room.
-
-    Args:
-        nbytes: to be handed out.
-        split: over tiers.
-        left: bytes that each of these tiers still has.
     """
     parts = {tier: math.floor(share * nbytes) for tier, share in split.items()}
     in_turn = sorted(parts, key=lambda tier: parts[tier] >= left[tier])
@@ -137,11 +124,7 @@ def in_whole_bytes(nbytes: int, split: Split, left: Mapping[str, int]) -> dict[s
 
 
 def spread(role: TensorRole, nbytes: int, tiers: Sequence[MachineTier], room: Room) -> Split:
-    """Return the split of `nbytes` that are interleaved by pages over all nodes of some tiers; nothing is taken.
-
-    Raises:
-        TierFullError: the tiers have less left.
-    """
+    """Return the split of `nbytes` that are interleaved by pages over all nodes of some tiers; nothing is taken."""
     left = {tier.name: float(room.left(tier.name)) for tier in tiers}
     bytes_on, rest = fill(nbytes, {tier.name: float(tier.num_nodes) for tier in tiers}, left)
     if nbytes and rest > 0.5:
@@ -157,9 +140,7 @@ def fill(nbytes: float, weights: Mapping[str, float], left: Mapping[str, float])
     """Return how bytes lie on tiers in proportion to weights, as long as all have room, and what fits on none.
 
     Args:
-        nbytes: to be placed.
         weights: of the tiers; a full one leaves its part to the others.
-        left: what each tier still has.
     """
     bytes_on = dict.fromkeys(weights, 0.0)
     room, to_place = dict(left), float(nbytes)
@@ -180,11 +161,7 @@ class _RoleByRole:
     needs_speeds = False
 
     def decide(self, job: Job, machine: Machine) -> Decision:
-        """Return a split for every role that `job` leaves open.
-
-        Raises:
-            TierFullError: it does not fit.
-        """
+        """Return a split for every role that `job` leaves open."""
         room = Room(job, machine)
         splits: dict[TensorRole, Split] = {}
         reasons: dict[TensorRole, str] = {}
@@ -315,8 +292,6 @@ def minimise(cost: Callable[[Fractions], float], bounds: Bounds, starts: Sequenc
     another out does not. Steps halve until they are small.
 
     Args:
-        cost: of fractions within `bounds`.
-        bounds: what fits.
         starts: at least one; repaired where they do not fit. The result costs no more than any of them.
     """
     found = [_descend(cost, bounds, bounds.repaired(start)) for start in starts]
@@ -385,11 +360,7 @@ class Bandwidth:
     """
 
     def decide(self, job: Job, machine: Machine) -> Decision:
-        """Return the best splits found; the predicted step is never longer than that of `LatencyFirst`.
-
-        Raises:
-            TierFullError: the tiers together cannot hold the job.
-        """
+        """Return the best splits found; the predicted step is never longer than that of `LatencyFirst`."""
         classes = in_order(job)
         problem = _Problem(job, machine, classes)
         if not problem.far.tiers or not problem.near.tiers:
@@ -582,11 +553,7 @@ _NEEDS = "has no method `decide` (plans a job, see PlanningPolicy) or `place` (t
 
 
 def get_policy(name: str) -> PlanningPolicy | PlacementPolicy:
-    """Return a new policy: a built-in one, or the class at an import path such as ``"my_package.module.MyPolicy"``.
-
-    Raises:
-        ConfigError: there is none of that name, it cannot be imported, or it is no policy.
-    """
+    """Return a new policy: a built-in one, or the class at an import path such as ``"my_package.module.MyPolicy"``."""
     if name in POLICIES:
         return POLICIES[name]()
     module, _, attribute = name.rpartition(".")
@@ -614,11 +581,7 @@ def plans(policy: object) -> bool:
 
 
 def check_policy(policy: object) -> None:
-    """Refuse a name or an object that is no policy.
-
-    Raises:
-        ConfigError: not a policy; the message says which there are.
-    """
+    """Refuse a name or an object that is no policy."""
     if isinstance(policy, str):
         if policy not in ("auto", "by_role"):
             get_policy(policy)

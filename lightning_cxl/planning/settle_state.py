@@ -58,15 +58,9 @@ def settle_state(
     """Return the inventory with state and weights on the tier `ssd` as they will be in the run.
 
     Args:
-        inventory: with what decorators and rules ask for.
-        memory_bytes: that all tiers of memory can hold together.
-        ssd: the tier.
         on_tier_full: where more is asked for than the tier holds, the last records stay in memory, with a warning; or
             that is refused.
         left_free: fraction of memory that stays free where state goes to drives because memory cannot hold it.
-
-    Raises:
-        TierFullError: more is asked for than the tier holds, and ``on_tier_full="error"``.
     """
     if on_tier_full == "error":
         check_on_ssd(inventory, ssd)
@@ -77,11 +71,7 @@ def settle_state(
 
 
 def check_on_ssd(inventory: Inventory, ssd: MachineSsd) -> None:
-    """Refuse an inventory whose records the tier `ssd` cannot hold.
-
-    Raises:
-        TierFullError: says how much is needed, and how much there is.
-    """
+    """Refuse an inventory whose records the tier `ssd` cannot hold."""
     ssd.check_bytes(sum(record.stored_bytes(ssd) for record in inventory.ssd_records))
 
 

@@ -237,14 +237,7 @@ def predict_step(job: Job, splits: Mapping[TensorRole, Split], machine: Machine)
     time.
 
     Args:
-        job: classes that name a tier lie there.
         splits: where the others lie, by role; only classes that move anything need to be in it.
-        machine: its speeds.
-
-    Raises:
-        ConfigError: a class without a tier moves bytes, but its role has no split.
-        TierNotFoundError: a tier that the machine does not have.
-        ValueError: a split's fractions do not add up to 1.
     """
     for split in splits.values():
         check_split(split, machine)
@@ -314,11 +307,7 @@ class StepModel:
         return StepTime(forward, backward, after, self._overlap, serial)
 
     def _exchange(self, job: Job) -> list[float]:
-        """Add the seconds of links that ranks use, and return bytes by phase that devices send through host memory.
-
-        Raises:
-            ConfigError: machines exchange bytes, and the speed of the network is not known.
-        """
+        """Add the seconds of links that ranks use, and return bytes by phase that devices send through host memory."""
         links, through_host = self._machine.links, [0.0] * len(_PHASES)
         for each in job.exchanges:
             if each.network_bytes and links.network_bytes_per_s is None:

@@ -36,7 +36,6 @@ class LoadedCheckpoint(dict[str, Any]):
     A copy or a pickle is without our entry, in a class that ``torch.load`` trusts.
 
     Args:
-        loaded: what the file holds.
         folder: where tensors are read from when their memory is there; None where `loaded` has them.
     """
 
@@ -58,13 +57,7 @@ def own_entry(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def entry_of(optimizers: Iterable[Optimizer], masters: MasterWeights, num_received: int) -> dict[str, Any]:
-    """Return our own entry for a checkpoint.
-
-    Args:
-        optimizers: their parameters are named in it.
-        masters: those that are separate are in it.
-        num_received: gradients received so far, on which stochastic rounding depends.
-    """
+    """Return our own entry for a checkpoint."""
     masters.absorb_changes()
     names = [[[masters.name_of(p) for p in group["params"]] for group in opt.param_groups] for opt in optimizers]
     usable = [own if _are_different(own) else None for own in names]
@@ -82,15 +75,6 @@ def refer_to_ssd(
     """Return a region in which a checkpoint is written; yields what to write.
 
     See [Note: Referring checkpoints].
-
-    Args:
-        checkpoint: as the framework made it.
-        own: our entry.
-        on_ssd: state of the run that does not lie in memory.
-        path: where it will be, for messages.
-
-    Raises:
-        StorageError: the state on SSD cannot be committed or read, or is damaged.
     """
     if on_ssd is None or not on_ssd.refers:
         yield {**checkpoint, KEY: own}
@@ -115,15 +99,8 @@ def load_optimizers(
     """Load states into optimizers, by parameter name where names are known.
 
     Args:
-        optimizers: of the run, or the user's own.
         states: of as many optimizers in torch's format; empty where a checkpoint was written without them, which leaves
             the optimizers as they are.
-        own: our entry of the checkpoint.
-        name_of: names of parameters now.
-        on_ssd: state of the run that does not lie in memory.
-
-    Raises:
-        CheckpointError: it has states of other optimizers, or refers to state that is not there.
     """
     if not states:
         log.info("the checkpoint has no optimizer states: the optimizers go on with what they have")
@@ -151,18 +128,7 @@ def load_folder(
     masters: MasterWeights | None,
     name_of: Callable[[torch.Tensor], str],
 ) -> None:
-    """Load the state of optimizers, and master weights, from a folder. See [Note: Sharded checkpoints].
-
-    Args:
-        folder: with the tensors.
-        own: our entry in it, with the rest.
-        optimizers: of the run, or the user's own.
-        masters: of the run; None where there is none.
-        name_of: names of parameters now.
-
-    Raises:
-        CheckpointError: it has states of other optimizers.
-    """
+    """Load the state of optimizers, and master weights, from a folder. See [Note: Sharded checkpoints]."""
     if folder.num_optimizers not in (0, len(optimizers)):
         raise CheckpointError(
             f"the checkpoint has state of {folder.num_optimizers} optimizers, this run has {len(optimizers)}"
@@ -179,10 +145,6 @@ def by_name(state: Mapping[str, Any], saved: list[list[str]] | None, current: li
     Args:
         state: torch's format, indices counting through the groups as they were when saved.
         saved: parameter names by group when saved; None where they were not known, so that the order is kept.
-        current: parameter names by group now.
-
-    Raises:
-        CheckpointError: a group of the checkpoint and of the optimizer do not hold the same parameters.
     """
     sizes = [len(group["params"]) for group in state["param_groups"]]
     if sizes != [len(group) for group in current]:
@@ -211,11 +173,6 @@ def load_plain(optimizer: Optimizer, state: Mapping[str, Any], names: list[list[
     """Load an optimizer's state dict into an optimizer that is not CPUAdam, which may have written it.
 
     8-bit momentum and variance are decoded, and the remainders of split master weights go into the masters.
-
-    Args:
-        optimizer: on the host.
-        state: torch's format, in the optimizer's order.
-        names: of its parameters by group, for messages.
     """
     entries: dict[Any, Any] = dict(state["state"])
     for group, saved, group_names in zip(optimizer.param_groups, state["param_groups"], names, strict=True):
@@ -293,7 +250,6 @@ def names_by_key(state: Mapping[str, Any], names: list[list[str]] | None) -> dic
     """Return the parameters' names by the keys that an optimizer's state dict has for them.
 
     Args:
-        state: torch's format.
         names: by group, as our entry has them; None where they are not known.
     """
     groups = zip(state["param_groups"], names or [], strict=names is not None)

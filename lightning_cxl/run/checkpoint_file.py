@@ -35,9 +35,6 @@ def open_partial(target: Path) -> tuple[BinaryIO, Path]:
 
     It is locked while it is open. The kernel lets go of the lock when the process is killed, so `remove_left` knows
     which files nobody writes any more, whatever process, container or machine they are from.
-
-    Raises:
-        OSError: it cannot be made.
     """
     name = target.name[:_MOST_CHARS]
     while True:
@@ -106,11 +103,7 @@ def lying_at(path: Path) -> Path:
 
 @contextmanager
 def unfinished(target: Path) -> Iterator[Path]:
-    """Return a region in which a new folder beside `target` is locked; yields the folder. Removes what the dead left.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Make and lock a new folder beside `target`, and remove those that killed processes left."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_left(target.parent)
     with ExitStack() as cleanup:
@@ -134,11 +127,7 @@ def put_in_place(folder: Path, path: Path) -> None:
 
 
 def take_place(finished: Path, path: Path) -> None:
-    """Give a finished file or folder its name, also where a folder has it. What had it is removed, as far as it can be.
-
-    Raises:
-        OSError: it could not be renamed.
-    """
+    """Rename a finished file or folder to `path`, also where a folder is. What was there is removed."""
     replaced = _before(path)
     if os.path.lexists(path):  # also a link that leads nowhere
         if exchange(finished, path):
@@ -155,11 +144,7 @@ def take_place(finished: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: at once for those who look for it, so that nobody finds a part of it.
-
-    Raises:
-        OSError: it is still there, or what is left of it could not be removed.
-    """
+    """Remove a checkpoint: at once for those who look for it, so that nobody finds a part of it."""
     path = lying_at(path)
     with ExitStack() as cleanup:
         gone = path.with_name(f".{path.name[:_MOST_CHARS]}.{secrets.token_hex(4)}.partial")
@@ -189,13 +174,7 @@ def _remove_left(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder; the kernel lets go of the lock when the process is killed.
-
-    Raises:
-        FileNotFoundError: it is not there, or not any more.
-        BlockingIOError: somebody else has locked it.
-        OSError: there are no locks here.
-    """
+    """Lock a folder; the kernel lets go of the lock when the process is killed."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -230,9 +209,6 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
     """Write `checkpoint` straight to a local file, which appears under its name only when it is complete.
 
     What runs that were killed while they saved have left in its folder is removed.
-
-    Raises:
-        CheckpointError: the file system refused; nothing is left behind.
     """
     made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
     partial = None
@@ -282,11 +258,6 @@ def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[
     """Read a local checkpoint through a private memory map: its pages count as file cache, not as a second copy.
 
     It may be larger than memory, as that of state on SSD is. It is read once before, to compare its checksums.
-
-    Raises:
-        CheckpointError: the file is damaged or not a checkpoint, cannot be mapped, or has types that torch does not
-            know to be harmless.
-        FileNotFoundError: there is no such file.
     """
     if not path.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
@@ -320,12 +291,7 @@ def needs_code(path: Path, error: Exception) -> CheckpointError:
 
 
 def _check(path: Path) -> None:
-    """Compare the checksums of a file, which torch does not; it writes 0 where it shall compute none.
-
-    Raises:
-        CheckpointError: a part has other bytes than were written, or cannot be read.
-        zipfile.BadZipFile: as above.
-    """
+    """Compare the checksums of a file, which torch does not; it writes 0 where it shall compute none."""
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             if not entry.CRC:

@@ -27,18 +27,7 @@ from lightning_cxl.weights.files import UnreadWeight
 def cut_for(
     session: Session, model: nn.Module, mesh: DeviceMesh, device: torch.device, root: nn.Module | None = None
 ) -> nn.Module:
-    """Cut a model over all processes, and return the root. See [Note: Sharded models].
-
-    Args:
-        session: whose options say what the units are.
-        model: INOUT: its parameters are replaced by others.
-        mesh: of all processes.
-        device: that this process computes on.
-        root: see `cut`.
-
-    Raises:
-        UnsupportedError: an option or a model that needs one process.
-    """
+    """Cut a model over all processes, and return the root. See [Note: Sharded models]."""
     if session.config.refers_to_ssd:
         raise UnsupportedError(
             "checkpoint='reference' of tier 'ssd' serves one process in this version: a checkpoint of "
@@ -62,15 +51,7 @@ def _read(model: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _refuse_different(whole: Mapping[str, nn.Parameter], model: nn.Module) -> None:
-    """Refuse weights that all processes should have alike and have not: each would train adapters of another base.
-
-    Args:
-        whole: by name.
-        model: that they belong to.
-
-    Raises:
-        UnsupportedError: names the first, on all processes.
-    """
+    """Refuse weights that all processes should have alike and have not: each would train adapters of another base."""
     module_of = owners_in(model)
 
     def checksum(parameter: nn.Parameter) -> int:
@@ -124,7 +105,6 @@ def whole_state(model: nn.Module, wanted: Callable[[str], bool] = lambda name: T
     One tensor after the other is gathered, so that a device holds one of them.
 
     Args:
-        model: that is cut.
         wanted: whether the tensor of a name is to be in it.
     """
     reshard(model)
@@ -147,13 +127,7 @@ def _on_host(value: Any) -> Any:
 
 
 def follow(names: Mapping[int, str], model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """Put new parameters of a model into optimizers, in the place of those that have left it.
-
-    Args:
-        names: of the parameters before, by id.
-        model: as it is now.
-        optimizers: INOUT.
-    """
+    """Put new parameters of a model into optimizers, in the place of those that have left it."""
     now = dict(model.named_parameters())
     for optimizer in optimizers:
         for group in optimizer.param_groups:

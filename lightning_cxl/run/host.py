@@ -38,16 +38,9 @@ class Host:
     """What a run needs before there is a model. See [Note: Order of life].
 
     Args:
-        config: the user's choices.
-        device: where the model computes.
-        topology: this machine's tiers; those of `binding` or detected when None.
         policy: places what no decorator or rule asks for; the one that ``config.policy`` names when None.
         engine: copies between host and device; the device's own when None. Closed with the host.
         binding: what this process has of a machine that it shares with others; None where it has all of it.
-
-    Raises:
-        ConfigError: there is no such policy, it needs speeds that are not known, a path of the tier `ssd` is no
-            folder, or its key is missing or unfit.
     """
 
     def __init__(
@@ -94,14 +87,7 @@ class Host:
         """Return what a run of a model would hold, now that decorators and rules are known. See [Note: One inventory].
 
         Args:
-            model: as it is now.
             optimizers: as the user made them on it; empty where nothing is trained.
-            loop: the framework's.
-
-        Raises:
-            ConfigError: rules or decorators that cannot be honoured.
-            UnsupportedError: the tier `ssd` is asked for, for what cannot lie there.
-            TierFullError: what is asked for on the tier `ssd` does not fit, and ``on_tier_full="error"``.
         """
         tiers = resolve(model.named_modules(remove_duplicate=False), self.config.tier_rules, self.topology)
         objection = why_after_backward(loop.needs_whole_step, optimizers)
@@ -124,19 +110,13 @@ class Host:
         return inventory
 
     def decide(self, inventory: Inventory) -> Plan:
-        """Return where everything of an inventory goes.
-
-        Raises:
-            ConfigError: the policy leaves something out.
-            TierFullError: it does not fit.
-        """
+        """Return where everything of an inventory goes."""
         return decide(inventory, self.policy, self.memory, self.placer, self.config.on_tier_full, self.ssd)
 
     def report(self, state: str = "running", ssd: SsdUse | None = None) -> dict[str, Any]:
         """Return measured bytes of all tiers, and nothing of a run, as JSON-able data.
 
         Args:
-            state: of the run.
             ssd: what the run has stored on the tier `ssd`; None before it has.
         """
         stats, moved = self.memory.stats(), {}

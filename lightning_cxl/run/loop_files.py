@@ -27,16 +27,7 @@ def save(
     """Write a model and its optimizers, on all processes together.
 
     Args:
-        path: the same on all processes.
-        model: that `loop` has prepared.
-        optimizers: of it, as `loop` gave them back.
-        loop: that has prepared them.
         rest: what is no tensor; under our key more for our entry.
-        weights: whether those of the model are written, too.
-
-    Raises:
-        ConfigError: an optimizer was not prepared.
-        CheckpointError: see `sharded_checkpoint.save`.
     """
     tensors: dict[str, Any] = {}
     own: dict[str, Any] = {}
@@ -76,17 +67,8 @@ def load(
     """Load a model and its optimizers, each process what it has of them.
 
     Args:
-        path: of the folder.
-        model: INOUT.
         optimizers: of it, as `loop` gave them back, by their number in the checkpoint. INOUT.
-        loop: that has prepared them.
         strict: whether the names of weights must be the same here and there.
-        weights: whether those of the model are read, too.
-        weights_only: see `torch.load`.
-
-    Raises:
-        CheckpointError: it is of another model or of other optimizers, or damaged.
-        ConfigError: an optimizer was not prepared.
     """
     from lightning_cxl.run.sharded_reading import ShardedCheckpoint  # imports torch's checkpoints
 

@@ -34,10 +34,8 @@ class PlacedMemory:
     """Gives memory for parameters and units by role.
 
     Args:
-        memory: of the run.
         placements: of the model; gets the bytes of `count_planned`, and of inputs of units.
         heap: trimmed before memory for a gradient is given; None: the heap is never trimmed.
-        units: names of those whose inputs are offloaded.
     """
 
     def __init__(
@@ -74,7 +72,6 @@ class PlacedMemory:
 
         Args:
             wanted: parameters of the model, and the type of the tensor like each.
-            role: of all.
         """
         self._trim_for(role)
         by_placement: dict[Placement, list[int]] = {}
@@ -121,12 +118,7 @@ class PlacedMemory:
         return self.memory.allocate(nbytes, placement, TensorRole.ACTIVATIONS)
 
     def activation_on_ssd(self, nbytes: int, unit: str) -> InputOnSsd | None:
-        """Return a place on the tier `ssd` for an input of a unit; None where it belongs in memory, or has no room.
-
-        Raises:
-            TierFullError: the tier is full, and ``on_tier_full="error"``.
-            StorageError: a drive has no room.
-        """
+        """Return a place on the tier `ssd` for an input of a unit; None where it belongs in memory, or has no room."""
         placement = self.placements.place(unit, TensorRole.ACTIVATIONS, nbytes)
         if placement.tiers[0] != SSD or self.on_ssd is None:  # no drives: nothing is trained
             return None
@@ -208,7 +200,6 @@ class PlacedMemory:
         """Return memory for the weights of a parameter; None if they are where they belong.
 
         Args:
-            parameter: decides where.
             tensor: the parameter, or one that belongs to it. See [Note: Quantised parameters].
         """
         role = TensorRole.COMPUTE_WEIGHTS
@@ -218,13 +209,7 @@ class PlacedMemory:
         return mirror(tensor, tensor.dtype, lambda count, dtype: self.memory.tensor((count,), dtype, placement, role))
 
     def shard(self, parameter: nn.Parameter, shard: torch.Tensor, numel: int) -> torch.Tensor | None:
-        """Return 1-D memory for the shard of a parameter's weights; None if it is where it belongs, or goes to SSD.
-
-        Args:
-            parameter: cut over processes.
-            shard: what this process holds of it.
-            numel: elements of the memory, with padding.
-        """
+        """Return 1-D memory for the shard of a parameter's weights; None if it is where it belongs, or goes to SSD."""
         role = TensorRole.COMPUTE_WEIGHTS
         placement = self.placements.place(parameter, role, numel * shard.element_size())
         if numel == 0 or placement.tiers[0] == SSD or self._is_at_home(shard, placement):
@@ -236,10 +221,6 @@ class PlacedMemory:
 
         What it leaves goes back to the OS piece by piece: the C library would keep most of it. Views of a
         larger buffer stay: an optimizer may count on it.
-
-        Args:
-            optimizer: holds master weights. INOUT.
-            compute_of: the model's parameter of a master.
         """
         if isinstance(optimizer, CPUAdam):
             return  # keeps to the memory it was given

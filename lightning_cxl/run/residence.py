@@ -92,20 +92,7 @@ log = logging.getLogger(__name__)
 
 
 class Residence:
-    """Moves a model's weights to their homes, and brings those that stream to the device when their unit computes.
-
-    Args:
-        model: INOUT.
-        memory: gives the homes.
-        engine: copies streamed weights; its device is where the rest goes.
-        streamed: units whose weights stream; empty for none.
-        gathered: units whose shards may lie on SSD.
-        share: the option `share_weights`.
-
-    Raises:
-        UnsupportedError: weights are to be shared, and these ranks or this model cannot.
-        TierFullError: the weights do not fit. Those that have moved stay where they are, and are valid.
-    """
+    """Moves a model's weights to their homes, and brings those that stream to the device when their unit computes."""
 
     def __init__(
         self,

@@ -62,13 +62,7 @@ class Run:
     """Weights in their places, units wrapped, gradients received; optimizers are adopted by `adopt`.
 
     Args:
-        host: memory and copies; outlives the run.
         inventory: of the model, which is changed: its weights move, its units are wrapped.
-        decision: where everything goes.
-        loop: what the framework does around a step.
-
-    Raises:
-        TierFullError: the weights do not fit after all. Those that have moved stay where they are, and are valid.
     """
 
     min_activation_bytes = DEFAULT_MIN_BYTES
@@ -171,12 +165,7 @@ class Run:
     # -- optimizers --------------------------------------------------------------------------------------------------
 
     def adopt(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Return the optimizers that take the place of the user's, in the same order. See [Note: Adoption].
-
-        Raises:
-            TierFullError: gradients or optimizer state do not fit; nothing has been swapped then.
-            UnsupportedError: an Adam option that `CPUAdam` does not have.
-        """
+        """Return the optimizers that take the place of the user's, in the same order. See [Note: Adoption]."""
         if self.on_ssd is not None:
             self.on_ssd.refuse_state_of_earlier_run(optimizers)
         self._host.memory.trim()  # what weights that have moved have left

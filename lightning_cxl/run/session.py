@@ -149,11 +149,7 @@ def format_report(report: Mapping[str, Any]) -> str:
 
 
 def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the report of all runs on one host: what it has counted itself is in each of theirs, the rest is added.
-
-    Args:
-        reports: of at least one run.
-    """
+    """Return the report of all runs on one host: what it has counted itself is in each of theirs, the rest is added."""
     trains = [report for report in reports if report["optimizers"]]
     result = dict((trains or list(reports))[-1])  # what is on the tier `ssd` is of a run that trains
     for key in ("num_parameters", "num_trainable"):
@@ -218,9 +214,6 @@ class Session:
     Args:
         **options: the fields of `OffloadConfig`; ``policy`` may also be an object with the method of `PlacementPolicy`
             or of `PlanningPolicy`.
-
-    Raises:
-        ConfigError: an option with an impossible value.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -252,19 +245,7 @@ class Session:
     def bind(
         self, rank: int, num_ranks: int, local_rank: int, num_local_ranks: int, device: torch.device, gather: Gather
     ) -> None:
-        """Give this process its part of a machine that it shares with others, before anything is placed.
-
-        Args:
-            rank: of this process, among those of all machines.
-            num_ranks: how many there are on all machines.
-            local_rank: of this process, among those of its machine.
-            num_local_ranks: how many there are on its machine.
-            device: that this process computes on.
-            gather: returns what each of them gives.
-
-        Raises:
-            ConfigError, TierNotFoundError: see `bind_rank`.
-        """
+        """Give this process its part of a machine that it shares with others, before anything is placed."""
         if self._binding is None:
             if local_rank == 0 and (ssd := self.config.ssd()) is not None:
                 remove_left(ssd.paths)  # no process of this run stores anything before all have gathered
@@ -281,12 +262,7 @@ class Session:
         self.active.enter_context(self.host_on(device).activate())
 
     def start(self, model: nn.Module, optimizers: Sequence[Optimizer], loop: Loop) -> Run:
-        """List and decide everything, then build the run; optimizers are not adopted yet. See [Note: One inventory].
-
-        Raises:
-            ConfigError: the model has no values, or the policy leaves something out.
-            TierFullError: it does not fit.
-        """
+        """List and decide everything, then build the run; optimizers are not adopted yet. See [Note: One inventory]."""
         assert self.host is not None, "opened before"
         close_garbage()  # its memory is needed
         refuse_unready(model)

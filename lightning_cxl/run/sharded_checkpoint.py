@@ -58,10 +58,6 @@ def save(path: Path, tensors: Mapping[str, Any], rest: Mapping[str, Any]) -> Non
     Args:
         path: the same on all processes, which see the same files there.
         tensors: nested; what is not cut is the same on all processes.
-        rest: no tensors; of the first process.
-
-    Raises:
-        CheckpointError: a process could not write its part, or is gone. What was there under the name still is.
     """
     write(path, tensors, lambda file: torch.save(dict(rest), file))
 
@@ -70,8 +66,6 @@ def write(path: Path, tensors: Mapping[str, Any], write_rest: Callable[[BinaryIO
     """Do what `save` does.
 
     Args:
-        path: see `save`.
-        tensors: see `save`.
         write_rest: writes what is no tensor to a file; called on the first process.
         group: through which the processes agree: all of them, with gloo. None is the default one.
     """
@@ -175,17 +169,7 @@ class AsyncSaves:
         """What the thread does last, of what nobody has waited for."""
 
     def save(self, path: Path, tensors: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
-        """Copy a checkpoint, and begin to write it. Waits for the one before.
-
-        Args:
-            path: see `sharded_checkpoint.save`; `tensors` and `rest`, too.
-            tensors: may change when this returns.
-            rest: may change when this returns.
-
-        Raises:
-            CheckpointError: the one before could not be written. This one is not begun.
-            LightningCXLError: a process could not copy its part: memory is full, or something cannot be pickled.
-        """
+        """Copy a checkpoint, and begin to write it. Waits for the one before."""
         self.wait()
         copies: dict[str, Any] = {}
         pickled = io.BytesIO()
@@ -218,12 +202,7 @@ class AsyncSaves:
         self._last = self._thread.submit(after)
 
     def wait(self) -> None:
-        """Return when nothing is being written.
-
-        Raises:
-            CheckpointError: the last checkpoint could not be written. It is raised once.
-            OSError: a step after it has failed on this process.
-        """
+        """Return when nothing is being written."""
         if self._last is not None:
             wait([self._last])
             done, self._last = self._last, None

@@ -62,15 +62,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class PlainReader(FileSystemReader):
-    """Reads tensors of a folder; the list of what there is once, not for every parameter.
-
-    Args:
-        path: of the folder.
-
-    Raises:
-        OSError: there is no list.
-        pickle.UnpicklingError: it asks for something else than what lists have.
-    """
+    """Reads tensors of a folder; the list of what there is once, not for every parameter."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -91,11 +83,7 @@ class PlainReader(FileSystemReader):
 
 
 class PlainValues(DefaultLoadPlanner):
-    """Reads values that are no tensors.
-
-    Raises:
-        pickle.UnpicklingError: one has an object of a class that torch does not know to be harmless.
-    """
+    """Reads values that are no tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Read one value into the dict that was asked for."""
@@ -115,14 +103,7 @@ _IS_OPTIMIZER = re.compile(r"optimizer_\d+\.").match
 
 
 class ShardedCheckpoint:
-    """A checkpoint folder. Each process reads by itself what it needs.
-
-    Args:
-        path: of the folder.
-
-    Raises:
-        CheckpointError: it is no checkpoint, or damaged.
-    """
+    """A checkpoint folder. Each process reads by itself what it needs."""
 
     def __init__(self, path: Path) -> None:
         self._path = lying_at(path)
@@ -187,14 +168,7 @@ class ShardedCheckpoint:
         return [name[len(start) :] for name in self._metadata.state_dict_metadata if name.startswith(start)]
 
     def read(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Read into tensors, of any cut and floating point type; return them, and what is no tensor anew.
-
-        Args:
-            tensors: by full name. INOUT.
-
-        Raises:
-            CheckpointError: a name is not in the checkpoint, a shape is another one, or a file is damaged.
-        """
+        """Read into tensors, of any cut and floating point type; return them, and what is no tensor anew."""
         wanted = dict(tensors)
         for name, value in wanted.items():
             known = self._metadata.state_dict_metadata.get(name)
@@ -215,11 +189,7 @@ class ShardedCheckpoint:
         return wanted
 
     def read_weights(self, model: nn.Module, *, strict: bool) -> list[str]:
-        """Read the weights and buffers of a model into the memory they have; return what the checkpoint lacks.
-
-        Raises:
-            CheckpointError: `strict`, and the names here and there are not the same; or see `read`.
-        """
+        """Read the weights and buffers of a model into the memory they have; return what the checkpoint lacks."""
         own, saved = model.state_dict(), {str(path[1]) for path in self._below("state_dict")}
         missing, unknown = sorted(own.keys() - saved), sorted(saved - own.keys())
         if strict and (missing or unknown):
@@ -238,16 +208,7 @@ class ShardedCheckpoint:
         return missing
 
     def optimizer(self, index: int, optimizer: Optimizer, name_of: Callable[[torch.Tensor], str]) -> None:
-        """Read the state of one optimizer, parameter by parameter.
-
-        Args:
-            index: of the optimizer in the checkpoint.
-            optimizer: INOUT.
-            name_of: names of its parameters.
-
-        Raises:
-            CheckpointError: it is of other parameters, or see `read`.
-        """
+        """Read the state of one optimizer, parameter by parameter."""
         prefix = f"optimizer_{index}"
         if not self.names(prefix):
             raise CheckpointError(f"checkpoint `{self._path}` has no state of optimizer {index}; it has {self._some()}")

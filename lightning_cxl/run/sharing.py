@@ -23,18 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Sharing:
-    """Moves shards into shared memory where that is asked for or faster. All ranks make it.
-
-    Args:
-        asked: the option `share_weights`.
-        model: its shards move, or stay.
-        memory: of the run.
-        engine: of the device that computes.
-
-    Raises:
-        UnsupportedError: it is asked for, and these ranks or this model cannot.
-        TierFullError: it is asked for, and there is no room for the shards.
-    """
+    """Moves shards into shared memory where that is asked for or faster. All ranks make it."""
 
     def __init__(
         self, asked: bool | Literal["auto"], model: nn.Module, memory: PlacedMemory, engine: TransferEngine

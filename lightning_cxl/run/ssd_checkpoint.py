@@ -62,16 +62,8 @@ def is_reference(value: object) -> bool:
 def commit_beside(on_ssd: StateOnSsd, path: str) -> Iterator[dict[str, Any]]:
     """Return a region in which a checkpoint file is written that refers to the state as it is now.
 
-    Args:
-        on_ssd: waited for; nothing updates it meanwhile.
-        path: of the file, for messages.
-
     Yields:
         What our entry of the checkpoint says about it.
-
-    Raises:
-        StorageError: it cannot be committed, and the generation before stays; or the file is there, and the generation
-            before could not be let go of, which is tried again before the next write.
     """
     on_ssd.make_room()
     on_ssd.visits.wait()  # what someone has written to state counts
@@ -103,10 +95,6 @@ def restore(on_ssd: StateOnSsd | None, saved: Mapping[str, Any]) -> None:
 
     Args:
         on_ssd: of the run; None where no state of it lies on SSD.
-        saved: what our entry of the checkpoint says about it.
-
-    Raises:
-        CheckpointError: the state is not there any more, or lies elsewhere.
     """
     folders, number = saved["folders"], saved["generation"]
     where = f"generation {number} in {', '.join(f'`{folder}`' for folder in folders)}"
@@ -135,13 +123,7 @@ def whole(states: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]) -> list
     largest record.
 
     Args:
-        states: of a checkpoint.
         saved: what our entry of the checkpoint says about the state on SSD.
-
-    Raises:
-        CheckpointError: the state is not there any more.
-        StorageError: a drive has failed, or has damaged the state.
-        ConfigError: a run uses it.
     """
     states = list(states)
     paths = [Path(folder) for folder in saved["folders"]]
@@ -184,11 +166,7 @@ def _records_referred_to(states: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def _check(store: Store, records: list[Record]) -> None:
-    """Read records and compare their checksums.
-
-    Raises:
-        StorageError: a drive has failed, or has damaged a record.
-    """
+    """Read records and compare their checksums."""
     nbytes = max((record.padded_nbytes for record in records), default=0)
     room = torch.empty(nbytes + BLOCK_BYTES, dtype=torch.uint8)
     start = -room.data_ptr() % BLOCK_BYTES
@@ -199,15 +177,7 @@ def _check(store: Store, records: list[Record]) -> None:
 
 
 def resolve(state: Mapping[str, Any], optimizer: CPUAdam) -> dict[str, Any]:
-    """Return a state dict with the optimizer's own tensors in the place of references to them.
-
-    Args:
-        state: in the order of the optimizer's parameters.
-        optimizer: whose state lies in the records referred to.
-
-    Raises:
-        CheckpointError: a reference is to another place than the parameter's tensor has now.
-    """
+    """Return a state dict with the optimizer's own tensors in the place of references to them."""
     entries = dict(state["state"])
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, key in zip(group["params"], saved["params"], strict=True):

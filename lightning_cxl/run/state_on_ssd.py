@@ -67,7 +67,6 @@ class Pace:
 
         Args:
             counts: ``read_bytes``, ``written_bytes``, and ``num_visits``: how often a record was updated, or of steps.
-            num_records: that one step updates; 1 where steps are counted.
         """
         if counts["num_visits"] == self._last[1].get("num_visits"):
             return  # between micro-batches of one step
@@ -127,10 +126,6 @@ def saved_generation(path: str | os.PathLike[str], folders: Sequence[str]) -> in
     Neither tensors nor classes of the file are loaded, and no code that it names runs: a user's own types are no
     obstacle.
 
-    Args:
-        path: of a local file.
-        folders: of the store that has the generation.
-
     Returns:
         None: there is no such file, it cannot be read, or it refers to nothing in these folders.
     """
@@ -187,15 +182,8 @@ class StateOnSsd:
     """Gives tensors of records, all state of one parameter in one record; homes for weights, and places for inputs.
 
     Args:
-        options: the user's.
-        budget_bytes: of the drives together.
         planned: all of these records are made now, so that a full drive shows before training.
-        allocate: gives the memory that records visit, page-aligned.
         engine: copies weights and inputs to the device, and inputs from it.
-
-    Raises:
-        ConfigError: the folders cannot be used, or hold the state of another model.
-        TierFullError, StorageError: there is no room.
     """
 
     def __init__(
@@ -261,13 +249,6 @@ class StateOnSsd:
         """Return a 1-D tensor for state of a parameter of the model, contents undefined.
 
         What was not planned gets a record of its own: a parameter that came later, or whose state is made again.
-
-        Args:
-            parameter: of the model.
-            name: of the parameter.
-            role: of the tensor.
-            dtype: of the tensor.
-            numel: elements of the tensor.
         """
         given = self._given.setdefault(id(parameter), set())
         if id(parameter) not in self._record_of or (role, dtype) in given:
@@ -288,11 +269,7 @@ class StateOnSsd:
         return bool(self._record_of or self._homes)
 
     def check_weights(self) -> None:
-        """Read weights and compare checksums, before a checkpoint copies what windows show.
-
-        Raises:
-            StorageError: a drive has failed, or has damaged a record.
-        """
+        """Read weights and compare checksums, before a checkpoint copies what windows show."""
         for home in self._homes.values():
             self._hop.check(home.record)
 
@@ -300,9 +277,6 @@ class StateOnSsd:
         """Refuse optimizers whose state this run would overwrite while it copies that state.
 
         It lies in the same files since an earlier run, and no generation protects what that run wrote last.
-
-        Raises:
-            UnsupportedError: there is such state.
         """
         own = set(self.store.files)
         for optimizer in optimizers:
@@ -318,11 +292,7 @@ class StateOnSsd:
                         )
 
     def restore(self, generation: int) -> None:
-        """Make the state what it was in a generation of the store, and let go of the others.
-
-        Raises:
-            CheckpointError: there is no such generation, or it has not all records.
-        """
+        """Make the state what it was in a generation of the store, and let go of the others."""
         self.visits.forget()
         self.store.restore(generation)
         self.settle(generation)
@@ -330,11 +300,7 @@ class StateOnSsd:
         self.owns_generations = True
 
     def settle(self, generation: int) -> None:
-        """Let go of all generations of the store but one. What fails is done before the next write or commit.
-
-        Raises:
-            StorageError: the manifest could not be replaced; all generations stay until then.
-        """
+        """Let go of all generations of the store but one. What fails is done before the next write or commit."""
         self._to_settle = generation
         self.store.settle(generation)
         self._to_settle = None
@@ -380,15 +346,7 @@ class StateOnSsd:
 
 
 def check_together(on_ssd: StateOnSsd | None, *, state: bool = True) -> None:
-    """Let all ranks read what they have and compare checksums, before a checkpoint copies what windows show.
-
-    Args:
-        on_ssd: of this rank; None where nothing of it lies there.
-        state: whether state of optimizers is saved, and not weights alone.
-
-    Raises:
-        StorageError: on all ranks, where a drive of one has failed, or has damaged a record.
-    """
+    """Let all ranks read what they have and compare checksums, before a checkpoint copies what windows show."""
 
     def check() -> None:
         if on_ssd is not None:

@@ -39,12 +39,7 @@ from lightning_cxl.torch_private import MOVE, UNSCALE, leave_to_python, mark_as_
 
 
 def refuse_gradients(model: nn.Module, message: str) -> Callable[[], None]:
-    """Let every backward into a model's parameters fail; returns what undoes it.
-
-    Args:
-        model: whose training is over, while its run goes on.
-        message: of the error, which is `UnsupportedError`.
-    """
+    """Let every backward into a model's parameters fail; returns what undoes it."""
 
     def refuse(_: torch.Tensor) -> None:
         raise UnsupportedError(message)
@@ -69,13 +64,7 @@ def refuse_gradients(model: nn.Module, message: str) -> Callable[[], None]:
 
 
 class _FileMethod(ReplacedMethod):
-    """A method of one adopted optimizer that finds it, and its run, as they are after the last step.
-
-    Args:
-        plain: the optimizer's own method.
-        optimizer: of `run`.
-        run: that has adopted it.
-    """
+    """A method of one adopted optimizer that finds it, and its run, as they are after the last step."""
 
     def __init__(self, plain: Callable[..., Any], optimizer: Optimizer, run: Run) -> None:
         super().__init__(plain)
@@ -92,11 +81,7 @@ class _StateDict(_FileMethod):
     """`state_dict`. See [Note: Optimizer files]."""
 
     def __call__(self) -> dict[str, Any]:
-        """Return torch's state dict with our entry in it; its tensors are those of the optimizer, not copies.
-
-        Raises:
-            StorageError: state on SSD could not be written, so that nobody can read it.
-        """
+        """Return torch's state dict with our entry in it; its tensors are those of the optimizer, not copies."""
         run = self._settled_run()
         if run.on_ssd is not None:
             run.on_ssd.check_weights()
@@ -110,11 +95,7 @@ class _LoadStateDict(_FileMethod):
     """`load_state_dict`. See [Note: Optimizer files]."""
 
     def __call__(self, state_dict: Mapping[str, Any]) -> None:
-        """Load into the memory that the state has already, by parameter name where names are known.
-
-        Raises:
-            CheckpointError: it is of other parameters, or refers to state on SSD, which only Lightning's strategy does.
-        """
+        """Load into the memory that the state has already, by parameter name where names are known."""
         run, own = self._settled_run(), own_entry(state_dict)
         plain = {key: value for key, value in state_dict.items() if key != KEY}
         with self._set_aside():
@@ -160,16 +141,7 @@ _LOOP_OF: "weakref.WeakKeyDictionary[nn.Module, Callable[[], UserLoop | None]]" 
 
 
 class UserLoop:
-    """See [Note: Call order in a user's loop].
-
-    Args:
-        session: the options, and the memory.
-        device: where models compute.
-        loop: what is known of the loop.
-
-    Raises:
-        ConfigError: an option that needs a framework with strategies.
-    """
+    """See [Note: Call order in a user's loop]."""
 
     def __init__(self, session: Session, device: torch.device, loop: Loop) -> None:
         if session.config.refers_to_ssd:
@@ -195,15 +167,9 @@ class UserLoop:
 
         Args:
             model: as the user made it; its weights move, its units are wrapped.
-            optimizers: all that train it.
 
         Returns:
             The optimizers that take the place of the user's, in the same order.
-
-        Raises:
-            ConfigError: the model has no values, or an optimizer has parameters that are not in it.
-            TierFullError: it does not fit.
-            UnsupportedError: the model has optimizers already, or shares parameters with another one.
         """
         before, other = self._prepared.get(id(model)), self._other_loop_of(model)
         if not optimizers and (before is not None or other is not None):
@@ -275,15 +241,7 @@ class UserLoop:
         return self._prepared[id(model)].run.optimizers if self.knows(model) else ()
 
     def model_of(self, optimizer: Optimizer, models: Sequence[nn.Module] = ()) -> nn.Module:
-        """Return the model whose parameters an optimizer has.
-
-        Args:
-            optimizer: as the user made it.
-            models: to look at first; then those that are prepared.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Return the model whose parameters an optimizer has."""
         held = {p for group in optimizer.param_groups for p in group["params"]}
         for model in [*models, *(each.model for each in self._prepared.values())]:
             if not held.isdisjoint(model.parameters()):
@@ -302,9 +260,6 @@ class UserLoop:
         Args:
             is_last: the step comes next, not another backward of it. Afterwards gradients are complete, as ``.grad``
                 of `holders`; after another one only where the loop may read them then.
-
-        Raises:
-            ConfigError: no model was prepared.
         """
         if not self._prepared:
             raise ConfigError(
@@ -365,11 +320,7 @@ class UserLoop:
         self.session.active.callback(vars(scaler).pop, UNSCALE, None)
 
     def run_of(self, optimizer: Optimizer) -> Run:
-        """Return the run that has adopted an optimizer.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Return the run that has adopted an optimizer."""
         for run in self.session.runs:
             if any(each is optimizer for each in run.optimizers):
                 return run

@@ -98,10 +98,7 @@ def first_block(
     """Return what the first block of `model` is given for a packed row; None where its forward calls none.
 
     Args:
-        model: of transformers. No weight of a block is touched.
         position_ids: ``(1, tokens)``.
-        implementation: of its attention.
-        arguments: for its forward, besides those of packed rows.
     """
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -199,13 +196,7 @@ def _candidates(config: Any, window: int | None) -> list[Windows]:
 
 
 def _takes(model: nn.Module, windows: Windows, longest: int) -> bool:
-    """Return whether the first block has these windows, and is given the mask that the model is given.
-
-    Args:
-        model: to ask.
-        windows: that it may have.
-        longest: the longest window that it may have, which must show.
-    """
+    """Return whether the first block has these windows, and is given the mask that the model is given."""
     from transformers import PreTrainedModel
 
     owner = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)

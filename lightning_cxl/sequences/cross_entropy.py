@@ -53,13 +53,9 @@ def chunked_cross_entropy(
     """Return the cross-entropy of all tokens with a label. See [Note: Loss in chunks].
 
     Args:
-        forward: the layer's own forward, from inputs to logits.
-        layer: what `forward` is of.
-        scores: see `Scores`; None for none.
         hidden: ``(tokens, width)``, the layer's inputs.
         labels: ``(tokens,)`` of int64; `IGNORED` for none.
         num_items: what the sum is divided by; None: the number of labels.
-        tokens: in a chunk.
     """
     # without values, or where a compiler wants fixed shapes, nobody can say which tokens have labels
     trained = torch.arange(len(labels), device=labels.device) if labels.is_meta else (labels != IGNORED).nonzero()[:, 0]
@@ -173,8 +169,6 @@ def _of_chunk(
     Args:
         logits: ``(tokens, vocabulary)``.
         labels: ``(tokens, 1)``.
-        scores: see `Scores`.
-        count: what all sums are divided by.
     """
     if scores is not None:
         with torch.enable_grad():

@@ -61,12 +61,7 @@ class DeferredLogits(Tensor):
         """Defer ``forward(hidden)``.
 
         Args:
-            cls: this class.
-            layer: the output layer.
-            forward: its forward.
             hidden: ``(..., width)``.
-            vocabulary: how many logits a token has.
-            steps: what comes after `forward`.
             dtype: of the result; None: what a linear layer makes of `hidden`.
         """
         kind = hidden.device.type
@@ -89,11 +84,7 @@ class DeferredLogits(Tensor):
         return torch.autocast(self.hidden.device.type, dtype, enabled=enabled)
 
     def made(self, operation: str) -> Tensor:
-        """Return all logits; says once that and why they are made, where they are to be differentiated.
-
-        Raises:
-            RuntimeError: the weights are not those of the forward any more.
-        """
+        """Return all logits; says once that and why they are made, where they are to be differentiated."""
         if self.all_logits is not None:
             return self.all_logits
         if [version_of(parameter) for parameter in self.layer.parameters()] != self._versions:

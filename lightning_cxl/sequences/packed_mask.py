@@ -64,9 +64,6 @@ class PackedMask(Tensor):
         """Make no mask.
 
         Args:
-            cls: this class.
-            lengths: of each row: tokens of its documents, which fill it.
-            device: where the mask would be.
             window: how many tokens a token sees at most, itself included; None: all of its document.
         """
         tokens = sum(lengths[0])
@@ -105,9 +102,6 @@ class PackedMask(Tensor):
 
         Args:
             query: ``(rows, heads, tokens, width)``.
-            key: likewise, of as many heads, or fewer with ``enable_gqa``.
-            value: likewise.
-            options: ``dropout_p``, ``scale`` and ``enable_gqa``.
         """
         rows = []
         for lengths, *row in zip(self._lengths, *(torch.split(each, 1) for each in (query, key, value)), strict=True):

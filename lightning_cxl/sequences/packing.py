@@ -26,13 +26,6 @@ def fit_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
     The longest sequence that is left goes to the fullest row that has room for it (best fit, decreasing): few rows,
     and always the same ones for the same lengths.
-
-    Args:
-        lengths: tokens of each sequence, 1 to `row_tokens`.
-        row_tokens: tokens of a row.
-
-    Raises:
-        ConfigError: a sequence is empty or longer than a row.
     """
     if lengths and not 1 <= min(lengths) <= max(lengths) <= row_tokens:
         raise ConfigError(
@@ -101,11 +94,7 @@ def without_first(labels: Tensor, position_ids: Tensor) -> Tensor:
 
 
 def lengths_of(position_ids: Tensor) -> Tensor:
-    """Return the tokens of each sequence in packed rows ``(rows, tokens)``, one row after the other: int64.
-
-    Raises:
-        ConfigError: positions do not begin at 0 with each row and sequence, or do not count up by one.
-    """
+    """Return the tokens of each sequence in packed rows ``(rows, tokens)``, one row after the other: int64."""
     steps = torch.diff(position_ids, prepend=torch.full_like(position_ids[:, :1], -1), dim=1)
     if not bool(((position_ids == 0) | (steps == 1)).all()):
         raise ConfigError(

@@ -19,10 +19,6 @@ def on_all_ranks(step: Callable[[], _T], group: Any = None) -> list[_T]:
     Args:
         step: what it returns is pickled. It exchanges nothing with other ranks: they would wait for a rank that fails.
         group: can exchange objects of the host; None is all ranks, also where this process is on its own.
-
-    Raises:
-        LightningCXLError: on all ranks, where the step raises one on some of them, of the same class.
-        BaseException: what else it raised on this rank; the others get a `LightningCXLError` with its text.
     """
     if group is None and not dist.is_initialized():
         return [step()]

@@ -20,12 +20,7 @@ from lightning_cxl.sharding.torch_private import fsdp_units
 
 
 class PooledCollective:
-    """What FSDP2 calls to gather or to reduce: as before, in memory of a pool.
-
-    Args:
-        collective: does it.
-        pool: of this process.
-    """
+    """What FSDP2 calls to gather or to reduce: as before, in memory of a pool."""
 
     def __init__(self, collective: Any, pool: PoolResource) -> None:
         self._collective = collective
@@ -43,11 +38,7 @@ class PooledCollective:
 
 @contextmanager
 def pooled_exchanges(model: nn.Module) -> Iterator[None]:
-    """Inside, FSDP2 gathers and reduces a model in memory of a pool, unless somebody has replaced its collectives.
-
-    Args:
-        model: computes on the CPU; need not be cut.
-    """
+    """Inside, FSDP2 gathers and reduces a model in memory of a pool, unless somebody has replaced its collectives."""
     pool = PoolResource(_Pages())
     units = [unit for unit in fsdp_units(model) if unit.exchanges_by_default]
     for unit in units:

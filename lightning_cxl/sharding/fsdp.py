@@ -85,14 +85,9 @@ def cut(
     Args:
         model: on the host, the same on all processes. INOUT: its parameters are replaced by others, so optimizers are
             made later; its buffers move to the device.
-        units: that are gathered by themselves.
         mesh: of the device: one dimension that cuts, or two: ``replicate``, then ``shard``.
-        engine: of the device.
         root: a module with all parameters that is always called as a whole; None for the smallest one.
         whole: frozen parameters that are not cut: every process has all of each, where it lies now.
-
-    Raises:
-        UnsupportedError: its user has cut the model in a way that tiers cannot have; a parameter has no dimensions.
 
     Returns:
         The root, which must be called for the parameters outside of units to be gathered.
@@ -131,9 +126,6 @@ def gathered(model: nn.Module) -> Iterator[None]:
     """Return a region in which units of a model may be called without its root, as when text is generated; no backward.
 
     All processes call the same units there, equally often.
-
-    Args:
-        model: cut, or not: then this does nothing.
     """
     root = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
     if root is None:
@@ -153,9 +145,6 @@ def without_reducing(model: nn.Module) -> Iterator[None]:
 
     Until then each rank has whole gradients of all that is trained on its device. One process exchanges none anyway.
     Regions may lie in each other: each module reduces again when the last one that has it ends.
-
-    Args:
-        model: with all modules that FSDP2 cuts.
     """
     cuts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in cuts:
@@ -177,11 +166,7 @@ def _reshard_after_evaluation(root: nn.Module, _inputs: object, _output: object)
 
 
 def refuse_other_cuts(model: nn.Module) -> None:
-    """Refuse parameters that a user has cut in another way than by rows, and all-reduce hooks.
-
-    Raises:
-        UnsupportedError: names the first.
-    """
+    """Refuse parameters that a user has cut in another way than by rows, and all-reduce hooks."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and any(p.is_shard() and not p.is_shard(0) for p in parameter.placements):
             raise UnsupportedError(
@@ -246,11 +231,7 @@ def _agree_on_values(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def place_shards(model: nn.Module, place: PlaceShard) -> None:
-    """Move the shards of a model to the memory that `place` gives. FSDP2 gathers from there from now on.
-
-    Raises:
-        TierFullError: one rank has no room: all that it shards with raise it.
-    """
+    """Move the shards of a model to the memory that `place` gives. FSDP2 gathers from there from now on."""
     shards = list(sharded_parameters(model))
 
     def move() -> None:
@@ -272,7 +253,6 @@ def fill_home(managed: Any, home: torch.Tensor) -> None:
     """Move a shard to other host memory, where FSDP2 gathers it from.
 
     Args:
-        managed: of `sharded_parameters`.
         home: 1-D, of the shard's type; as large as the shard with its padding, or without for a device apart.
     """
     shard, size = managed.sharded_param._local_tensor, padded_size(managed)

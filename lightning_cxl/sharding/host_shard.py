@@ -107,7 +107,6 @@ class HostShard(Tensor):
     """Bytes on the host that look like a tensor of the training device; see [Note: Shards on the host].
 
     Args:
-        host: the values, on the CPU.
         engine: copies them to its device, which has memory of its own.
     """
 
@@ -147,12 +146,7 @@ class HostShard(Tensor):
         return self.lie_in(memory.view(self.host.shape).copy_(self.host))
 
     def lie_in(self, host: Tensor, drives: Drives | None = None) -> "HostShard":
-        """Lie where the same bytes are already, on drives if there are some; return this shard.
-
-        Args:
-            host: has the bytes, or shows them.
-            drives: that the bytes come from when they are gathered.
-        """
+        """Lie where the same bytes are already, on drives if there are some; return this shard."""
         self.host, self._bytes.drives = host, drives
         return self
 
@@ -165,13 +159,6 @@ class HostShard(Tensor):
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
         """Start the copy to the device; FSDP2 calls this before it gathers.
-
-        Args:
-            mesh: the processes that gather.
-            outer_size: the shape of the whole parameter.
-            outer_stride: its strides.
-            module: that has it.
-            mp_policy: the precision that FSDP2 gathers in.
 
         Returns:
             (tensors that this process gives, nothing for `fsdp_post_all_gather`).
@@ -300,14 +287,9 @@ def host_shards(model: nn.Module, allocate: Allocate, engine: TransferEngine) ->
     Args:
         model: `fully_shard` has been applied to it and its units, without a policy for offloading.
         allocate: is asked once for each; tied parameters are one, under their first name.
-        engine: of the device that the model is sharded on.
 
     Returns:
         The shard of each parameter, by its name.
-
-    Raises:
-        UnsupportedError: the model is sharded on another device, or FSDP2 offloads it itself.
-        ValueError: `allocate` has given other memory than it was asked for.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     shards, copies = {}, []

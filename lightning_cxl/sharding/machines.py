@@ -37,11 +37,7 @@ class Machines:
         return self.of_rank[:rank].count(self.of_rank[rank])
 
     def num_ranks_of_each(self) -> int:
-        """Return how many ranks each machine has, where a mesh is to have a copy of the state on each.
-
-        Raises:
-            UnsupportedError: machines differ, or the ranks of one are not numbered one after the other.
-        """
+        """Return how many ranks each machine has, where a mesh is to have a copy of the state on each."""
         num, rest = divmod(len(self.of_rank), self.count)
         if rest or self.of_rank != tuple(rank // num for rank in range(len(self.of_rank))):
             raise UnsupportedError(

@@ -35,15 +35,7 @@ def measure_gather(
     """Return the seconds of the slowest rank, medians of rounds; equal on all ranks, which all call this.
 
     Args:
-        back: gives memory where weights lie.
         group: over which weights are sharded; all of its ranks run on this machine.
-        engine: of the device that computes.
-        nbytes: of the unit that is gathered.
-        page_lock: of that device.
-
-    Raises:
-        UnsupportedError: ranks cannot map each other's memory.
-        TierFullError: no room for `nbytes` divided by the ranks on the tier of one rank.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     numel = max(1, nbytes // ranks // 4)

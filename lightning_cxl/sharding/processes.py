@@ -46,7 +46,6 @@ def group_options(device: torch.device, timeout: timedelta | None) -> dict[str, 
     """Return the options of ``init_process_group`` beside backend, rank and world size.
 
     Args:
-        device: of this rank.
         timeout: for which a rank waits for the others in a collective; None is torch's own.
     """
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
@@ -76,16 +75,10 @@ def make_mesh(device: torch.device, num_machines: int, per_machine: int, *, repl
     """Return the ranks as a mesh. Every rank calls this.
 
     Args:
-        device: of this rank.
-        num_machines: that take part.
         per_machine: ranks on each machine; those of one machine are numbered one after the other.
-        replicate: hold a copy of the training state on each machine.
 
     Returns:
         Dimension `SHARD` alone, over all ranks; or `REPLICATE` over the machines and `SHARD` inside them.
-
-    Raises:
-        UnsupportedError: the process group has another number of ranks.
     """
     if num_machines * per_machine != dist.get_world_size():
         raise UnsupportedError(
@@ -101,12 +94,7 @@ def make_mesh(device: torch.device, num_machines: int, per_machine: int, *, repl
 
 
 def gather_on_machine(value: Any, machine: int) -> list[Any]:
-    """Return what each rank of this machine gives, in their order; all ranks of all machines call it.
-
-    Args:
-        value: anything that can be pickled.
-        machine: the number of this machine.
-    """
+    """Return what each rank of this machine gives, in their order; all ranks of all machines call it."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (machine, value))
     return [given for where, given in found if where == machine]
@@ -123,8 +111,6 @@ def reduce(tensor: Tensor, group: Any = None, op: Any = "mean") -> Tensor:
     """Replace a tensor by that of all ranks together.
 
     Args:
-        tensor: of the same shape on every rank; changed in place.
-        group: of ranks that take part; None is all.
         op: "mean" or "avg", "sum" (also None), "min", "max", "product", or an operation of torch.distributed.
 
     Returns:

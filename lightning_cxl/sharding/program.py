@@ -20,9 +20,6 @@ def watch_program(address: str) -> None:
 
     An error that nobody catches is told to all ranks, and goes into the file that ``torchrun`` reads for its summary.
     See [Note: Failures of ranks].
-
-    Args:
-        address: of the machine of rank 0, as others reach it.
     """
     group = dist.group.WORLD
     assert group is not None

@@ -31,11 +31,7 @@ class Place(NamedTuple):
 
 
 def own_place(root: Path = Path("/")) -> Place:
-    """Return where this process runs.
-
-    Raises:
-        UnsupportedError: there is no ``/proc``, or it hides what is asked for.
-    """
+    """Return where this process runs."""
     try:
         boot_id = (root / "proc/sys/kernel/random/boot_id").read_text().strip()
         return Place(boot_id, os.readlink(root / "proc/self/ns/pid"), os.uname().nodename)

@@ -14,11 +14,7 @@ class PageLock(Protocol):
     """Page-locks memory for a device: a `DeviceType`."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Page-lock a range.
-
-        Raises:
-            PinnedMemoryError: the driver refuses, or there is none.
-        """
+        """Page-lock a range."""
 
     def unregister(self, address: int) -> None:
         """Undo `register`. Never raises."""
@@ -28,13 +24,8 @@ class Segments:
     """Segments of each rank of a group, mapped by all of them, until `close`. All ranks make it.
 
     Args:
-        make: returns this rank's segments.
-        group: can exchange objects of the host.
         page_lock: page-locks all segments for this rank's device; None for no device.
         where: asks where pages are, after that; None where they can only be in one place.
-
-    Raises:
-        LightningCXLError: a rank has no room, cannot map what another one has, or cannot page-lock it.
     """
 
     def __init__(

@@ -45,11 +45,7 @@ def choose_sharing(asked: bool | Literal["auto"], group: Any, measure: Callable[
 
     Args:
         asked: what the user wants; `"auto"`: what is faster on this machine.
-        group: can exchange objects of the host.
         measure: times both ways on all ranks, see `measure_gather`; called for `"auto"` where ranks can share.
-
-    Raises:
-        UnsupportedError: the user asks for shared weights, and ranks cannot share.
     """
     if asked is False:
         return ShareChoice(False, "weights are gathered between ranks, as share_weights=False asks for")

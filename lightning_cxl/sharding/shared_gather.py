@@ -35,11 +35,7 @@ class SharedShard:
     """One sharded parameter, which is as large on all ranks.
 
     Args:
-        name: of the parameter, for messages.
-        numel: with padding.
-        dtype: in the segment.
         gathered_dtype: asked at the first gather: FSDP2 settles it with the first forward.
-        is_in_place: whether this rank's part is still what FSDP2 has.
     """
 
     name: str
@@ -64,8 +60,6 @@ class _Run:
 
     Args:
         begin: in the part of the rank, in elements of the output.
-        length: in elements of the output.
-        source: what is copied.
         cast: to which dtype it is cast before it is taken as bytes; None where the copy casts, or nothing does.
     """
 
@@ -79,13 +73,7 @@ class SharedGather:
     """Gathers one unit.
 
     Args:
-        unit: its number in `turns`.
-        shards: its parameters, in the order in which FSDP2 gathers them.
-        lies: of each of them, by rank in the group.
         segments: of the other ranks, by rank in the group, in the order in which they are read.
-        group: over which the unit is sharded.
-        turns: when it may be read.
-        engine: copies to the device.
         otherwise: gathers what is not in shared memory: parameters that were sharded anew after a forward.
     """
 
@@ -111,11 +99,7 @@ class SharedGather:
         self._runs: dict[torch.dtype, dict[int, list[_Run]]] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for an output, from where it came before. FSDP2 asks before it copies this rank's own part in.
-
-        Raises:
-            UnsupportedError: in a forked child, which has no weights.
-        """
+        """Return memory for an output, the same as before. FSDP2 asks before it copies this rank's own part in."""
         if self._turns.is_inherited:
             raise UnsupportedError(
                 "a forked child cannot gather weights: only its parent is a rank. Let a DataLoader worker or another "
@@ -124,12 +108,7 @@ class SharedGather:
         return self._otherwise.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        """Copy the parts of the others; there is nothing to wait for but the stream.
-
-        Raises:
-            LostRankError: another rank has ended, or does not come.
-            ValueError: a shard has been moved out of shared memory.
-        """
+        """Copy the parts of the others; there is nothing to wait for but the stream."""
         if group is not self._group:
             return self._otherwise(output_tensor, input_tensor, group, async_op)
         for shard in self._shards:

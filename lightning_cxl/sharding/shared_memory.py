@@ -52,20 +52,14 @@ class SharedPlaces(Protocol):
         """Return where a shard of `nbytes`, with its padding, belongs; what is equal lies together."""
 
     def back(self, place: Any, nbytes: int, fd: int) -> Buffer:
-        """Give the memory of one place to a file; see `BackFile`.
-
-        Raises:
-            TierFullError: no room there.
-        """
+        """Give the memory of one place to a file; see `BackFile`."""
 
 
 class SharedWeights:
     """The shards of a model in shared memory, until `close`.
 
     Args:
-        units: of the model.
         segments: of all ranks, with the shards of the units in them.
-        turns: who may read and write.
     """
 
     def __init__(self, units: Sequence[FsdpUnit], segments: Segments, turns: Turns) -> None:
@@ -107,15 +101,8 @@ def share_weights(
 
     Args:
         model: with units made by ``fully_shard``, all sharded over one group; not meta, nothing gathered now.
-        places: where this rank's shards lie.
-        engine: of the device that computes.
         page_lock: page-locks all segments for this rank's device, until `SharedWeights.close`; None for no device.
         where: asks where pages are, after page-locking; None where they can only be in one place.
-
-    Raises:
-        UnsupportedError: ranks run on several machines, cannot map each other's memory, or units are not of this kind.
-        TierFullError: no room for the shards on the tiers of one rank.
-        PinnedMemoryError: a rank cannot page-lock a segment, or that moves pages to another node.
     """
     units = fsdp_units(model)
     group = group_of(units)
@@ -155,12 +142,7 @@ def share_weights(
 
 
 class _OwnMemory:
-    """The segments of this rank.
-
-    Args:
-        places: where shards lie.
-        counters_nbytes: of the counters, which lie in the first segment.
-    """
+    """The segments of this rank."""
 
     def __init__(self, places: SharedPlaces, counters_nbytes: int) -> None:
         self._places = places
@@ -171,11 +153,7 @@ class _OwnMemory:
         self.counters: Buffer
 
     def make(self, managed: Sequence[Any], sizes: Sequence[int]) -> list[SharedSegment]:
-        """Return new segments with room for shards of these sizes.
-
-        Raises:
-            TierFullError: no room.
-        """
+        """Return new segments with room for shards of these sizes."""
         sizes_of: list[list[int]] = []  # of each segment
         place_of: list[Hashable] = []
         last: dict[Hashable, int] = {}  # the segment of a place that is being filled
@@ -241,11 +219,7 @@ def _read_by_others(unit: FsdpUnit, wait: Callable[[], None] | None) -> None:
 
 
 def group_of(units: Sequence[FsdpUnit]) -> Any:
-    """Return the group of ranks that all units are sharded over.
-
-    Raises:
-        UnsupportedError: there are no units, or they differ.
-    """
+    """Return the group of ranks that all units are sharded over."""
     if not units:
         raise UnsupportedError("the model has no units that are gathered: apply `fully_shard` to its blocks first")
     group = units[0].process_group

@@ -69,7 +69,6 @@ def put_shard(managed: Any, shard: Tensor, memory: Tensor) -> None:
     """Put `shard` in the place of the local part of a parameter, before the first forward of the model.
 
     Args:
-        managed: of `sharded_parameters`.
         shard: of the same shape and dtype, and of the same device unless the parameter is on the meta device.
         memory: of the same storage; FSDP2 takes a parameter with the storage that it knows for unchanged, and does not
             pad it, which would move it to other memory.
@@ -91,11 +90,7 @@ def padded_size(fsdp_param: Any) -> torch.Size:
 
 
 class FsdpUnit:
-    """What one `FSDPModule` gathers as one: its sharded parameters, and how they are gathered.
-
-    Args:
-        module: to which ``fully_shard`` has been applied.
-    """
+    """What one `FSDPModule` gathers as one: its sharded parameters, and how they are gathered."""
 
     def __init__(self, module: Any) -> None:
         groups = _groups(module)
@@ -161,11 +156,7 @@ def set_timeout_s(group: Any, seconds: float | None) -> None:
 
 
 def fsdp_units(model: nn.Module) -> list[FsdpUnit]:
-    """Return all modules inside a model to which ``fully_shard`` has been applied, and that gather something.
-
-    Raises:
-        UnsupportedError: this torch lacks what is needed to put their shards elsewhere.
-    """
+    """Return all modules inside a model to which ``fully_shard`` has been applied, and that gather something."""
     kind = find("torch.distributed.fsdp", "FSDPModule", "find sharded modules")
     for name in ("_get_fsdp_state", "set_custom_all_gather", "set_custom_reduce_scatter"):
         find("torch.distributed.fsdp", f"FSDPModule.{name}", "replace the collectives of sharded modules")
@@ -188,12 +179,7 @@ def gathered_dtype(shard: Any) -> torch.dtype:
 
 
 def move_shard(shard: Any, flat: Tensor) -> None:
-    """Let a sharded parameter lie in other memory: the parameter stays the object that it is.
-
-    Args:
-        shard: of `FsdpUnit.shards`.
-        flat: holds what `flat_shard` holds, the same size and dtype.
-    """
+    """Let a sharded parameter lie in other memory: the parameter stays the object that it is."""
     local = shard.sharded_param._local_tensor
     padded = flat.view(shard.padded_sharded_param_size)
     with torch.no_grad():

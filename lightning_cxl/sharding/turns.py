@@ -56,12 +56,7 @@ def counters_bytes(num_units: int) -> int:
 
 
 class Counters:
-    """The counters of one rank, in its segment.
-
-    Args:
-        buffer: `counters_bytes` of shared memory; zeros when the segment is new.
-        num_units: of the model.
-    """
+    """The counters of one rank, in its segment."""
 
     def __init__(self, buffer: Buffer, num_units: int) -> None:
         self.buffer = buffer
@@ -76,16 +71,7 @@ class Counters:
 
 
 class Peer:
-    """Another rank of this machine, and whether it is alive.
-
-    Args:
-        rank: in the group.
-        pid: of its process.
-        counters: its.
-
-    Raises:
-        UnsupportedError: the kernel does not let this process watch that one.
-    """
+    """Another rank of this machine, and whether it is alive."""
 
     def __init__(self, rank: int, pid: int, counters: Counters) -> None:
         self.rank = rank
@@ -118,9 +104,6 @@ class Turns:
     """See [Note: Turns at shared weights].
 
     Args:
-        own: counters of this rank.
-        peers: the other ranks.
-        num_units: of the model.
         timeout_s: a rank that is alive, but does not come that long, is given up.
         device: that reads; its copies run behind the program, unless it is the CPU.
     """
@@ -147,21 +130,13 @@ class Turns:
         return os.getpid() != self._pid
 
     def come(self, unit: int) -> None:
-        """Return when all ranks have come to this gather of a unit: their shards may be read.
-
-        Raises:
-            LostRankError: another rank has ended, or does not come.
-        """
+        """Return when all ranks have come to this gather of a unit: their shards may be read."""
         self._own.come[unit] += 1
         for peer in self._peers:
             self._wait(peer, peer.counters.come, unit, "come to a gather of")
 
     def leave(self, unit: int) -> None:
-        """Say that this rank has read a unit, or that its device will have when it comes to what is queued now.
-
-        Raises:
-            LostRankError: another rank has ended, or does not come.
-        """
+        """Say that this rank has read a unit, or that its device will have when it comes to what is queued now."""
         self.give_up(unit)
         if self._device is None:
             self.wait_read(unit)
@@ -175,11 +150,7 @@ class Turns:
         self._own.left_words[unit : unit + 1].copy_(number, non_blocking=True)
 
     def wait_read(self, unit: int) -> None:
-        """Return when no other rank reads the shards of a unit any more: this rank may write its own.
-
-        Raises:
-            LostRankError: another rank has ended, or does not come.
-        """
+        """Return when no other rank reads the shards of a unit any more: this rank may write its own."""
         for peer in self._peers:
             self._wait(peer, peer.counters.left, unit, "finish reading")
 

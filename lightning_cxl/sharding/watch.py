@@ -56,9 +56,6 @@ _BYE: dict[str, Any] = {"bye": True}
 def open_watch(address: str) -> "Watch":
     """Return the watch of this rank. Every rank calls this, with the process group up.
 
-    Args:
-        address: of the machine of rank 0, as others reach it.
-
     Warns:
         LightningCXLWarning: rank 0 cannot be reached; this rank is not watched then.
     """
@@ -73,11 +70,7 @@ class Watch:
     """The end of the line that a rank has. See [Note: Failures of ranks].
 
     Args:
-        rank: of this process.
-        address: where rank 0 answers: a host and a port.
-        token: what rank 0 wants to hear first.
         host: what has happened where rank 0 does not answer any more.
-        board: what answers, if this process is rank 0.
     """
 
     def __init__(

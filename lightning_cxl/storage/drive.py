@@ -36,14 +36,6 @@ class Drive:
     """Reads and writes one file past the page cache (``O_DIRECT``), or through it where the filesystem refuses.
 
     Thread-safe: nothing here changes after the constructor but the size of the file.
-
-    Args:
-        path: of the file.
-        system: makes the system calls.
-        make: whether the file is made, which must not exist yet.
-
-    Raises:
-        StorageError: it cannot be opened.
     """
 
     def __init__(self, path: Path, system: System, *, make: bool = False) -> None:
@@ -70,11 +62,7 @@ class Drive:
             raise storage_error("open", self.path, error) from None
 
     def prepare(self) -> Self:
-        """Take the head, which holds no record, and see with it whether direct reads work here.
-
-        Raises:
-            StorageError: no room for it, or it cannot be read.
-        """
+        """Take the head, which holds no record, and see with it whether direct reads work here."""
         self.grow(HEAD_BYTES)
         try:
             with aligned_memory(BLOCK_BYTES) as view:
@@ -87,11 +75,7 @@ class Drive:
         return self
 
     def check_name(self) -> None:
-        """Check that the path still leads to the open file: what is written to a file without a name is lost.
-
-        Raises:
-            StorageError: it does not.
-        """
+        """Check that the path still leads to the open file: what is written to a file without a name is lost."""
         try:
             same = self._system.identity(self.path) == self._system.identity(self.fd)
         except OSError as error:
@@ -100,19 +84,10 @@ class Drive:
             raise StorageError(f"`{self.path}` is another file than the one that was opened", path=self.path)
 
     def read(self, views: Views, offset: int) -> None:
-        """Fill `views` with what lies at `offset`.
-
-        Raises:
-            StorageError: the drive refuses, or the file ends before.
-        """
+        """Fill `views` with what lies at `offset`."""
         self._move("read", self._system.preadv, views, offset)
 
     def write(self, views: Views, offset: int) -> None:
-        """Write `views` at `offset`.
-
-        Raises:
-            StorageError: the drive refuses.
-        """
         self._move("write", self._system.pwritev, views, offset)
 
     def _move(self, what: str, call: Callable[[int, Views, int], int], views: Views, offset: int) -> None:
@@ -129,11 +104,7 @@ class Drive:
             left = _after(left, moved)
 
     def grow(self, end: int) -> None:
-        """Take space on the disk for the file up to `end`, now and not when it is written.
-
-        Raises:
-            StorageError: no such space.
-        """
+        """Take space on the disk for the file up to `end`, now and not when it is written."""
         if end <= self._end:
             return
         try:
@@ -145,22 +116,14 @@ class Drive:
         self._end = end
 
     def sync(self) -> None:
-        """Wait until all that was written lies on the disk.
-
-        Raises:
-            StorageError: it may not.
-        """
+        """Wait until all that was written lies on the disk."""
         try:
             self._system.datasync(self.fd)
         except OSError as error:
             raise storage_error("sync", self.path, error) from None
 
     def close(self) -> None:
-        """Close the file. Idempotent.
-
-        Raises:
-            StorageError: the kernel reports an error; the descriptor is gone all the same.
-        """
+        """Close the file. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd < 0:
             return
@@ -193,14 +156,7 @@ def _after(views: Sequence[memoryview], nbytes: int) -> Sequence[memoryview]:
 
 
 def storage_error(what: str, path: Path, error: OSError, offset: int | None = None) -> StorageError:
-    """Return our error for one of the kernel's.
-
-    Args:
-        what: could not be done, a verb.
-        path: to what.
-        error: what the kernel said.
-        offset: where in the file.
-    """
+    """Return our error for one of the kernel's."""
     where = "" if offset is None else f" at offset {offset}"
     name = errno.errorcode.get(error.errno or 0, "no errno")
     advice = _ADVICE.get(error.errno or 0, "")

@@ -83,11 +83,7 @@ class StorageTransfer:
         self.wait_host()
 
     def wait_host(self) -> None:
-        """Block until the transfer is done; the memory may then be used.
-
-        Raises:
-            StorageError: it failed; the same error at every call.
-        """
+        """Block until the transfer is done; the memory may then be used."""
         self.wait_done()
         if self.error is not None:
             raise self.error.anew() if isinstance(self.error, StorageError) else self.error
@@ -107,7 +103,6 @@ class Engine:
     """Threads that read and write drives. Thread-safe.
 
     Args:
-        drives: what is read and written.
         chunk_bytes: most bytes of one system call, a multiple of a block.
     """
 
@@ -126,16 +121,7 @@ class Engine:
     def read(
         self, pieces: Sequence[Piece], *, finish: Finish | None = None, after: Sequence[StorageTransfer] = ()
     ) -> StorageTransfer:
-        """Start reading into the memory of `pieces`; neighbours on a drive are read by one call.
-
-        Args:
-            pieces: the order counts for the checksum.
-            finish: gets the checksum.
-            after: what must be done first.
-
-        Raises:
-            StorageError: the engine is closed.
-        """
+        """Start reading into the memory of `pieces`; neighbours on a drive are read by one call."""
         return self._start(False, pieces, finish, after)
 
     def write(
@@ -273,11 +259,7 @@ class Engine:
             self._open.pop(transfer, None)
 
     def wait(self) -> None:
-        """Block until all transfers started so far are done.
-
-        Raises:
-            StorageError: one failed, and nobody has been told yet: the first one of those.
-        """
+        """Block until all transfers started so far are done."""
         with self._lock:
             started = list(self._open)
         for transfer in started:
@@ -286,11 +268,7 @@ class Engine:
             transfer.wait_host()  # raises the first error
 
     def close(self) -> None:
-        """Finish all transfers and end the threads. Idempotent.
-
-        Raises:
-            StorageError: a transfer failed, and nobody has been told yet; the threads have ended all the same.
-        """
+        """Finish all transfers and end the threads. Idempotent."""
         with self._lock:
             self._closed = True
         try:

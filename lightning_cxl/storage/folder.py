@@ -26,16 +26,7 @@ _held: "weakref.WeakSet[Folder]" = weakref.WeakSet()
 
 
 class Folder:
-    """A folder, made where it does not exist, and locked against other stores until `close`.
-
-    Args:
-        path: of the folder; what it lies in must exist.
-        system: makes the system calls.
-
-    Raises:
-        ConfigError: another store uses the folder; the message names its process.
-        StorageError: the folder cannot be made or used.
-    """
+    """A folder, made where it does not exist, and locked against other stores until `close`."""
 
     def __init__(self, path: Path, system: System) -> None:
         self.path = path
@@ -79,11 +70,7 @@ class Folder:
         return self.path / f"lightning_cxl-{store_id}-{drive}.data"
 
     def remove_orphans(self, keep: str | None) -> None:
-        """Remove what runs that have ended left here: our data files but those of store `keep`, unfinished files.
-
-        Raises:
-            StorageError: it cannot be removed.
-        """
+        """Remove what runs that have ended left here: our data files but those of store `keep`, unfinished files."""
         try:
             for name in self._system.names(self.path):
                 data = _DATA.fullmatch(name)
@@ -93,11 +80,7 @@ class Folder:
             raise storage_error("clean", self.path, error) from None
 
     def read(self, name: str) -> bytes | None:
-        """Return the contents of a small file; None where there is none.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
+        """Return the contents of a small file; None where there is none."""
         path = self.path / name
         try:
             fd = self._system.open(path, os.O_RDONLY)
@@ -121,11 +104,7 @@ class Folder:
             raise storage_error("read", path, error) from None
 
     def write_new(self, name: str, contents: bytes) -> None:
-        """Write a file that `publish` gives the name; until then the file of that name stays as it is.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Write a file that `publish` gives the name; until then the file of that name stays as it is."""
         path = self.path / (name + _NEW)
         try:
             fd = self._system.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -143,11 +122,7 @@ class Folder:
             raise storage_error("write", path, error) from None
 
     def publish(self, name: str) -> None:
-        """Give what `write_new` wrote its name, and wait until that lies on the disk.
-
-        Raises:
-            StorageError: it is not known which of both files lies on the disk.
-        """
+        """Give what `write_new` wrote its name, and wait until that lies on the disk."""
         path = self.path / name
         try:
             self._system.rename(self.path / (name + _NEW), path)
@@ -156,22 +131,14 @@ class Folder:
         self.sync()
 
     def sync(self) -> None:
-        """Wait until the names in the folder lie on the disk.
-
-        Raises:
-            StorageError: they may not.
-        """
+        """Wait until the names in the folder lie on the disk."""
         try:
             sync_folder(self.path, self._system)
         except OSError as error:
             raise storage_error("sync folder", self.path, error) from None
 
     def remove(self, path: Path) -> None:
-        """Remove a file, if it is there.
-
-        Raises:
-            StorageError: it cannot be removed.
-        """
+        """Remove a file, if it is there."""
         try:
             with contextlib.suppress(FileNotFoundError):
                 self._system.unlink(path)
@@ -179,11 +146,7 @@ class Folder:
             raise storage_error("remove", path, error) from None
 
     def close(self) -> None:
-        """Let go of the lock. Idempotent.
-
-        Raises:
-            StorageError: the kernel reports an error; the descriptor is gone all the same.
-        """
+        """Let go of the lock. Idempotent."""
         fd, self._lock_fd = self._lock_fd, -1
         if fd < 0:
             return
@@ -222,11 +185,7 @@ _NAME = re.compile(r"rank-\d+")
 
 
 def make_parents(paths: Sequence[Path]) -> None:
-    """Make what the folders of a process lie in, where it does not exist; what that lies in must exist.
-
-    Raises:
-        StorageError: it cannot be made.
-    """
+    """Make what the folders of a process lie in, where it does not exist; what that lies in must exist."""
     for path in paths:
         try:
             with contextlib.suppress(FileExistsError):

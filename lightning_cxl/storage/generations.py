@@ -43,16 +43,7 @@ WHAT_TO_DO = (
 
 
 class Places:
-    """Locks folders, cleans them, and opens one drive for each path.
-
-    Args:
-        paths: a folder for each drive.
-        keeps: whether a generation that lies there is kept.
-        system: makes the system calls.
-
-    Raises:
-        ConfigError, StorageError, CheckpointError: as of `Store`.
-    """
+    """Locks folders, cleans them, and opens one drive for each path."""
 
     def __init__(self, paths: Sequence[Path], *, keeps: bool, system: System) -> None:
         self._system = system
@@ -98,11 +89,7 @@ class Places:
         return found
 
     def _check_other(self, folder: Folder) -> None:
-        """Refuse a folder with data of another store that keeps a generation.
-
-        Raises:
-            ConfigError: it has.
-        """
+        """Refuse a folder with data of another store that keeps a generation."""
         if folder.read(MANIFEST) is not None:
             raise ConfigError(f"`{folder.path}` holds a generation of its own, of another run. {WHAT_TO_DO}")
         contents = folder.read(PART)
@@ -110,11 +97,7 @@ class Places:
             self._check_not_needed(folder.path, contents)
 
     def _check_not_needed(self, path: Path, part: bytes) -> None:
-        """Refuse a path that `part` says belongs to another store, if that store has a generation.
-
-        Raises:
-            ConfigError: it has, or nobody knows.
-        """
+        """Refuse a path that `part` says belongs to another store, if that store has a generation."""
         try:
             fields = json.loads(part)
             home = Path(fields["home"]) / MANIFEST
@@ -153,11 +136,7 @@ class Places:
         return json.dumps({"store": self.store_id, "drive": drive, "home": str(self.home.path.resolve())}).encode()
 
     def keep_files(self) -> None:
-        """Say that files stay at `close`, and note in other folders whose they are.
-
-        Raises:
-            StorageError: that cannot be noted.
-        """
+        """Say that files stay at `close`, and note in other folders whose they are."""
         if self.files_stay:
             return
         for index, (folder, _) in self._files.items():
@@ -167,11 +146,7 @@ class Places:
         self.files_stay = True
 
     def mark_home(self) -> None:
-        """Note, once the manifest is there, that there is one: if it gets lost, the data must not be deleted.
-
-        Raises:
-            StorageError: that cannot be noted.
-        """
+        """Note, once the manifest is there, that there is one: if it gets lost, the data must not be deleted."""
         if self.home.read(PART) is None:
             self.home.write_new(PART, self._part(0))
             self.home.publish(PART)
@@ -197,12 +172,7 @@ class Places:
 
 
 class Generations:
-    """What is committed. Not thread-safe.
-
-    Args:
-        places: where the manifest lies.
-        chunk_bytes: of the store's transfers.
-    """
+    """What is committed. Not thread-safe."""
 
     def __init__(self, places: Places, chunk_bytes: int) -> None:
         found = places.found
@@ -219,11 +189,7 @@ class Generations:
         return self._found_records
 
     def found_versions(self, name: str, nbytes: int) -> tuple[int, ...] | None:
-        """Return the offsets of a record that an earlier run left; None if it left none of this name.
-
-        Raises:
-            ConfigError: it left one of another size.
-        """
+        """Return the offsets of a record that an earlier run left; None if it left none of this name."""
         if name not in self._found_records:
             return None
         found_nbytes, versions = self._found_records[name]
@@ -234,11 +200,7 @@ class Generations:
         return versions
 
     def check_found(self, records: Mapping[str, int]) -> None:
-        """Check that an earlier run, if there was one, left records of these names and bytes.
-
-        Raises:
-            ConfigError: it left others.
-        """
+        """Check that an earlier run, if there was one, left records of these names and bytes."""
         for name, nbytes in records.items() if self.kept else ():
             if self.found_versions(name, nbytes) is None:
                 raise ConfigError(f"{self._holds()}, which has no record `{name}`. {WHAT_TO_DO}")
@@ -247,11 +209,6 @@ class Generations:
         return f"`{self._places.home.path}` holds {self._manifest(self.kept, ()).said()}"
 
     def get(self, number: int) -> Generation:
-        """Return a generation.
-
-        Raises:
-            CheckpointError: there is none of this number.
-        """
         for generation in self.kept:
             if generation.number == number:
                 return generation
@@ -259,11 +216,7 @@ class Generations:
         raise CheckpointError(f"`{self._places.home.path}` holds no generation {number}; it holds: {known}")
 
     def free_version(self, record: Record) -> int:
-        """Return the version that takes the next write.
-
-        Raises:
-            StorageError: all are committed.
-        """
+        """Return the version that takes the next write."""
         protecting = (*self.kept, *self._unsure)
         entries = [generation.records.get(record.name) for generation in protecting] if record.keeps else []
         committed = {entry.version for entry in entries if entry is not None}
@@ -277,21 +230,13 @@ class Generations:
         )
 
     def check_room(self) -> None:
-        """Check that one more generation can be added.
-
-        Raises:
-            StorageError: two are kept.
-        """
+        """Check that one more generation can be added."""
         if len(self.kept) > 1:
             numbers = " and ".join(str(each.number) for each in self.kept)
             raise StorageError(f"generations {numbers} are both kept: settle one of them before the next commit")
 
     def add(self, details: dict[str, Any], records: Iterable[Record]) -> int:
-        """Commit the present versions of `records`, which lie on the disk, and return the generation's number.
-
-        Raises:
-            StorageError: the manifest could not be replaced.
-        """
+        """Commit the present versions of `records`, which lie on the disk, and return the generation's number."""
         records = list(records)
         self._last_number += 1
         new = Generation(self._last_number, details, {record.name: record.entry() for record in records})
@@ -299,11 +244,7 @@ class Generations:
         return new.number
 
     def keep_only(self, generation: Generation, records: Iterable[Record]) -> None:
-        """Let go of all others.
-
-        Raises:
-            StorageError: the manifest could not be replaced.
-        """
+        """Let go of all others."""
         if self.kept != [generation] or self._unsure:
             self._replace([generation], records)
 

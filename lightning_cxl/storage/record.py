@@ -68,11 +68,7 @@ class Manifest:
 
 
 def decode(contents: bytes, path: Path) -> Manifest:
-    """Return the manifest that a file holds.
-
-    Raises:
-        CheckpointError: the file is damaged, or of another version of this package.
-    """
+    """Return the manifest that a file holds."""
     try:
         outer = json.loads(contents)
         version, crc, body = outer["format"], outer["crc"], outer["body"]
@@ -134,13 +130,7 @@ def files_shown_at(address: int) -> tuple[Path, ...]:
 
 
 def next_unseen(drives: Sequence[Drive], offset: int, nbytes: int) -> int:
-    """Return the first offset from which on no window of this process shows bytes of these drives.
-
-    Args:
-        drives: of one store.
-        offset: where the search begins.
-        nbytes: that no window may show.
-    """
+    """Return the first offset from which on no window of this process shows bytes of these drives."""
     own = set(_paths(drives))
     seen = sorted((shown.begin, shown.end) for shown in list(_shown.values()) if own.intersection(shown.paths))
     for begin, end in seen:
@@ -166,11 +156,6 @@ class Window:
     Its pages are those of the page cache, which the kernel takes back when it needs memory. What a user writes there
     becomes memory of the process, and is lost at the next `show`. The addresses stay valid until the last tensor over
     `buffer` dies, also when the drives are closed and their files unlinked.
-
-    Args:
-        drives: in the order of the parts.
-        part_nbytes: of each part, whole blocks.
-        nbytes: of all of them that are used.
     """
 
     def __init__(self, drives: Sequence[Drive], part_nbytes: int, nbytes: int) -> None:
@@ -182,11 +167,7 @@ class Window:
         _shown[self.buffer] = _Shown(self._paths, 0, 0)
 
     def show(self, offset: int) -> None:
-        """Show what lies at `offset` of every drive.
-
-        Raises:
-            StorageError: the kernel refuses; a part then reads as zeros.
-        """
+        """Show what lies at `offset` of every drive."""
         _shown[self.buffer] = _Shown(self._paths, offset, offset + self._part_nbytes)
         for index, drive in enumerate(self.drives):
             try:
@@ -204,13 +185,6 @@ class Record:
 
     A version is one place for these bytes: the same offset on every drive. The fields below `versions` belong to the
     store and change under its lock.
-
-    Args:
-        name: unique in its store.
-        nbytes: that the user has.
-        num_drives: how many parts it has.
-        versions: offset of each version, on every drive.
-        keeps: whether it is part of generations.
     """
 
     def __init__(
@@ -255,11 +229,7 @@ class Record:
         self.show()
 
     def pieces(self, version: int, memory: Buffer) -> list[Piece]:
-        """Return what to read or write: memory, and where its bytes lie in a version.
-
-        Raises:
-            ValueError: the memory is too small, or not page-aligned.
-        """
+        """Return what to read or write: memory, and where its bytes lie in a version."""
         if memory.address % BLOCK_BYTES or memory.nbytes < self.padded_nbytes:
             raise ValueError(
                 f"record `{self.name}` needs {self.padded_nbytes} bytes of page-aligned memory, got "
@@ -278,13 +248,7 @@ class Record:
         return StorageError(message if cause is None else f"{message}. What failed: {cause!r}")
 
     def damaged(self, version: int, checksum: int, path: Path) -> StorageError:
-        """Return the error of whoever has read other bytes than were written.
-
-        Args:
-            version: that was read.
-            checksum: of what was read.
-            path: of the first drive.
-        """
+        """Return the error of whoever has read other bytes than were written."""
         entry = self.entries[version]
         wanted = 0 if entry is None else entry.checksum
         return StorageError(
@@ -328,5 +292,4 @@ class Visitor(Protocol):
 
 
 def is_in(window: Buffer, address: int) -> bool:
-    """Return whether an address is in a window."""
     return 0 <= address - window.address < window.nbytes

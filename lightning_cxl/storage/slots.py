@@ -133,20 +133,12 @@ class HostSlots:
         self._num_taken = 0
 
     def take(self, nbytes: int) -> Buffer | None:
-        """Return a slot of `nbytes`; None while others leave no room for it.
-
-        Raises:
-            TierFullError: there is no memory for slots.
-        """
+        """Return a slot of `nbytes`; None while others leave no room for it."""
         slots = self.take_all([nbytes])
         return None if slots is None else slots[0]
 
     def take_all(self, sizes: Sequence[int]) -> list[Buffer] | None:
-        """Return slots of these sizes, whole blocks; None, and no slot, while others leave no room for all of them.
-
-        Raises:
-            TierFullError: there is no memory for slots.
-        """
+        """Return slots of these sizes, whole blocks; None, and no slot, while others leave no room for all of them."""
         needed = sum(sizes)
         if self._memory is None or needed > self._memory.nbytes:
             if self._num_taken:

@@ -24,17 +24,8 @@ class Store:
     """Records on one or several drives. Thread-safe.
 
     Args:
-        paths: a folder for each drive.
-        budget_bytes: most bytes that records take, all drives and versions together.
         keeps: whether records have two versions, so that generations can be committed. See [Note: Generations].
-        system: makes the system calls.
         chunk_bytes: of one read or write; a folder that holds a generation keeps its own.
-
-    Raises:
-        ConfigError: the paths cannot be used together, another run uses them, or they hold a generation and `keeps` is
-            False.
-        StorageError: a drive cannot be used.
-        CheckpointError: the manifest that lies there is damaged.
     """
 
     def __init__(
@@ -77,15 +68,8 @@ class Store:
         """Take space for all versions of a record.
 
         Args:
-            name: unique in this store.
-            nbytes: at least 1.
             keeps: whether it is part of generations, in a store that keeps some. Else it has one version, and nothing
                 of it is there after a crash.
-
-        Raises:
-            TierFullError: the budget has not that much left.
-            StorageError: a drive has not that much left.
-            ConfigError: the name is taken, or an earlier run left a record of this name and another size.
         """
         with self._changes:
             self._check_open()
@@ -112,11 +96,7 @@ class Store:
             return record
 
     def check_found(self, records: Mapping[str, int]) -> None:
-        """Refuse a folder with a generation that lacks records of these names and bytes: it is of another run.
-
-        Raises:
-            ConfigError: it has such a generation.
-        """
+        """Refuse a folder with a generation that lacks records of these names and bytes: it is of another run."""
         self._generations.check_found(records)
 
     def _check_budget(self, name: str, nbytes: int) -> None:
@@ -147,9 +127,6 @@ class Store:
         """Return memory that shows what was written last, in pages of the page cache; zeros where nothing was.
 
         What is written to it becomes memory of the process. It does not follow later writes, which may change it.
-
-        Raises:
-            StorageError: the store is closed, or the kernel refuses.
         """
         with self._lock:
             self._check_open()
@@ -168,12 +145,8 @@ class Store:
         """Start reading what was written last, also where that write is still on its way.
 
         Args:
-            record: of this store.
             memory: page-aligned, at least `record.padded_nbytes`; nobody may use it before the transfer is done.
             after: transfers that use the memory until then; begins when they are done, with or without an error.
-
-        Raises:
-            StorageError: nothing was written. At `wait_host`: a drive failed, or the bytes are not those written.
         """
         with self._lock:
             version, write = record.target, record.num_begun
@@ -197,12 +170,7 @@ class Store:
         """Start writing a record. When that is done, its window shows the new bytes.
 
         Args:
-            record: of this store.
             memory: page-aligned, at least `record.padded_nbytes`; nobody may change it before the transfer is done.
-
-        Raises:
-            StorageError: both versions are committed. At `wait_host`: a drive failed; the record cannot be read until a
-                later write succeeds, or it is restored.
         """
         with self._changes, self._lock:
             version = self._generations.free_version(record)
@@ -230,10 +198,6 @@ class Store:
 
         Returns:
             The number of the generation.
-
-        Raises:
-            ConfigError: this store keeps no generations.
-            StorageError: a write or a drive failed; the generations before are as they were.
         """
         with self._changes:
             self._check_open()
@@ -266,12 +230,7 @@ class Store:
         self._unsynced.clear()
 
     def settle(self, generation: int) -> None:
-        """Let go of all generations but one. See [Note: Generations].
-
-        Raises:
-            CheckpointError: there is no such generation.
-            StorageError: the manifest could not be replaced; all generations stay.
-        """
+        """Let go of all generations but one. See [Note: Generations]."""
         with self._changes:
             self._check_open()
             self._generations.keep_only(self._generations.get(generation), self._kept())
@@ -286,11 +245,7 @@ class Store:
         return list(self._generations.kept)
 
     def restore(self, generation: int) -> None:
-        """Make all records that are kept what they were in a generation, also those that are reserved later.
-
-        Raises:
-            CheckpointError: there is no such generation, or it does not have one of the records.
-        """
+        """Make all records that are kept what they were in a generation, also those that are reserved later."""
         with self._changes:
             self._check_open()
             chosen = self._generations.get(generation)
@@ -310,11 +265,7 @@ class Store:
     # -- all together --------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Block until all transfers started so far are done.
-
-        Raises:
-            StorageError: one failed, and nobody has been told yet.
-        """
+        """Block until all transfers started so far are done."""
         self._engine.wait()
 
     def stats(self) -> dict[str, int]:
@@ -322,11 +273,7 @@ class Store:
         return {"reserved_bytes": self._reserved_bytes, "budget_bytes": self._budget_bytes, **self._engine.counts}
 
     def close(self) -> None:
-        """Finish all transfers and close everything; files stay where a generation is kept. Idempotent.
-
-        Raises:
-            StorageError: a transfer failed, and nobody has been told; everything is closed all the same.
-        """
+        """Finish all transfers and close everything; files stay where a generation is kept. Idempotent."""
         with self._changes:
             self._closed = True
             self._opened.close()
@@ -346,13 +293,7 @@ class Area:
     Its records have one version and belong to no generation. They are read and written by the store like all others.
 
     Args:
-        store: has the drives.
-        name: of the records that the space is reserved as.
         nbytes: reserved now, so that a full drive shows; 0: nothing yet.
-        num_drives: of the store.
-
-    Raises:
-        TierFullError, StorageError: there is no room.
     """
 
     def __init__(self, store: Store, name: str, nbytes: int, num_drives: int) -> None:
@@ -368,12 +309,7 @@ class Area:
             self._grow(nbytes)
 
     def take(self, nbytes: int) -> Record:
-        """Return a record to which nothing was written.
-
-        Raises:
-            TierFullError: the store's budget has no room for it.
-            StorageError: a drive has no room for it.
-        """
+        """Return a record to which nothing was written."""
         part = part_nbytes(nbytes, self._num_drives)
         self._free(waits=False)
         while (offset := self._blocks.allocate(part, BLOCK_BYTES, lowest=True)) is None:

@@ -60,7 +60,6 @@ class System:
         os.mkdir(path, 0o700)
 
     def names(self, folder: Path) -> list[str]:
-        """Return the names in a folder."""
         return os.listdir(folder)
 
     def rename(self, old: Path, new: Path) -> None:
@@ -72,11 +71,7 @@ class System:
         os.unlink(path)
 
     def lock(self, fd: int) -> None:
-        """Lock a file for this process, without waiting.
-
-        Raises:
-            BlockingIOError: another process holds the lock.
-        """
+        """Lock a file for this process, without waiting."""
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def unlock(self, fd: int) -> None:
@@ -85,11 +80,7 @@ class System:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two files or folders of one filesystem change their names, at once; return False where it cannot do that.
-
-    Raises:
-        OSError: they could not be renamed.
-    """
+    """Let two files or folders of one filesystem change their names, at once; return False where it cannot do that."""
     here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of <linux/fs.h>
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), both) == 0:

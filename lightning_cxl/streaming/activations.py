@@ -289,7 +289,6 @@ class ActivationOffload:
         engine: copies between the device and the tier; its device is where the units run.
         allocate: gives host memory for ``(nbytes, unit_name)``; the bytes are free again when the last tensor over
             them has died. Its errors reach the caller of the unit.
-        min_bytes: inputs smaller than this are held by reference.
         place_on_ssd: gives a place on SSD for the same; None for what lies in memory.
         keep_in_place: says which inputs lie on their tier already, for a device that computes on host memory; None
             where all are to be copied.
@@ -326,11 +325,7 @@ class ActivationOffload:
         """Wrap the forward of each unit.
 
         Args:
-            units: names and modules.
             model: what they are part of, to switch off its checkpointing of them.
-
-        Raises:
-            ConfigError: a module is already attached, here or to another `ActivationOffload`; none is wrapped then.
         """
         new = list(units)
         seen: set[int] = set()
@@ -364,8 +359,6 @@ class ActivationOffload:
         """Return the image of `tensor` on the tier, made now or found again; None if it does not belong there.
 
         Args:
-            tensor: an input of a unit.
-            unit: its name.
             lasted: why nobody is expected to change the tensor, which may therefore be its own image; or None.
         """
         if not can_store(tensor, self.engine.device, self._min_bytes):

@@ -50,13 +50,7 @@ class Trip(Protocol):
 
 
 class Fetch:
-    """One copy of a record to the device: asked for, read, started, waited for.
-
-    Args:
-        home: what is copied.
-        destination: on the device.
-        after: device work that uses the destination.
-    """
+    """One copy of a record to the device: asked for, read, started, waited for."""
 
     def __init__(self, home: HasRecord, destination: torch.Tensor, after: list[Transfer]) -> None:
         self.home = home
@@ -73,21 +67,13 @@ class Fetch:
         self._is_started = threading.Event()
 
     def wait(self) -> None:
-        """Let device work queued from here on run after the copy; blocks the host until the copy has been started.
-
-        Raises:
-            StorageError: the record could not be read.
-        """
+        """Let device work queued from here on run after the copy; blocks the host until the copy has been started."""
         self._wait_until_started()
         assert self._copy is not None, "what was dropped is waited for"
         self._copy.wait()
 
     def wait_host(self) -> None:
-        """Block until the copy is done, or where it was dropped, until it is known not to be started.
-
-        Raises:
-            StorageError: the record could not be read.
-        """
+        """Block until the copy is done, or where it was dropped, until it is known not to be started."""
         self._wait_until_started()
         if self._copy is not None:
             self._copy.wait_host()

@@ -45,13 +45,7 @@ from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 
 class WeightRecord:
-    """The weights of one unit as one record; a `Home`, and a `Visitor` of the slots of updates.
-
-    Args:
-        hop: brings them to the device.
-        record: has exactly one window, in which the parameters lie.
-        window: of the record.
-    """
+    """The weights of one unit as one record; a `Home`, and a `Visitor` of the slots of updates."""
 
     can_be_read = True
     """It is filled before anything else."""
@@ -105,13 +99,7 @@ class WeightRecord:
 
 
 class Hop:
-    """Brings records to the device, and writes what was written to their windows. See [Note: Weights on SSD].
-
-    Args:
-        store: has the records.
-        slots: host memory that records pass through.
-        engine: copies to the device.
-    """
+    """Brings records to the device, and writes what was written to their windows. See [Note: Weights on SSD]."""
 
     def __init__(self, store: Store, slots: HostSlots, engine: TransferEngine) -> None:
         self._store = store
@@ -126,21 +114,12 @@ class Hop:
         self._pid = os.getpid()
 
     def reserve(self, name: str, nbytes: int) -> WeightRecord:
-        """Return a home with a record of its own, to be filled before anything else.
-
-        Raises:
-            TierFullError: the store's budget is used up.
-            StorageError: the drive has no room for it, or fails.
-        """
+        """Return a home with a record of its own, to be filled before anything else."""
         record = self._store.reserve(name, nbytes, keeps=False)  # weights are in the files of checkpoints
         return WeightRecord(self, record, self._store.window(record))
 
     def fetch(self, home: HasRecord, destination: torch.Tensor, after: list[Transfer]) -> Fetch:
-        """Start bringing a record to the device.
-
-        Raises:
-            StorageError: in a forked child, which has no thread for it.
-        """
+        """Start bringing a record to the device."""
         self.check_process()
         fetch = Fetch(home, destination, after)
         try:
@@ -161,12 +140,7 @@ class Hop:
 
     @uninterrupted
     def send(self, trip: Trip, nbytes: int) -> Buffer:
-        """Return a slot for what leaves for SSD; waits for one. The thread runs the trip in turn.
-
-        Raises:
-            TierFullError: there is no memory for slots.
-            StorageError: in a forked child.
-        """
+        """Return a slot for what leaves for SSD; waits for one. The thread runs the trip in turn."""
         self.check_process()
         with self._changed:
             self._start_thread()
@@ -175,11 +149,7 @@ class Hop:
             return slot
 
     def check_process(self) -> None:
-        """Refuse a forked child.
-
-        Raises:
-            StorageError: this is one.
-        """
+        """Refuse a forked child."""
         if os.getpid() != self._pid:
             raise StorageError("a forked child cannot fetch what is on SSD: only its parent has the thread for it")
 
@@ -191,11 +161,7 @@ class Hop:
 
     @contextmanager
     def writing(self, record: Record) -> Iterator[Buffer]:
-        """Return a region in which a slot is filled; afterwards the record has its bytes and its window shows them.
-
-        Raises:
-            StorageError: the write has failed.
-        """
+        """Return a region in which a slot is filled; afterwards the record has its bytes and its window shows them."""
         lent = _Lent(self, record)
         try:
             yield lent.take()
@@ -205,11 +171,7 @@ class Hop:
 
     @uninterrupted
     def check(self, record: Record) -> None:
-        """Read a record and compare its checksum.
-
-        Raises:
-            StorageError: a drive has failed, or has damaged the record.
-        """
+        """Read a record and compare its checksum."""
         lent = _Lent(self, record)
         try:
             lent.take()
@@ -219,11 +181,7 @@ class Hop:
 
     @uninterrupted
     def write_back(self, home: WeightRecord) -> None:
-        """Write what someone has written to a window, and drop the private pages. No one else writes to it meanwhile.
-
-        Raises:
-            StorageError: the write has failed.
-        """
+        """Write what was written to a window, and drop its private pages. No one else writes to it meanwhile."""
         self._looked_at.pop(home, None)
         home.settle()  # the end of a write drops the private pages that it has in it
         if home.is_dirty():
@@ -232,11 +190,7 @@ class Hop:
 
     @uninterrupted
     def looked_at(self, home: WeightRecord) -> None:
-        """Learn that someone may write to a window; write those that were looked at before, when they are large.
-
-        Raises:
-            StorageError: a write has failed.
-        """
+        """Learn that someone may write to a window; write those that were looked at before, when they are large."""
         self._looked_at[home] = None
         if sum(each.window.nbytes for each in self._looked_at) > self._slots.cap_bytes:
             for each in [each for each in self._looked_at if each is not home]:
@@ -353,11 +307,7 @@ class _Lent(Stay):
 
     @uninterrupted
     def use(self, start: Callable[[Record, Buffer], StorageTransfer]) -> None:
-        """Read or write the slot.
-
-        Raises:
-            StorageError: that has failed.
-        """
+        """Read or write the slot."""
         assert self._slot is not None
         self._use = start(self._record, self._slot)
         self._use.wait_host()

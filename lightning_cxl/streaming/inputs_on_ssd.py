@@ -39,14 +39,7 @@ NUM_INPUT_SLOTS = 2
 
 
 class InputsOnSsd:
-    """Gives images records of their own, and slots to pass through. See [Note: Inputs on SSD].
-
-    Args:
-        store: has the drives.
-        area: on them; for these records alone.
-        slots: host memory that images pass through.
-        engine: copies between slots and the device.
-    """
+    """Gives images records of their own, and slots to pass through. See [Note: Inputs on SSD]."""
 
     def __init__(self, store: Store, area: Area, slots: HostSlots, engine: TransferEngine) -> None:
         self.store = store
@@ -59,15 +52,7 @@ class InputsOnSsd:
 
     @uninterrupted
     def place(self, nbytes: int) -> "InputOnSsd":
-        """Return a place for an image.
-
-        Args:
-            nbytes: of the image, at least 1.
-
-        Raises:
-            TierFullError: the budget of the tier is used up.
-            StorageError: a drive has no room; or in a forked child.
-        """
+        """Return a place for an image."""
         self.hop.check_process()  # before the lock, which a thread of the parent may have had
         with self._lock:
             record = self.area.take(nbytes)
@@ -82,12 +67,7 @@ class InputsOnSsd:
 
 
 class InputOnSsd:
-    """One image. See [Note: Inputs on SSD].
-
-    Args:
-        inputs: brings it there and back.
-        record: of its own.
-    """
+    """One image. See [Note: Inputs on SSD]."""
 
     def __init__(self, inputs: InputsOnSsd, record: Record) -> None:
         self.record = record
@@ -102,15 +82,8 @@ class InputOnSsd:
     def store(self, source: torch.Tensor, lead: int) -> Transfer:
         """Start copying an image from the device, and writing it then; waits for a slot.
 
-        Args:
-            source: flat, on the device.
-            lead: elements before it in the image.
-
         Returns:
             The copy from the device.
-
-        Raises:
-            TierFullError: there is no memory for slots.
         """
         leaving = _Leaving(self)
         beginning = _Beginning(leaving)
@@ -127,14 +100,7 @@ class InputOnSsd:
         return self._inputs.store.write(self.record, slot)
 
     def fetch(self, destination: torch.Tensor) -> Fetch:
-        """Start reading the image, and copying it to the device.
-
-        Args:
-            destination: of all bytes of the image, contiguous, on the device.
-
-        Raises:
-            StorageError: the run is over.
-        """
+        """Start reading the image, and copying it to the device."""
         if self._inputs.is_closed:
             raise StorageError("an input of a unit was on tier `ssd`, and the run that had it there is over")
         return self._inputs.hop.fetch(self, destination.view(torch.uint8), [self._inputs.engine.mark()])

@@ -52,7 +52,6 @@ class ModuleState:
 
     Args:
         unit: its forward is about to run; `settle` must be called when it has returned.
-        arguments: of the call, without containers.
     """
 
     def __init__(self, unit: nn.Module, arguments: Iterable[Any] = ()) -> None:
@@ -69,12 +68,7 @@ class ModuleState:
         self._parameters: list[tuple[nn.Parameter, int | None, bool]] = []  # version and requires_grad in the forward
 
     def settle(self, comparisons: Comparisons, name: str) -> None:
-        """Let go of what the forward did not change, as soon as that is known; note which parameters it used.
-
-        Args:
-            comparisons: finds out.
-            name: of the unit.
-        """
+        """Let go of what the forward did not change, as soon as that is known; note which parameters it used."""
         self._draws = [each for each in self._draws if each.has_moved()]
         self._compared = [kept for kept in self._unsettled if kept.settle()]
         self._unsettled = []
@@ -90,11 +84,7 @@ class ModuleState:
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Show the modules as the call found them; afterwards, as they are now.
-
-        Raises:
-            RuntimeError: a parameter, or a tensor kept by reference, has changed in place since.
-        """
+        """Show the modules as the call found them; afterwards, as they are now."""
         self._check_parameters()
         fresh: dict[int, Any] = {}
         past = [(_fresh(attributes, fresh), _fresh(buffers, fresh)) for _, attributes, buffers in self._before]

@@ -84,11 +84,7 @@ class Slot:
         self._users = self._engine.mark()
 
     def wait(self) -> None:
-        """Let device work queued from here on read the weights.
-
-        Raises:
-            StorageError: they could not be read.
-        """
+        """Let device work queued from here on read the weights."""
         try:
             for transfer in self._transfers:
                 transfer.wait()
@@ -102,13 +98,7 @@ class Slot:
 
 
 class SlotRing:
-    """Hands out slots; the one that was touched longest ago is the first to be taken away.
-
-    Args:
-        engine: copies into them.
-        num_slots: at least 2: one computes while the other is filled.
-        nbytes: of the largest unit.
-    """
+    """Hands out slots; the one that was touched longest ago is the first to be taken away."""
 
     def __init__(self, engine: TransferEngine, num_slots: int, nbytes: int) -> None:
         self.nbytes = num_slots * nbytes
@@ -154,14 +144,9 @@ class ParamStreamer:
     """Brings the weights of units to the device when they compute. See [Note: Residency of a unit].
 
     Args:
-        engine: copies to the device.
-        units: `attach` wraps their forward.
         phase: says why a unit's forward runs: ``"forward"`` (which a recompute will repeat), ``"recompute"``,
             ``"recompute in a graph"``, or None.
         num_slots: pieces of device memory, each as large as the largest unit.
-
-    Raises:
-        ConfigError: fewer than two slots.
     """
 
     def __init__(
@@ -194,9 +179,6 @@ class ParamStreamer:
 
         Args:
             listener: learns of recomputes, of units whose backward is over, and of who looks at parameters.
-
-        Raises:
-            ConfigError: a unit is attached already.
         """
         self._attached = [_StreamedForward(self, unit) for unit in self._units]
         self._listener = listener
@@ -214,11 +196,7 @@ class ParamStreamer:
         }
 
     def enter(self, unit: UnitWeights) -> None:
-        """Let the unit's parameters show weights on the device.
-
-        Raises:
-            UnsupportedError: every slot is busy.
-        """
+        """Let the unit's parameters show weights on the device."""
         phase = self.phase()
         in_backward = _is_recompute(phase)
         unit.num_forwards += phase == "forward"
@@ -251,11 +229,7 @@ class ParamStreamer:
         self.fetch_ahead()
 
     def leave(self, unit: UnitWeights) -> None:
-        """Let the unit's parameters show their home again.
-
-        Raises:
-            UnsupportedError: the unit wrote to its weights, which would be lost.
-        """
+        """Let the unit's parameters show their home again."""
         with self._lock:
             entered = self._entered.pop(id(unit), None)
             if entered is None:

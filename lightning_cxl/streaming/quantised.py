@@ -47,7 +47,6 @@ class Companion(NamedTuple):
     """Which tensor of the parameter; `DATA` for its own bytes."""
 
     def get(self) -> torch.Tensor | None:
-        """Return the tensor."""
         value = getattr(self.holder, self.attribute, None)
         return value if isinstance(value, torch.Tensor) else None
 
@@ -91,15 +90,7 @@ def numel(parameter: torch.Tensor) -> int:
 
 
 def prepare_layers(model: nn.Module, streamed: Collection[int]) -> Callable[[], None]:
-    """Make quantised layers fit for a run; returns what undoes it. See [Note: Quantised parameters].
-
-    Args:
-        model: INOUT.
-        streamed: ids of the parameters that stream.
-
-    Raises:
-        UnsupportedError: a layer has put its weight in another order already.
-    """
+    """Make quantised layers fit for a run; returns what undoes it. See [Note: Quantised parameters]."""
     layers = [(name, module) for name, module in model.named_modules() if _MAY_REPACK in module.__dict__]
     for name, module in layers:
         if getattr(getattr(module._parameters.get("weight"), "quant_state", None), "packing_format_for_cpu", False):
@@ -158,11 +149,7 @@ def warn_of_wide_experts(model: nn.Module) -> None:
 
 
 def kept_whole(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return by name what no process may cut: the parameters of quantised layers. Their bytes have no rows.
-
-    Raises:
-        UnsupportedError: one of them is trained. Layers exchange the data of their biases, which FSDP2 would not see.
-    """
+    """Return by name what no process may cut: the parameters of quantised layers. Their bytes have no rows."""
     layers = [module for module in model.modules() if any(map(_is_quantised, module.parameters(recurse=False)))]
     ids = {id(parameter) for module in layers for parameter in module.parameters(recurse=False)}
     found = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in ids}
@@ -180,11 +167,7 @@ def _is_quantised(parameter: nn.Parameter) -> bool:
 
 
 def _prepare_backward(parameter: nn.Parameter, streams: bool, module: nn.Module, inputs: Any, output: Any) -> None:
-    """Let the backward of a layer that has just run read the weight of then, and keep nothing that it does not read.
-
-    Raises:
-        UnsupportedError: the layer's node is not in the graph, so that its gradients could be wrong.
-    """
+    """Let the backward of a layer that has just run read the weight of then, and keep nothing that it does not read."""
     if torch.compiler.is_compiling() or not isinstance(output, torch.Tensor) or output.grad_fn is None:
         return  # torch.compile saves what a backward reads as every other tensor
     node = _product_before(output.grad_fn)

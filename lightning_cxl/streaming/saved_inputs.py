@@ -192,9 +192,6 @@ class StoredInput:
         """Return the image itself, or a copy of one on SSD, for a device that computes on host memory.
 
         It must not be written to.
-
-        Raises:
-            StorageError: it cannot be read.
         """
         if self._on_ssd is not None:
             image = torch.empty(self._numel, dtype=self._dtype)
@@ -219,11 +216,6 @@ class HeldInput:
         self._unit = unit
 
     def get(self) -> torch.Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: it was changed in place since the forward.
-        """
         version = version_of(self._alias)
         if version != self._version:
             what = f"an input of unit `{self._unit}`, shape {tuple(self._alias.shape)} and {self._alias.dtype},"
@@ -243,11 +235,7 @@ class UnitInput:
     """One tensor among a call's arguments: watched during the forward, given to recomputes. See [Note: Life of a ...].
 
     Args:
-        tensor: the argument.
-        kept: its image on the tier, or how it is held.
-        unit: name, for errors.
         cautious: the unit is known to change this input in place, or nothing is known about it yet.
-        watched: `has_lasted` will be asked.
     """
 
     __slots__ = (
@@ -310,11 +298,7 @@ class UnitInput:
         return self._kept.has_lasted() if self._watched else None
 
     def release(self, engine: TransferEngine) -> None:
-        """Keep what a recompute needs and drop the rest.
-
-        Raises:
-            UnsupportedError: the tensor was changed before its values were safe.
-        """
+        """Keep what a recompute needs and drop the rest."""
         assert self._alias is not None
         if self._is_changed and not self._is_safe:
             why = self._kept.why_no_copy() if isinstance(self._kept, HeldInput) else ""
@@ -399,10 +383,6 @@ class Comparisons:
 
     ``torch.equal`` would block the host until the device has done all its work, at every unit. Here the host waits for
     an answer only when `MAX_PENDING` younger ones are on their way: the device has work then.
-
-    Args:
-        engine: brings answers to the host.
-        allocate: gives the host memory that they land in.
     """
 
     def __init__(self, engine: TransferEngine, allocate: Allocate) -> None:
@@ -415,8 +395,6 @@ class Comparisons:
 
         Args:
             asker: gets the answer, now or at a later call of this method; held weakly, with what it holds.
-            pairs: two tensors each, of one shape.
-            unit: the name of the unit whose tensors these are.
         """
         on_device = not self._engine.computes_on_host and all(one.device == self._engine.device for one, _ in pairs)
         if not on_device or self._engine.device.type == "meta":  # nothing there has values, or changes
@@ -478,15 +456,7 @@ class History(NamedTuple):
 
 
 class InPlaceInput(HeldInput):
-    """An input of units that is kept where it lies. See [Note: Inputs kept in place].
-
-    Args:
-        tensor: the input.
-        unit: name, for errors.
-        count: counts the bytes as long as it lives.
-        saved: counts them, too.
-        lasted: why there is no copy, for errors.
-    """
+    """An input of units that is kept where it lies. See [Note: Inputs kept in place]."""
 
     __slots__ = ("__weakref__", "_address", "_count", "_lasted", "_nbytes", "_saved", "_source")
 

@@ -31,17 +31,7 @@ from lightning_cxl.transfer.engine import TransferEngine
 
 
 class ShardsOnSsd:
-    """Moves shards to a record, and from there to the device. See [Note: Shards on SSD].
-
-    Args:
-        home: the record.
-        engine: of the device.
-        model: cut by FSDP2, with shards on the host.
-        parameters: of the model, which belong to this record.
-
-    Raises:
-        StorageError: the record could not be written. The shards are where they were.
-    """
+    """Moves shards to a record, and from there to the device. See [Note: Shards on SSD]."""
 
     def __init__(
         self, home: Home, engine: TransferEngine, model: nn.Module, parameters: Sequence[nn.Parameter]
@@ -82,11 +72,7 @@ class ShardsOnSsd:
             self._shards.append(shard)
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
-        """Return the part of one shard; see `Drives`.
-
-        Raises:
-            StorageError: the record could not be read, or what someone has written to the window could not be written.
-        """
+        """Return the part of one shard; see `Drives`."""
         begin = host.data_ptr() - self._home.buffer.address
         if self._arrived is None or begin not in self._awaited:
             self._arrived = self._fetch()
@@ -107,11 +93,7 @@ class ShardsOnSsd:
         return arrived
 
     def settle(self) -> None:
-        """Return when the window shows what was written last.
-
-        Raises:
-            StorageError: it could not be written.
-        """
+        """Return when the window shows what was written last."""
         self._home.settle()
 
     def written(self) -> None:

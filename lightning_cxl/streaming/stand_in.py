@@ -32,11 +32,7 @@ _REASON = (
 
 
 class StandIn:
-    """Takes the place of the forward of one module. A copy of the model (deepcopy, pickle) gets the plain forward.
-
-    Args:
-        module: its ``forward`` is replaced.
-    """
+    """Takes the place of the forward of one module. A copy of the model (deepcopy, pickle) gets the plain forward."""
 
     stays_outside = False
     """Whether later stand-ins of the module come under this one."""

@@ -64,12 +64,7 @@ class Nobody:
 
 
 class AwaitedParameters(dict[str, Any]):
-    """Stands in for ``module._parameters``. See [Note: Awaited parameters].
-
-    Args:
-        plain: the dict it stands in for.
-        settle: waits, and puts `plain` back.
-    """
+    """Stands in for ``module._parameters``. See [Note: Awaited parameters]."""
 
     def __init__(self, plain: dict[str, Any], settle: Callable[[], None]) -> None:
         super().__init__(plain)
@@ -187,21 +182,10 @@ class Home(Protocol):
     def fetch(
         self, engine: TransferEngine, flat: torch.Tensor, destination: torch.Tensor, after: list[Transfer]
     ) -> Transfer:
-        """Start copying to the device.
-
-        Args:
-            engine: of the run.
-            flat: what the home shows.
-            destination: on the device, as large.
-            after: device work that uses the destination.
-        """
+        """Start copying to the device."""
 
     def settle(self) -> None:
-        """Return when the parameters show what the latest update has made.
-
-        Raises:
-            StorageError: it could not be written.
-        """
+        """Return when the parameters show what the latest update has made."""
 
     def looked_at(self) -> None:
         """Learn that someone may write to the parameters from now on."""
@@ -214,12 +198,7 @@ class Home(Protocol):
 
 
 class InMemory:
-    """A piece of host memory.
-
-    Args:
-        buffer: of exactly the bytes that are needed.
-        is_inherited: whether forked children have it, too.
-    """
+    """A piece of host memory."""
 
     def __init__(self, buffer: Buffer, *, is_inherited: bool = True) -> None:
         self.buffer = buffer
@@ -306,10 +285,7 @@ class UnitWeights:
     A parameter keeps its identity, shape, strides and values.
 
     Args:
-        name: of the unit.
-        module: the unit.
         pieces: its parameters, dense, on the host; those that belong on the same tier together. INOUT.
-        allocate: gives the memory of a piece.
     """
 
     def __init__(
@@ -411,11 +387,7 @@ class UnitWeights:
             self._update = None
 
     def settle(self) -> None:
-        """Return when the homes have their new values and show them.
-
-        Raises:
-            StorageError: they could not be written.
-        """
+        """Return when the homes have their new values and show them."""
         self.wait()
         for piece in self.pieces:
             piece.home.settle()
@@ -470,12 +442,7 @@ class UnitWeights:
 
     @torch.no_grad()
     def take_in(self) -> None:
-        """Take over what someone has put in the place of a parameter's data since it was home.
-
-        Raises:
-            UnsupportedError: something of another shape, type or device; or someone holds the memory of before, which
-                would get the new values.
-        """
+        """Take over what someone has put in the place of a parameter's data since it was home."""
         for parameter, _, home in self.places:
             data = plain_data(parameter)
             if data.data_ptr() == home.data_ptr() and (data.shape, data.stride()) == (home.shape, home.stride()):
@@ -500,11 +467,7 @@ class UnitWeights:
             parameter.copy_(data)
 
     def enter(self, slot: torch.Tensor) -> None:
-        """Let the parameters show a copy of the piece.
-
-        Args:
-            slot: uint8, at least `nbytes`, aligned as the piece is.
-        """
+        """Let the parameters show a copy of the piece."""
         for parameter, offset, home in self.places:
             set_plain_data(parameter, _in_slot(slot, offset, home))
         for each in self._quantised:
@@ -532,12 +495,7 @@ class UnitWeights:
                     set_plain_grad(parameter, grad)  # for `leave`, which refuses it
 
     def leave(self) -> None:
-        """Let the parameters show the piece on the host again.
-
-        Raises:
-            UnsupportedError: the bytes of a quantised parameter have been replaced by others, or a gradient has stayed
-                on the device, because no optimizer has its parameter.
-        """
+        """Let the parameters show the piece on the host again."""
         slot, self._slot = self._slot, None
         if slot is not None:
             for each in self._quantised:

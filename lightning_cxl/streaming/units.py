@@ -24,16 +24,12 @@ def find_units(model: nn.Module, units: str | Sequence[str] = "auto") -> NamedUn
     """Return the units of `model` as ``(name, module)``, in the order of ``model.named_modules()``.
 
     Args:
-        model: searched with all its submodules.
         units: ``"auto"``: the blocks that a Hugging Face model declares in `_no_split_modules`, else the members of
             the largest `ModuleList` or `Sequential` of at least two composite blocks of one class (largest by number
             of parameters), else none. Otherwise one or more module-name globs (``"model.layers.*"``) or class names.
 
     Where one unit would contain another, the outer one is the unit. A block that ``torch.compile`` has wrapped is found
     as what it wraps, by class and by name; the wrapper is the unit.
-
-    Raises:
-        ConfigError: a glob or class name matches no module.
     """
     if units == "auto":
         return _outermost(_declared_blocks(model) or _largest_stack(model))

@@ -81,9 +81,6 @@ class TransferEngine(Protocol):
                 None: all device work that the calling thread has queued.
             from_here: the source was allocated on the current stream: its memory is free as soon as that stream waits
                 for the copy, where nothing else holds it. False: when the copy is done.
-
-        Raises:
-            ValueError: shapes or dtypes differ, or a tensor is on the wrong side.
         """
 
     def d2h_all(self, copies: Sequence[Copy], *, after: After = None, from_here: bool = False) -> Transfer:
@@ -165,10 +162,6 @@ class DeviceTransfer:
     """Copies on one of the engine's streams, done when their event has passed.
 
     Args:
-        event: recorded behind them.
-        origin: the stream from which they were started.
-        on_device: their tensors on the device.
-        on_host: their tensors on the host.
         from_here: `origin` is the stream that the tensors on the device were allocated on.
     """
 
@@ -214,9 +207,6 @@ class DeviceEngine:
 
     Args:
         device: of a type that torch calls an accelerator; without an index, the current one.
-
-    Raises:
-        UnsupportedError: torch has no such device here.
     """
 
     computes_on_host = False
@@ -318,11 +308,6 @@ def _copy_streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
 
 
 def make_engine(device: torch.device | str) -> TransferEngine:
-    """Return the engine for `device`.
-
-    Raises:
-        UnsupportedError: a device type that is not known, or not here.
-    """
     device = torch.device(device)
     if device.type == "cpu":
         return HostEngine()
@@ -333,11 +318,7 @@ def make_engine(device: torch.device | str) -> TransferEngine:
 def check_copy(
     source: torch.Tensor, destination: torch.Tensor, from_device: torch.device, to_device: torch.device
 ) -> None:
-    """Refuse a copy that would convert, broadcast, or start on the wrong side.
-
-    Raises:
-        ValueError: naming what differs.
-    """
+    """Refuse a copy that would convert, broadcast, or start on the wrong side."""
     if source.shape != destination.shape or source.dtype != destination.dtype:
         raise ValueError(
             f"a transfer copies between tensors of the same shape and dtype, got {tuple(source.shape)} {source.dtype} "

@@ -40,7 +40,6 @@ def follow_overrides(optimizer: Optimizer, pairs: Iterable[WeightPair]) -> None:
 
     Args:
         optimizer: any; those of bitsandbytes share one manager of settings in a process.
-        pairs: what the optimizer trains.
     """
     manager = getattr(optimizer, "mng", None)
     settings = getattr(manager, "pid2config", None)
@@ -58,13 +57,7 @@ def follow_overrides(optimizer: Optimizer, pairs: Iterable[WeightPair]) -> None:
 
 
 class ModeMethod(ReplacedMethod):
-    """Stands in for `train` or `eval` of one optimizer object: the model gets what the optimizer has written.
-
-    Args:
-        optimizer: whose parameters are masters.
-        name: of the method.
-        updates: give the model the new weights.
-    """
+    """Stands in for `train` or `eval` of one optimizer object: the model gets what the optimizer has written."""
 
     NAMES = ("train", "eval")
 
@@ -130,13 +123,7 @@ class Adoption:
 
     Args:
         precisions: which optimizers become `CPUAdam`, and in which precision their masters and state are kept.
-        masters: finds or makes master weights.
-        grads: receives the gradients of adopted parameters.
-        guard: is asked before every update.
-        updates: make the updates.
-        memory: gives host memory for optimizer state.
         meter: knows the sums of squares of this run's gradients; its number of threads is that of `CPUAdam`, too.
-        visits: bring state to memory that `memory` has put on SSD.
     """
 
     def __init__(
@@ -230,11 +217,7 @@ class Adoption:
         return [self._masters.adopt(p, self._precisions.form_for(optimizer, p)) for p in parameters]
 
     def release(self) -> None:
-        """Give the user's optimizers back as they were, on the model's own parameters, with the state they have now.
-
-        Raises:
-            StorageError: a write of state on SSD has failed; all optimizers have been given back.
-        """
+        """Give the user's optimizers back as they were, on the model's own parameters, with the state they have now."""
         adopted, self._adopted = self._adopted, []
         with ExitStack() as rest:
             for each in adopted:

@@ -48,12 +48,7 @@ from lightning_cxl.torch_private import keeps_mark, mark_as_called, step_hooks
 
 
 class WholeUpdates:
-    """Makes updates when their step asks for them. Nothing runs behind; `UnitUpdates` is the one that overlaps.
-
-    Args:
-        units: whose weights stream; copies to the device may read them.
-        masters: of the run.
-    """
+    """Makes updates when their step asks for them. Nothing runs behind; `UnitUpdates` is the one that overlaps."""
 
     def __init__(self, units: Sequence[UnitWeights], masters: MasterWeights) -> None:
         self._units = units
@@ -88,23 +83,13 @@ class WholeUpdates:
     def update(self, optimizer: Optimizer, step: Callable[[], Any], loss: Any) -> Any:
         """Update the parameters of `optimizer` that have gradients.
 
-        Args:
-            optimizer: checked, and its gradients too.
-            step: the optimizer's own.
-            loss: what the closure has returned.
-
         Returns:
             What the optimizer's own step returns.
         """
         return step()
 
     def write_back(self, optimizer: Optimizer, updated: Sequence[torch.Tensor]) -> None:
-        """Give the model the new weights.
-
-        Args:
-            optimizer: that has made them.
-            updated: masters that were updated.
-        """
+        """Give the model the new weights."""
         self._masters.write_back(updated, kernel_wrote=isinstance(optimizer, CPUAdam))
         self._masters.wait()
 
@@ -129,11 +114,6 @@ class UnitUpdates(WholeUpdates):
     """Starts the updates of units and keeps track of them. See [Note: Overlapped updates].
 
     Args:
-        units: streamed ones, in the order of the forward.
-        masters: of the run.
-        worker: one thread; gradients are folded on it, too.
-        arrived: hands gradients over.
-        streamer: fetches a unit's weights when they are new.
         in_backward: whether updates may run behind the backward of a step's closure.
     """
 
@@ -272,9 +252,6 @@ class UnitUpdates(WholeUpdates):
         Args:
             after_error: an error has ended the run. Those of updates are logged then: raised, they would end the
                 teardown of whoever handles that one.
-
-        Raises:
-            BaseException: the error of an update, where nobody has seen it.
         """
         self._optimizer = None
         self._started.clear()
@@ -304,7 +281,6 @@ class UnitUpdates(WholeUpdates):
         Args:
             unit: waited for by whoever needs it, until the job is done.
             written: parameters that the job writes: they count as written from now on.
-            job: raises where the unit is waited for.
         """
         while self._started and self._started[0].done():
             self._started.popleft()
@@ -390,16 +366,7 @@ class StateMemory(Protocol):
 
 @keeps_mark
 class HostStep:
-    """Stands in for `step` of one optimizer object. See [Note: A step].
-
-    Args:
-        optimizer: the `step` it has now makes the update.
-        grads: brings gradients.
-        guard: says whether they may be used.
-        updates: makes the update, and gives the model the new weights.
-        masters: knows the compute parameter of each master.
-        memory: where the optimizer's state belongs.
-    """
+    """Stands in for `step` of one optimizer object. See [Note: A step]."""
 
     def __init__(
         self,

@@ -64,9 +64,6 @@ class UnreadWeight(Tensor):
 
     Args:
         like: a tensor with the shape of the weight, on any device.
-        dtype: of the weight.
-        read: returns values of this shape, of any dtype.
-        device: where its values are read to.
     """
 
     __slots__ = ("_read",)  # who puts another parameter in its place takes `__dict__` over
@@ -101,11 +98,7 @@ class UnreadWeight(Tensor):
         self._read = read
 
     def data_ptr(self) -> int:
-        """Raise: there is no memory.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Raise: there is no memory."""
         raise UnsupportedError(f"the memory of a weight is asked for, and {_WHY}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -228,11 +221,7 @@ class TensorEntry:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the format's name of a dtype.
-
-    Raises:
-        CheckpointError: the format has none.
-    """
+    """Return the format's name of a dtype."""
     if dtype not in _NAMES:
         raise CheckpointError(f"safetensors files cannot hold {dtype}; they hold {', '.join(map(str, _NAMES))}")
     return _NAMES[dtype]
@@ -259,15 +248,7 @@ def encode_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], m
 
 
 def decode_header(text: bytes, data_bytes: int) -> tuple[list[TensorEntry], dict[str, str]]:
-    """Return the tensors of a file in the order of their bytes, and its metadata.
-
-    Args:
-        text: the header without its length.
-        data_bytes: bytes of the file behind the header.
-
-    Raises:
-        ValueError: anything that the format does not allow; the message says what, not in which file.
-    """
+    """Return the tensors of a file in the order of their bytes, and its metadata."""
     try:
         content = json.loads(text, object_pairs_hook=_without_duplicates)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
@@ -386,14 +367,7 @@ class Staging:
 
 
 class TensorFile:
-    """An open safetensors file whose header has been checked.
-
-    Args:
-        path: the file.
-
-    Raises:
-        CheckpointError: it cannot be read, or is not a complete safetensors file.
-    """
+    """An open safetensors file whose header has been checked."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -432,12 +406,8 @@ class TensorFile:
         """Fill a tensor of the same shape, of any dtype, layout and device; rounds to nearest where it must.
 
         Args:
-            name: of the tensor in the file.
             target: INOUT. Its version is raised, also when reading fails in the middle.
             staging: used where bytes of the file are not the bytes of the target.
-
-        Raises:
-            CheckpointError: the file could not be read.
         """
         entry = self.entries[name]
         try:
@@ -452,15 +422,7 @@ class TensorFile:
             torch.autograd.graph.increment_version(target)
 
     def parts(self, name: str, num_elements: int) -> Iterator[torch.Tensor]:
-        """Yield a tensor in row-major order, flat and a part at a time; each is overwritten by the next.
-
-        Args:
-            name: of the tensor in the file.
-            num_elements: of each part but the last, which may have fewer.
-
-        Raises:
-            CheckpointError: the file could not be read.
-        """
+        """Yield a tensor in row-major order, flat and a part at a time; each is overwritten by the next."""
         entry = self.entries[name]
         count = prod(entry.shape)
         memory = scratch((min(num_elements, count),), entry.dtype)
@@ -474,14 +436,8 @@ class TensorFile:
 
         It stays valid when the file is closed, and when its name is removed.
 
-        Args:
-            name: of the tensor in the file.
-
         Returns:
             A contiguous tensor; None where its bytes do not begin at a multiple of its elements' size.
-
-        Raises:
-            CheckpointError: the file could not be mapped.
         """
         entry = self.entries[name]
         begin = self._data + entry.begin
@@ -569,17 +525,7 @@ class NamedTensor(NamedTuple):
 
 
 def write_tensors(path: Path, tensors: Sequence[NamedTensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file and wait until it is on the disk.
-
-    Args:
-        path: is created or overwritten; left half-written on an error.
-        tensors: on any device, in any layout.
-        metadata: what other tools read, such as ``{"format": "pt"}``.
-
-    Raises:
-        OSError: the file system refused.
-        CheckpointError: the format cannot hold these tensors.
-    """
+    """Write a safetensors file and wait until it is on the disk."""
     # wide elements first, as the reference implementation writes: every tensor is then aligned to its elements
     ordered = sorted(tensors, key=lambda item: -item.dtype.itemsize)
     start = encode_header([(name, dtype, tuple(tensor.shape)) for name, tensor, dtype, _ in ordered], metadata)
@@ -622,9 +568,6 @@ def open_weights(source: Source) -> Iterator[list[TensorFile]]:
 
     Args:
         source: a file, a list of files, or a folder with `model.safetensors` or `model.safetensors.index.json`.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, two hold a tensor of the same name, or they do not fit the index.
     """
     paths, index = _files_of(source)
     missing = [path for path in paths if not path.is_file()]
@@ -749,17 +692,14 @@ class FileTensor(NamedTuple):
 
     @property
     def name(self) -> str:
-        """In the file."""
         return self.entry.name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
         return self.entry.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """In the file."""
         return self.entry.dtype
 
     def read_into(self, target: Tensor, staging: Staging) -> None:
@@ -795,11 +735,7 @@ class MergedTensor:
     """A weight that is computed from several tensors of files, which are in memory while that is done.
 
     Args:
-        sources: the tensors.
         compute: from tensors like `sources`, which may be on the meta device; empties the list, to free them early.
-
-    Raises:
-        Exception: what `compute` raises when the sources do not fit together.
     """
 
     def __init__(self, sources: Sequence[WeightSource], compute: Callable[[list[Tensor]], Tensor]) -> None:

@@ -46,11 +46,6 @@ class Quantizer:
     Args:
         settings: a ``BitsAndBytesConfig`` or a dictionary of its fields; None: as the files are.
         saved: what the config of the files says, where they are quantised; None where they are not.
-
-    Raises:
-        ConfigError: settings that contradict each other.
-        UnsupportedError: another library than bitsandbytes, or settings that keep weights in full precision; or
-            bitsandbytes is not installed.
     """
 
     def __init__(self, settings: Any, saved: Any) -> None:
@@ -90,14 +85,7 @@ class Quantizer:
             )
 
     def replace_layers(self, model: Any) -> None:
-        """Put layers of bitsandbytes in the place of those that are to be quantised, as transformers chooses them.
-
-        Args:
-            model: on the meta device. INOUT.
-
-        Raises:
-            UnsupportedError: a layer that is to be quantised has the weight of another module, too.
-        """
+        """Put layers of bitsandbytes in the place of those that are to be quantised, as transformers chooses them."""
         with _default_dtype(model.dtype):
             self._own.preprocess_model(model=model, dtype=model.dtype, device_map=None)
         for name, _ in _quantised_parameters(model):
@@ -116,12 +104,7 @@ class Quantizer:
             )
 
     def translate(self, model: Any, names: Translate) -> Translate:
-        """Return a translation of names that also brings together what belongs to one quantised weight.
-
-        Args:
-            model: after `replace_layers`.
-            names: translates names of plain tensors.
-        """
+        """Return a translation of names that also brings together what belongs to one quantised weight."""
         parameters = dict(_quantised_parameters(model))
 
         def translated(tensors: Sequence[WeightSource]) -> list[tuple[str, WeightSource]]:
@@ -159,11 +142,7 @@ class Quantizer:
         return MergedTensor([source], _transposed)  # a Conv1D of GPT-2, whose weight has the other orientation
 
     def fill_on_meta(self, model: Any) -> None:
-        """Give all layers quantised weights without memory, for plans.
-
-        Args:
-            model: after `replace_layers`. INOUT.
-        """
+        """Give all layers quantised weights without memory, for plans."""
         for name, parameter in list(_quantised_parameters(model)):
             layer = model.get_submodule(name.rpartition(".")[0])
             layer.weight = quantised_on_meta(parameter)
@@ -171,11 +150,7 @@ class Quantizer:
         self._own.postprocess_model(model)
 
     def complete(self, model: Any, report: LoadReport) -> None:
-        """Check that all layers have got their weights, and note in the model how it is quantised.
-
-        Raises:
-            CheckpointError: a weight that is to be quantised is in no file.
-        """
+        """Check that all layers have got their weights, and note in the model how it is quantised."""
         missing = [name for name, parameter in _quantised_parameters(model) if parameter.is_meta]
         if missing:
             raise CheckpointError(
@@ -223,10 +198,6 @@ def quantization_fields(option: str | Mapping[str, Any], dtype: torch.dtype) -> 
 
     Args:
         option: "4bit" is NF4 with quantised scales; "8bit" is LLM.int8(); a mapping has the fields themselves.
-        dtype: that "4bit" computes in.
-
-    Raises:
-        ConfigError: another word, or fields that are none or quantise nothing.
     """
     if isinstance(option, Mapping):
         from transformers import BitsAndBytesConfig
@@ -273,11 +244,6 @@ def with_adapters(model: nn.Module, options: Mapping[str, Any]) -> Any:
 
     Args:
         model: of transformers; its adapters have no memory where its first weight has none. INOUT: peft puts them in.
-        options: fields of ``peft.LoraConfig``.
-
-    Raises:
-        ConfigError: peft does not take the options.
-        UnsupportedError: it is not installed.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -444,11 +410,7 @@ def with_original_names(model: Any, tensors: list[NamedTensor]) -> list[NamedTen
 
 
 def without_code(load: Callable[..., Any], name: str | Path, **options: Any) -> Any:
-    """Call a `from_pretrained` of transformers so that it neither runs Python code of a model nor asks whether it may.
-
-    Raises:
-        ConfigError: the model cannot be had without.
-    """
+    """Call a `from_pretrained` of transformers so that it neither runs a model's Python code nor asks whether it may."""
     try:
         return load(name, trust_remote_code=False, **options)
     except ValueError as error:
@@ -502,11 +464,7 @@ def _dtype(config: Any, path: Path) -> torch.dtype:
 
 
 def build_model(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
-    """Build a model with values as transformers initialises them, or without memory in `empty_weights`.
-
-    Raises:
-        ConfigError: `model_class` is none of transformers.
-    """
+    """Build a model with values as transformers initialises them, or without memory in `empty_weights`."""
     # an auto class offers the same under a public name
     make = getattr(model_class, "from_config", None) or getattr(model_class, "_from_config", None)
     if make is None:
@@ -528,14 +486,7 @@ def _keep_wide(model: Any) -> None:
 
 
 class FileNames:
-    """Translates tensors of files to those of a model, as transformers does when it loads.
-
-    Args:
-        model: on the meta device.
-
-    Raises:
-        UnsupportedError: transformers is too old.
-    """
+    """Translates tensors of files to those of a model, as transformers does when it loads."""
 
     def __init__(self, model: Any) -> None:
         try:
@@ -553,11 +504,7 @@ class FileNames:
         self._own = model.state_dict()
 
     def __call__(self, tensors: Sequence[WeightSource]) -> list[tuple[str, WeightSource]]:
-        """Return the model's names, and for each the tensor of a file or those it is computed from.
-
-        Raises:
-            CheckpointError: tensors that make up one do not fit together.
-        """
+        """Return the model's names, and for each the tensor of a file or those it is computed from."""
         from transformers.core_model_loading import dot_natural_key, rename_source_key
 
         found: list[tuple[str, WeightSource]] = []

@@ -91,11 +91,7 @@ class _ToMeta:
 
 
 def refuse_unready(model: nn.Module) -> None:
-    """Raise where parameters or buffers of a model have no memory: there is nothing to compute with.
-
-    Raises:
-        ConfigError: it says what is missing.
-    """
+    """Raise where parameters or buffers of a model have no memory: there is nothing to compute with."""
     named = [*model.named_parameters(), *model.named_buffers()]
     names = [name for name, tensor in named if tensor.is_meta]
     if names:
@@ -137,11 +133,7 @@ class ModelWeight:
 
 
 def model_weights(model: nn.Module) -> dict[str, ModelWeight]:
-    """Return what the files of a model hold, by name: its parameters and persistent buffers, tied ones as one object.
-
-    Raises:
-        CheckpointError: a module is lazy and has no shapes yet.
-    """
+    """Return what a model's files hold, by name: parameters and persistent buffers, tied ones as one object."""
     weights: dict[str, ModelWeight] = {}
     by_identity: dict[object, ModelWeight] = {}
     for path, modules in _paths(model):
@@ -228,13 +220,7 @@ def match_names(model: nn.Module, tensors: Sequence[WeightSource], translate: Tr
     """Match names, with the base model's prefix added or left out as transformers does.
 
     Args:
-        model: whose attributes ``base_model_prefix`` and ``_keys_to_ignore_on_load_*`` count, where it has them.
-        tensors: of files.
-        translate: from those to what the model has.
         completes: the caller initialises what is still on the meta device, so that names which do not matter may be.
-
-    Raises:
-        CheckpointError: shapes or kinds of numbers differ; all of them are named.
     """
     weights = model_weights(model)
     computed = computed_buffers(model)
@@ -268,11 +254,7 @@ def match_names(model: nn.Module, tensors: Sequence[WeightSource], translate: Tr
 
 
 def refuse_mismatch(matches: Matches, model: nn.Module) -> None:
-    """Raise where weights are missing or unexpected, or buffers cannot come back.
-
-    Raises:
-        CheckpointError: it names them, with the closest names that would have fitted.
-    """
+    """Raise where weights are missing or unexpected, or buffers cannot come back."""
     if matches.lost:
         raise CheckpointError(
             f"{len(matches.lost)} buffers of {type(model).__name__} are on the meta device, and no file holds them, "
@@ -352,14 +334,7 @@ def quantised(source: WeightSource, meta: nn.Parameter, dtype: torch.dtype, spec
     """Return a quantised parameter in new memory, in the place of one on the meta device that waits to be quantised.
 
     Args:
-        source: the weight in full precision.
-        meta: ``Params4bit`` or ``Int8Params`` of bitsandbytes, of the shape of `source`.
         dtype: that the weight is rounded to before it is quantised, and that its module dequantises it to.
-        spec: what decorators ask for the module.
-
-    Raises:
-        CheckpointError: the file could not be read.
-        TierFullError: it fits nowhere.
     """
     with large_blocks_apart():  # what the kernels take for chunks
         return _KINDS[type(meta).__name__](source, meta, dtype, spec)
@@ -506,12 +481,7 @@ class SavedQuantised:
     """What the files hold of one quantised weight: a `WeightSource` that makes the parameter, too.
 
     Args:
-        weight: its codes.
         beside: the tensors beside it, by key, such as ``absmax`` or ``SCB``.
-        meta: the parameter of the model.
-
-    Raises:
-        CheckpointError: tensors are missing, or are not of this weight.
     """
 
     def __init__(self, weight: WeightSource, beside: Mapping[str, WeightSource], meta: nn.Parameter) -> None:
@@ -542,14 +512,7 @@ class SavedQuantised:
         """Return the quantised parameter, with what belongs to it, where the weight belongs.
 
         Args:
-            meta: the parameter in whose place it comes.
-            spec: what decorators ask for the module.
-            staging: as of `TensorFile.read_into`.
             mapped: show the pages of the files where that can be, as in `load_weights`.
-
-        Raises:
-            CheckpointError: the files could not be read, or what they hold is not of bitsandbytes.
-            TierFullError: it fits nowhere.
         """
         from bitsandbytes.nn.modules import Int8Params, Params4bit
 

@@ -92,12 +92,7 @@ def require_model(name: str, nor: str = "", *, weights_for: str = "") -> None:
     A model that is cached is not asked for. Else the hub is asked once, for a few seconds.
 
     Args:
-        name: of the model.
-        nor: what else it is not, for the message.
         weights_for: the command that needs the model's weights; empty if none does.
-
-    Raises:
-        ConfigError: no such model, or the hub cannot be asked. The message names similar models.
     """
     if Path(name).is_dir():
         if not any((Path(name) / config).is_file() for config in _CONFIGS):

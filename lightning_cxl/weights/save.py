@@ -80,12 +80,7 @@ def named_tensors(
     """Return what `save_weights` writes, in the model's order, tied weights once.
 
     Args:
-        model: on any device.
-        dtype: of floating-point parameters; None: the one they have.
         values: for weights on the meta device: by the first name of each, what gives its values later.
-
-    Raises:
-        CheckpointError: a tensor has no values, or is not one that such files can hold.
     """
     by_name = model_weights(model)
     weights = distinct(by_name)

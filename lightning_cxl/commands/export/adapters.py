@@ -42,15 +42,8 @@ def plain_name(name: str) -> str:
 def put_in_folder(model: nn.Module, folder: Path) -> Any:
     """Put the adapter of a peft folder into a model.
 
-    Args:
-        model: on the meta device; INOUT.
-        folder: with config and weights.
-
     Returns:
         The peft model around it.
-
-    Raises:
-        CheckpointError: the folder is damaged or does not fit the model.
     """
     from peft import get_peft_model_state_dict
 
@@ -70,17 +63,7 @@ def put_in_folder(model: nn.Module, folder: Path) -> Any:
 
 
 def put_in_state(model: nn.Module, tensors: Sequence[WeightSource], config: Mapping[str, Any]) -> Any:
-    """Put an adapter of a state dict into a model, as `put_in_folder` does.
-
-    Args:
-        model: on the meta device; INOUT.
-        tensors: of the adapter, with their names in the training module.
-        config: what the adapter was made with, as peft writes it.
-
-    Raises:
-        CheckpointError: they do not fit.
-        UnsupportedError: there are several adapters.
-    """
+    """Put an adapter of a state dict into a model, as `put_in_folder` does."""
     names = {found[1] for tensor in tensors if (found := _ADAPTER.search(tensor.name))}
     if len(names) > 1:
         raise UnsupportedError(f"the checkpoint has several adapters ({', '.join(sorted(names))}): export needs one")
@@ -134,12 +117,7 @@ def merged_values(
     """Return what gives the weights that adapters change, by the name in the model without adapters.
 
     Args:
-        adapted: the peft model.
         tied: for each weight that is tied to others, all its names.
-        read: gives the base weight of a name, in new memory.
-
-    Raises:
-        UnsupportedError: an adapter cannot be merged, or changes one of two tied weights.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
@@ -200,11 +178,7 @@ def _merge_of(layer: Any, name: str, key: str, read: Callable[[str], Tensor]) ->
 
 
 def load_adapter_config(path: Path) -> dict[str, Any]:
-    """Return the config of an adapter in a file, or in a folder under peft's name for it.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the config of an adapter in a file, or in a folder under peft's name for it."""
     path = path / ADAPTER_CONFIG if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(f"there is no `{path}`: give the {ADAPTER_CONFIG} that peft writes (config.save_pretrained)")

@@ -84,20 +84,11 @@ def export_checkpoint(
     Adapters are merged into the base model. Weights that bitsandbytes has quantised become plain numbers.
 
     Args:
-        checkpoint: a file or folder.
-        folder: is created; the files of an earlier export are replaced.
         base: folder of the model that was fine-tuned: for config and tokenizer, and for weights that the checkpoint
             does not hold. None: what the checkpoint has or names.
         adapter_config: of an adapter in a state dict, which does not say how it is scaled.
-        only_adapter: write the adapter alone, for peft.
         dtype: of floating-point weights; float32 and float16 are made from the master weights of the run, where the
             checkpoint has them. None: the weights that the model computes with, as they are.
-        max_shard_bytes: as `save_weights` has it.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or not known, or does not fit the model.
-        ConfigError: something is missing that an option gives.
-        UnsupportedError: the adapter cannot be merged.
     """
     options = _Options(folder, base, adapter_config, only_adapter, dtype, max_shard_bytes)
     if folder.exists() and not folder.is_dir():

@@ -29,7 +29,6 @@ class FolderTensor(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor."""
         return self.folder.empty(self.full_name).dtype
 
     def read_into(self, target: Tensor, staging: Staging) -> None:
@@ -49,12 +48,6 @@ class FolderTensor(NamedTuple):
 
 
 def weights_in(folder: ShardedCheckpoint, rest: dict[str, object]) -> list[FolderTensor]:
-    """Return the weights of a checkpoint.
-
-    Args:
-        folder: with the tensors.
-        rest: what is no tensor in it.
-    """
     own = rest.get(KEY)
     tied = own.get(TIED, []) if isinstance(own, dict) else []
     first = {name: names[0] for names in tied for name in names}

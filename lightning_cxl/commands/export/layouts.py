@@ -60,16 +60,6 @@ class Checkpoint(NamedTuple):
 
 @contextmanager
 def open_checkpoint(path: Path, *, masters: bool = False) -> Iterator[Checkpoint]:
-    """Open a checkpoint.
-
-    Args:
-        path: of a file or folder.
-        masters: its float32 master weights take the place of 16-bit weights.
-
-    Raises:
-        CheckpointError: it is damaged, or none of the layouts that are known.
-        ConfigError: there is nothing at `path`; or it has no master weights of its own, but refers to them.
-    """
     with _opened(path) as (found, masters_from):
         if not masters:
             yield found
@@ -139,11 +129,7 @@ def _of_file(path: Path, loaded: dict[str, Any]) -> Checkpoint:
 
 
 def _files_in(path: Path, loaded: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return config and tokenizer; other names, such as paths or Python modules, a file may have from anybody.
-
-    Raises:
-        CheckpointError: one of them is not text.
-    """
+    """Return config and tokenizer; other names, such as paths or Python modules, a file may have from anybody."""
     found = loaded.get(FILES_KEY, {})
     if not isinstance(found, Mapping) or not all(isinstance(each, str) for pair in found.items() for each in pair):
         raise CheckpointError(f"`{path}` is damaged or crafted: its `{FILES_KEY}` are not texts by the names of files")
@@ -183,11 +169,7 @@ def _of_tensors(state: Mapping[str, Any]) -> list[WeightSource]:
 
 
 def json_object(text: bytes, name: str) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        CheckpointError: it is none.
-    """
+    """Return the object in a JSON file."""
     try:
         found = json.loads(text)
     except ValueError as error:

@@ -23,11 +23,7 @@ from lightning_cxl.weights.files import MergedTensor, WeightSource
 
 
 def masters_in(loaded: Mapping[str, Any]) -> dict[str, WeightSource]:
-    """Return what a file has of master weights, by the parameter's name: float32, or int16 where it is the remainder.
-
-    Raises:
-        ConfigError: they are on SSD.
-    """
+    """Return the master weights in a file, by the parameter's name: float32, or int16 where it is the remainder."""
     found: dict[str, Tensor] = {}
     for own, states in _entries(loaded):
         found |= own.get("master_weights") or {}
@@ -62,10 +58,6 @@ def with_masters(
 
     Args:
         tensors: of a state dict. Of tied ones the master has one name.
-        masters: by name, see `masters_in`.
-
-    Raises:
-        CheckpointError: none of the masters belongs to a tensor.
     """
     tensors = list(tensors)
     names_of: dict[Any, list[str]] = {}

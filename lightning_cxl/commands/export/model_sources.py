@@ -22,11 +22,7 @@ from lightning_cxl.weights.save import LaterValues, named_tensors
 
 
 def build_empty(config: Mapping[str, Any]) -> Any:
-    """Return the model of a config, without memory for its weights.
-
-    Raises:
-        ConfigError: transformers has no such model.
-    """
+    """Return the model of a config, without memory for its weights."""
     import transformers
 
     with tempfile.TemporaryDirectory() as folder:
@@ -45,12 +41,8 @@ class ModelSources:
     """Weights of a model and where their values are.
 
     Args:
-        model: on the meta device.
         tensors: of the checkpoint: of the model, which may be a part of what was trained.
         below: of the base model, for weights that are not in `tensors`.
-
-    Raises:
-        CheckpointError: a weight is missing, or a tensor does not fit.
     """
 
     def __init__(self, model: Any, tensors: Sequence[WeightSource], below: Sequence[WeightSource]) -> None:
@@ -90,22 +82,11 @@ class ModelSources:
         return sum(isinstance(innermost(source), Dequantised) for source in self._sources.values())
 
     def merge(self, adapted: Any) -> None:
-        """Let an adapter change weights when they are written.
-
-        Args:
-            adapted: the peft model around `model`.
-
-        Raises:
-            UnsupportedError: see `merged_values`.
-        """
+        """Let an adapter change weights when they are written."""
         self._merged = merged_values(adapted, self._tied, self._base_value)
 
     def tensors(self, dtype: torch.dtype | None) -> list[NamedTensor]:
-        """Return what is written.
-
-        Args:
-            dtype: of floating-point weights; None: the one that they have.
-        """
+        """Return what is written."""
         if dtype is None:
             return self._tensors
         return [each._replace(dtype=dtype) if each.dtype.is_floating_point else each for each in self._tensors]

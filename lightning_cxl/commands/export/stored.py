@@ -25,12 +25,10 @@ class StoredTensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
         return tuple(self.tensor.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor."""
         return self.tensor.dtype
 
     def read_into(self, target: Tensor, staging: Staging) -> None:
@@ -91,13 +89,7 @@ def innermost(source: WeightSource) -> WeightSource:
 
 
 class Dequantised:
-    """A weight that bitsandbytes has quantised, as the numbers that it computes with.
-
-    Args:
-        weight: its bytes.
-        beside: scales and code books, by the end of their names.
-        dtype: of the numbers.
-    """
+    """A weight that bitsandbytes has quantised, as the numbers that it computes with."""
 
     def __init__(self, weight: WeightSource, beside: Mapping[str, WeightSource], dtype: torch.dtype) -> None:
         self.name = weight.name
@@ -141,11 +133,7 @@ class Dequantised:
 
 
 def dequantised(sources: Sequence[WeightSource], dtype: torch.dtype) -> list[WeightSource]:
-    """Return sources with each quantised weight and what is beside it as one, in the place of the weight.
-
-    Raises:
-        CheckpointError: what belongs to a quantised weight is missing.
-    """
+    """Return sources with each quantised weight and what is beside it as one, in the place of the weight."""
     beside: dict[str, dict[str, WeightSource]] = {}
     for source in sources:
         if found := _BESIDE_4BIT.fullmatch(source.name):

@@ -64,11 +64,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
     """While `save_state` gathers no weights: what it has in their place, of each model."""
 
     def _check_processes(self) -> None:
-        """Refuse processes that Accelerate has set up in another way.
-
-        Raises:
-            UnsupportedError: a plugin places models itself, or the processes cannot exchange what is on the host.
-        """
+        """Refuse processes that Accelerate has set up in another way."""
         kind = self.distributed_type.value
         several = self.num_processes > 1
         if kind not in ("MULTI_CPU", "MULTI_GPU") and (several or kind != "NO"):
@@ -108,11 +104,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
         session.bind(rank, self.num_processes, *local, self.device, gather)
 
     def _cut(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Cut a model, if there are several processes and it is whole, and let its optimizers have its new parameters.
-
-        Raises:
-            UnsupportedError: an optimizer has stepped already, or see `cut_for`.
-        """
+        """Cut a whole model over several processes, and give its optimizers the new parameters."""
         if self._mesh is None or is_cut(model):
             return
         names = {id(parameter): name for name, parameter in model.named_parameters()}

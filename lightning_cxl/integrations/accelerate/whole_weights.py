@@ -15,12 +15,7 @@ def load_whole(folder: Path, index: int, model: nn.Module) -> None:
     """Load the weights of one model of a state; each process reads all of them and keeps its part.
 
     Args:
-        folder: of the state.
         index: of the model, in the order in which models were prepared.
-        model: that is cut. INOUT.
-
-    Raises:
-        CheckpointError: there is no such file, or it is of another model.
     """
     ending = f"_{index}" if index else ""
     path = folder / f"model{ending}.safetensors"

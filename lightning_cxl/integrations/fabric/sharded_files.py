@@ -17,11 +17,7 @@ _KEYS = "keys"
 
 
 def refuse(*, storage_options: Any, filter: Any) -> None:
-    """Refuse what a folder has no place for.
-
-    Raises:
-        UnsupportedError: one of them is given.
-    """
+    """Refuse what a folder has no place for."""
     given = {"storage_options": storage_options, "filter": filter}
     for name, value in given.items():
         if value is not None:
@@ -35,13 +31,7 @@ def save(path: Path, state: Mapping[str, Any], loop: UserLoop) -> None:
     """Write a folder, on all processes together.
 
     Args:
-        path: the same on all processes.
         state: one model, its optimizers, and other objects, by the user's names.
-        loop: that has prepared them.
-
-    Raises:
-        UnsupportedError: there is no model, or more than one.
-        CheckpointError: see `run.sharded_checkpoint.save`.
     """
     models = {key: each for key, each in state.items() if isinstance(each, nn.Module)}
     optimizers = {key: each for key, each in state.items() if isinstance(each, Optimizer)}
@@ -57,19 +47,7 @@ def save(path: Path, state: Mapping[str, Any], loop: UserLoop) -> None:
 
 
 def load(path: Path, state: Any, loop: UserLoop, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
-    """Load objects from a folder; return what is in it beside them.
-
-    Args:
-        path: of the folder.
-        state: a model, or objects by the user's names; INOUT.
-        loop: that has prepared them.
-        strict: whether everything asked for must be there.
-        weights_only: see `torch.load`.
-
-    Raises:
-        CheckpointError: something is missing, damaged, or of another shape.
-        UnsupportedError: a model is not in `state`.
-    """
+    """Load objects from a folder; return what is in it beside them."""
     if isinstance(state, nn.Module):
         loop_files.load(path, state, {}, loop, strict=strict, weights_only=weights_only)
         return {}

@@ -13,11 +13,6 @@ class WatchingLauncher(SubprocessScriptLauncher):
 
     An error is told to all ranks before Lightning handles it, whose callbacks may wait for other ranks there. It also
     goes into the file that ``torchrun`` reads for its summary. See [Note: Failures of ranks].
-
-    Args:
-        cluster_environment: as Lightning has found it.
-        num_processes: of each machine.
-        num_nodes: machines.
     """
 
     def __init__(self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> None:

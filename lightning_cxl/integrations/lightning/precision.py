@@ -84,11 +84,7 @@ def why_not_in_backward(trainer: Trainer, use: GradientUse, on_overflow: str) ->
 
 
 def check_masters_are_found(trainer: Trainer) -> None:
-    """Refuse callbacks that would not find master weights, and warn where the module does not find their gradients.
-
-    Raises:
-        UnsupportedError: a finetuning callback of Lightning's.
-    """
+    """Refuse callbacks that would not find master weights, and warn where the module does not find their gradients."""
     for callback in getattr(trainer, "callbacks", []):
         if isinstance(callback, BaseFinetuning):
             raise UnsupportedError(
@@ -119,14 +115,7 @@ def loop_of(trainer: Trainer, use: GradientUse, on_overflow: str) -> Loop:
 
 
 def attach_scaling(plugin: Precision, guard: OverflowGuard, active: ExitStack, use: GradientUse) -> None:
-    """Let clipping and a loss scaler work on host gradients, without a pass of their own where `use` allows it.
-
-    Args:
-        plugin: of the Trainer.
-        guard: of this run.
-        active: undoes it when it closes.
-        use: what `watch_for_edits` returned.
-    """
+    """Let clipping and a loss scaler work on host gradients, without a pass of their own where `use` allows it."""
     scaler: Any = getattr(plugin, "scaler", None)
     unscale = None
     if scaler is not None:

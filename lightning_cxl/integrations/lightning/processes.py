@@ -31,10 +31,6 @@ class Processes(_Base):  # type: ignore[misc]
     """Before Lightning's or Fabric's `ParallelStrategy` in the bases of a strategy.
 
     The framework fills in the devices, the number of machines and the cluster environment that it has found.
-
-    Raises:
-        UnsupportedError: in `setup_environment`, for a device of a type that is not known, or for more or fewer
-            processes than devices.
     """
 
     num_nodes = 1
@@ -89,11 +85,7 @@ class Processes(_Base):  # type: ignore[misc]
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """All ranks, with dimension ``shard``; before it ``replicate``, where every machine has all of the state.
-
-        Raises:
-            RuntimeError: there is one process, or the processes have not met yet.
-        """
+        """All ranks, with dimension ``shard``; before it ``replicate``, where every machine has all of the state."""
         if self._device_mesh is None:
             raise RuntimeError(
                 f"{type(self).__name__} has no device mesh: it is there after `setup_environment` (Fabric: `launch`), "

@@ -49,11 +49,7 @@ class ShardedStrategy(ProcessesStrategy):
             self._session.bind(self.global_rank, self.world_size, *local, self.root_device, gather)
 
     def _cut_model(self) -> None:
-        """Cut the model over all processes, if there are several. See [Note: Sharded models].
-
-        Raises:
-            UnsupportedError: an option that needs one process.
-        """
+        """Cut the model over all processes, if there are several. See [Note: Sharded models]."""
         if self.is_distributed:
             assert isinstance(self.model, nn.Module)
             self._warn_of_unused_io()
@@ -72,12 +68,7 @@ class ShardedStrategy(ProcessesStrategy):
             )
 
     def _open_saves(self, trainer: Trainer) -> None:
-        """Let checkpoints be written while training goes on, where the user asks for that with `AsyncCheckpointIO`.
-
-        Raises:
-            ConfigError: a callback would link to a checkpoint before it is there.
-            UnsupportedError: optimizer state or weights lie on SSD.
-        """
+        """Let checkpoints be written while training goes on, where the user asks for that with `AsyncCheckpointIO`."""
         if self.is_distributed and isinstance(self.checkpoint_io, AsyncCheckpointIO):
             on_all_ranks(partial(self._check_saves, trainer))
             engine = self._session.host_on(self.root_device).engine
@@ -144,13 +135,7 @@ class ShardedStrategy(ProcessesStrategy):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save_together(self, checkpoint: Mapping[str, Any], own: Mapping[str, Any], filepath: Any) -> None:
-        """Write a checkpoint, each process its shards. See [Note: Sharded checkpoints].
-
-        Args:
-            checkpoint: Lightning's, with state of optimizers by names of parameters.
-            own: our entry; empty where only weights are saved.
-            filepath: as the first process has it.
-        """
+        """Write a checkpoint, each process its shards. See [Note: Sharded checkpoints]."""
         states = checkpoint.get("optimizer_states", [])
         tensors = {"state_dict": checkpoint["state_dict"], **{f"optimizer_{i}": each for i, each in enumerate(states)}}
         assert isinstance(self.lightning_module, nn.Module)

@@ -52,16 +52,7 @@ class TrainerAccelerator(CXLAccelerator):
 
     @classmethod
     def of(cls, trainer: Trainer, offload: Any) -> "TrainerAccelerator":
-        """Turn the accelerator of a Trainer into ours; models that only compute are prepared again.
-
-        Args:
-            trainer: whose accelerator has prepared no optimizer.
-            offload: options, see `CXLAccelerator`.
-
-        Raises:
-            ConfigError: it has prepared an optimizer, or an option has an impossible value.
-            UnsupportedError: several processes without gloo for host memory, or a plugin that places models itself.
-        """
+        """Turn the accelerator of a Trainer into ours; models that only compute are prepared again."""
         accelerator = trainer.accelerator
         frozen = [] if accelerator._optimizers else list(accelerator._models)
         for model in frozen:
