@@ -509,7 +509,7 @@ def _exchange(own: RankFacts, num_local_ranks: int, gather: Gather | None) -> Se
 
 
 def _num_threads(place: RankPlace, num_cpus: int, num_local_ranks: int) -> int:
-    """Return the threads of this process: its part of the CPUs, within the quota of its control group and OMP's limit."""
+    """Return the threads of this process: its part of the CPUs, within its control group's quota and OMP's limit."""
     given = os.environ.pop(_THREADS, "").split(",")[0].strip()
     allowed = _cpu.available_threads()  # without the variable: what the CPUs and the quota allow
     limits = [len(place.cpus) // place.num_sharers]

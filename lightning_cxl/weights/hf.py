@@ -410,7 +410,7 @@ def with_original_names(model: Any, tensors: list[NamedTensor]) -> list[NamedTen
 
 
 def without_code(load: Callable[..., Any], name: str | Path, **options: Any) -> Any:
-    """Call a `from_pretrained` of transformers so that it neither runs a model's Python code nor asks whether it may."""
+    """Call a `from_pretrained` of transformers so that it never runs a model's Python code, and never asks to."""
     try:
         return load(name, trust_remote_code=False, **options)
     except ValueError as error:
