@@ -68,7 +68,7 @@ cdef class Range:
 
 @cython.auto_pickle(False)
 cdef class Mapping:
-    """One mapping of this process, private and anonymous unless a file is given; unmapped when the object dies.
+    """One mapping of this process, private and anonymous; unmapped when the object dies.
 
     Only addresses are reserved: the kernel backs a page when it is populated or first touched.
 
@@ -76,20 +76,16 @@ cdef class Mapping:
         nbytes: size, rounded up to whole pages.
         alignment: of the first byte, a power of two of at least one page.
         inherit: whether a forked child sees the memory (copy on write). Otherwise it does not exist there.
-        fd: a file of memory (``memfd_create``) that is at least as large: all who map it share its pages. It may be
-            closed afterwards.
     """
 
     cdef readonly size_t address
     cdef readonly size_t nbytes
     cdef int _pid
     cdef bint _inherit
-    cdef bint _shared
 
-    def __cinit__(self, size_t nbytes, size_t alignment=PAGE, bint inherit=False, int fd=-1):
+    def __cinit__(self, size_t nbytes, size_t alignment=PAGE, bint inherit=False):
         cdef size_t length, head
         cdef char *base
-        cdef char *start
         if nbytes == 0 or alignment < PAGE or alignment & (alignment - 1):
             raise ValueError(f"cannot map {nbytes} bytes aligned to {alignment}")
         if nbytes > <size_t> 1 << 62 or alignment > <size_t> 1 << 40:
@@ -110,12 +106,6 @@ cdef class Mapping:
         self.nbytes = nbytes
         self._pid = getpid()
         self._inherit = inherit
-        self._shared = fd >= 0
-        if self._shared:
-            with nogil:
-                start = <char *> mmap(base + head, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0)
-            if start == <char *> MAP_FAILED:
-                _raise_errno(errno, f"cannot map {nbytes} bytes of shared memory")
         if not inherit and madvise(<void *> self.address, nbytes, MADV_DONTFORK) != 0:
             _raise_errno(errno, "cannot keep a mapping out of forked children")
 
@@ -168,11 +158,11 @@ cdef class Mapping:
             PyErr_CheckSignals()
 
     def discard(self, size_t offset, size_t nbytes):
-        """Give the pages of a part back to the kernel, for all who share them; the addresses stay and read as zero."""
+        """Give the pages of a part back to the kernel; the addresses stay and read as zero."""
         cdef char *start = self._at(offset, nbytes)
-        cdef int failed, advice = MADV_REMOVE if self._shared else MADV_DONTNEED
+        cdef int failed
         with nogil:
-            failed = madvise(start, nbytes, advice)
+            failed = madvise(start, nbytes, MADV_DONTNEED)
         if failed:
             _raise_errno(errno, f"cannot give {nbytes} bytes back")
 
@@ -205,8 +195,6 @@ cdef class Mapping:
             _raise_errno(code, f"cannot reserve {nbytes} bytes of addresses again")
 
     cdef char *_whole_pages(self, size_t offset, size_t nbytes) except NULL:
-        if self._shared:
-            raise ValueError("memory that is shared shows no files")
         if nbytes == 0 or nbytes % PAGE:
             raise ValueError(f"{nbytes} bytes are not whole pages")
         return self._at(offset, nbytes)

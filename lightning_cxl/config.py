@@ -76,9 +76,8 @@ class OffloadConfig:
         on_tier_full: When a tier's budget or memory is used up: go on with the next tier and warn once, or refuse.
         pin_memory: Page-lock host memory that a device copies to or from; ``"auto"``: where the device has memory of
             its own.
-        share_weights: With several processes on a machine: they keep their shards in memory that all of them read, and
-            send each other no weights. ``"auto"`` measures both ways when a run begins, and takes the faster one.
-            Losses are the same.
+        share_weights: Removed; False alone is accepted. FSDP2 gathers weights from the shards of all processes, of
+            which a machine holds each once.
         replicate_machines: With several machines: every machine holds all of the training state, sharded over its
             ranks, so weights are gathered inside it and only gradients cross between machines. False: the state is
             sharded over all ranks.
@@ -123,7 +122,11 @@ class OffloadConfig:
             _check_choice(name, getattr(self, name), (True, False))
         _check_choice("stream_weights", self.stream_weights, (True, False, "auto"))
         _check_choice("overlap_step", self.overlap_step, (True, False, "auto"))
-        _check_choice("share_weights", self.share_weights, (True, False, "auto"))
+        if self.share_weights not in (False, None):
+            raise ConfigError(
+                f"share_weights={self.share_weights!r}: this option was removed. FSDP2 gathers the weights of several "
+                "processes from their shards, and a machine holds one copy of them as before. Leave the option out"
+            )
         if self.stream_weights is True and not self.activation_offload:
             raise ConfigError(
                 "stream_weights=True needs activation_offload=True: a unit whose weights have left the device must be "

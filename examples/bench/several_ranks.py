@@ -7,7 +7,6 @@ thread for each rank. What each contender keeps, in bytes per parameter, all ran
   4 weights + 4 gradients + 8 state = 16.
 * fsdp2, offload: the same with `CPUOffloadPolicy`, which on the CPU has nothing to move.
 * ours: bfloat16 shards and gradients, lower halves of float32 masters, `CPUAdam`: 2 + 2 + 2 + 8 = 14.
-* ours, shared: the same, with weights in memory that all ranks map (`share_weights`), in the place of gathers.
 * zero-3: DeepSpeed's ZeRO-3, optimizer and parameters offloaded to the CPU, `DeepSpeedCPUAdam`: 2 weights + 2 gradients
   + 4 gradients in float32 + 4 masters + 8 state = 20, with groups and buckets as small as a block and a matrix. It is
   left out where DeepSpeed is missing: `DS_ACCELERATOR=cpu pip install --no-build-isolation deepspeed ninja`. At first
@@ -41,8 +40,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from results import Results, machine, print_columns
-from sharded_contenders import CONTENDERS, KEPT, Step, compile_deepspeed, has_deepspeed, make_model
-from shared_host import SHAPES, TOKENS
+from sharded_contenders import CONTENDERS, KEPT, SHAPES, TOKENS, Step, compile_deepspeed, has_deepspeed, make_model
 from torch import nn
 
 from lightning_cxl.commands.measuring import cpu_seconds, others_fraction
@@ -267,8 +265,6 @@ def report(ranks: int, found: dict[str, dict[str, list[Any]]], options: argparse
     every = torch.tensor(list(firsts.values()))
     if (every.amax(0) - every.amin(0)).max() > SAME_LOSS:
         raise SystemExit(f"the first losses differ by more than {SAME_LOSS}: {firsts}")
-    if "ours" in found and "ours, shared" in found and found["ours"]["losses"] != found["ours, shared"]["losses"]:
-        raise SystemExit("sharing weights changes a loss")
 
 
 def main() -> None:

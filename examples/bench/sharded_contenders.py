@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from shared_host import SHAPES, TOKENS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -28,7 +27,12 @@ from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import cut
 from lightning_cxl.streaming.units import find_units
 
-KEPT = {"fsdp2": 16, "fsdp2, offload": 16, "ours": 14, "ours, shared": 14, "zero-3": 20}
+SHAPES = {
+    "20M": {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6, "vocab_size": 2048},
+    "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64},
+}
+TOKENS = 64
+KEPT = {"fsdp2": 16, "fsdp2, offload": 16, "ours": 14, "zero-3": 20}
 """Bytes per parameter between steps and gradients."""
 ADAM = {"lr": 1e-3, "weight_decay": 0.1}
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
@@ -69,9 +73,9 @@ def by_fsdp2(size: str, ranks: int, offload: OffloadPolicy) -> Iterator[Step]:
 
 
 @contextlib.contextmanager
-def by_us(size: str, ranks: int, shares: bool) -> Iterator[Step]:
+def by_us(size: str, ranks: int) -> Iterator[Step]:
     model = make_model(size)
-    session = Session(num_threads=1, share_weights=shares)
+    session = Session(num_threads=1)
     cut(model, find_units(model), init_device_mesh("cpu", (ranks,)), session.host_on(torch.device("cpu")).engine)
     loop = UserLoop(session, torch.device("cpu"), Loop(reads_gradients=False))
     (optimizer,) = loop.prepare(model, [torch.optim.AdamW(model.parameters(), **ADAM)])
@@ -135,7 +139,6 @@ def by_deepspeed(size: str) -> Iterator[Step]:
 CONTENDERS: dict[str, Callable[[str, int], Any]] = {
     "fsdp2": lambda size, ranks: by_fsdp2(size, ranks, OffloadPolicy()),
     "fsdp2, offload": lambda size, ranks: by_fsdp2(size, ranks, CPUOffloadPolicy(pin_memory=False)),
-    "ours": lambda size, ranks: by_us(size, ranks, False),
-    "ours, shared": lambda size, ranks: by_us(size, ranks, True),
+    "ours": by_us,
     "zero-3": lambda size, _: by_deepspeed(size),
 }

@@ -54,10 +54,10 @@ def units_of(shape: ModelShape, tokens: int, host: Machine, num_ranks: int) -> S
 
 def predicted_s(units: ShardedUnits, host: Machine) -> float:
     """Return what `plan` predicts for the same work."""
-    n, mesh = units.num_units, Mesh(num_devices=units.num_ranks, shares_weights=units.shares_weights)
+    n, mesh = units.num_units, Mesh(num_devices=units.num_ranks)
     shard = round(units.shard_bytes)
     volume = step_volume([Group(name="unit", shard_bytes=shard, reduced_bytes=shard)] * n, mesh)
-    read, inputs = n * units.read_bytes, n * units.activation_bytes
+    read, inputs = n * units.shard_bytes, n * units.activation_bytes
     moves = (
         (TensorRole.COMPUTE_WEIGHTS, (Move("forward", "h2d", read), Move("backward", "h2d", read))),
         (TensorRole.COMPUTE_GRADS, (Move("backward", "d2h", n * units.shard_bytes),)),
@@ -84,23 +84,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     args = parser.parse_args(arguments)
     host, shape, results = load_machine(_MACHINE), PUBLISHED["llama-3.1-8b"], Results(machine(1))
-    rows: list[Sequence[str]] = [
-        ("GPUs, tokens, weights", "ahead", "step s", "x ideal", "x longest", "planned", "busiest")
-    ]
+    rows: list[Sequence[str]] = [("GPUs, tokens", "ahead", "step s", "x ideal", "x longest", "planned", "busiest")]
     ratios: dict[str, tuple[int, float]] = {}
     for count in (2,) if args.quick else (2, 4, 8):
         for tokens in (2048,) if args.quick else (1024, 2048, 4096, 16384):
-            for shares in (False, True):
-                units = replace(units_of(shape, tokens, host, count), shares_weights=shares)
-                name = f"{count}, {tokens}, {'shared' if shares else 'gathered'}"
-                planned = predicted_s(units, host)
-                for ahead in args.prefetch:
-                    step = simulate(replace(units, prefetch=ahead))
-                    ratio, longest = step.seconds / step.ideal_s, step.seconds / step.longest_s
-                    busiest = f"{step.bound_by('forward')}; {step.bound_by('backward')}"
-                    times = f"{step.seconds:.3f}", f"{ratio:.3f}", f"{longest:.3f}", f"{planned / step.seconds:.3f}"
-                    rows.append((name, str(ahead), *times, busiest))
-                    ratios[f"{name}, {ahead} ahead"] = ahead, ratio
+            units, name = units_of(shape, tokens, host, count), f"{count}, {tokens}"
+            planned = predicted_s(units, host)
+            for ahead in args.prefetch:
+                step = simulate(replace(units, prefetch=ahead))
+                ratio, longest = step.seconds / step.ideal_s, step.seconds / step.longest_s
+                busiest = f"{step.bound_by('forward')}; {step.bound_by('backward')}"
+                times = f"{step.seconds:.3f}", f"{ratio:.3f}", f"{longest:.3f}", f"{planned / step.seconds:.3f}"
+                rows.append((name, str(ahead), *times, busiest))
+                ratios[f"{name}, {ahead} ahead"] = ahead, ratio
     print(f"one step of {shape.name} on {host.name}, simulated; busiest in forward and in backward\n")
     print_columns(rows)
     print()

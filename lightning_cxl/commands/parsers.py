@@ -123,18 +123,12 @@ an error, 2 for options that are none.""",
         default="shard",
         help="machines each hold the whole model (HSDP), or it is cut over all ranks (%(default)s)",
     )
-    add(
-        "--weights",
-        choices=["auto", "gathered", "shared"],
-        default="auto",
-        help="of several devices: gathered from the others' shards, or read from one copy in host memory; auto: "
-        "what is predicted to be faster",
-    )
     add("--no-sync", action="store_true", help="several devices: only the last micro-batch reduces gradients")
     add("--lora", type=int, metavar="R", help="train adapters of this rank on all linear layers, not the weights")
     add("--quantize", choices=["4bit", "8bit"], help="weights below adapters (needs --lora)")
     add("--json", type=Path, metavar="FILE", help="write everything there; -: to stdout, and the text to stderr")
     add("--plot", help=argparse.SUPPRESS)  # removed: an error says what to do instead
+    add("--weights", choices=["auto", "gathered", "shared"], help=argparse.SUPPRESS)  # the last one was removed
     return parser
 
 

@@ -98,14 +98,14 @@ def main(arguments: Sequence[str]) -> int:
     options = parsers.plan().parse_args(arguments)
     if options.plot is not None:
         raise ConfigError("--plot was removed: write the plan with --json FILE, and draw it with a tool of your choice")
+    if options.weights == "shared":
+        raise ConfigError("--weights shared was removed, as `share_weights`: devices gather weights. Leave it out")
     check_target(options.json)
-    given = {name: getattr(options, name) for name in Settings.__dataclass_fields__}
-    settings = Settings(**{**given, "weights": "shared" if options.weights == "shared" else "gathered"})
+    settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__})
     machine = _machine(options)
     machine = machine.with_devices(machine.device.count if options.devices is None else options.devices)
     command = shlex.join(["python", "-m", "lightning_cxl", "plan", *arguments])
-    model, either = PlannedModel(options.model), options.weights == "auto"
-    found = make_plan(model, settings, machine, options.policy, either=either, command=command)
+    found = make_plan(PlannedModel(options.model), settings, machine, options.policy, command=command)
     print(as_text(found), file=sys.stderr if options.json == TO_STDOUT else sys.stdout)
     if options.json is not None:
         write_text(options.json, json.dumps(as_data(found), indent=1) + "\n")
@@ -118,7 +118,6 @@ def make_plan(
     machine: Machine,
     policy: str = "auto",
     *,
-    either: bool = False,
     command: str = "",
 ) -> Findings:
     """Plan a job under all policies.
@@ -126,15 +125,9 @@ def make_plan(
     Args:
         policy: shown in full; built-in, or the import path of a class. ``"auto"`` is what a run takes: ``"bandwidth"``
             where speeds are known, else ``"by_role"``. With one kind of memory all are the same.
-        either: several devices may share weights, too, if the step is predicted to be shorter then.
     """
     if policy == "auto":
         policy = "bandwidth" if machine.has_speeds else "by_role"
-    if either and machine.device.count > 1 and (settings.num_nodes == 1 or settings.between_nodes == "replicate"):
-        both = [replace(settings, weights=weights) for weights in ("gathered", "shared")]
-        times = [compare(model.job(each, machine), machine, [policy])[policy].time for each in both]
-        seconds = [float("inf") if time is None else time.seconds for time in times]
-        settings = both[seconds[1] < seconds[0]]
     job = model.job(settings, machine)
     plans = compare(job, machine, dict.fromkeys([*POLICIES, policy]))
     if plans[policy].needs_speeds:
@@ -242,8 +235,7 @@ def _options(settings: Settings, machine: Machine) -> list[list[Step]]:
     backward = 'on_overflow="ignore" (gradients are used up in backward)'
     accumulates = settings.accumulate_grad_batches > 1
     hides = settings.streams(machine) and settings.overlap != "backward" and not accumulates
-    in_parts = {"between_nodes": "shard", "weights": "gathered"}
-    cut = Step("the model cut over all machines", "--between-nodes shard --weights gathered", in_parts)
+    cut = _step("between_nodes", "shard", "the model cut over all machines")
     formats = {"fp32": ["bf16", "8bit"], "bf16": ["8bit"], "8bit": []}[settings.state]
     axes = [
         (settings.loss == "full", [_step("loss", "chunked", chunked)]),
@@ -335,7 +327,7 @@ def as_data(found: Findings) -> dict[str, Any]:
         "policies": {name: _policy_data(each, found) for name, each in found.plans.items()},
         "notes": list(found.job.notes),
         "ranks": {
-            **{each: getattr(mesh, each) for each in ("num_devices", "num_machines", "replicates", "shares_weights")},
+            **{each: getattr(mesh, each) for each in ("num_devices", "num_machines", "replicates")},
             "device_bytes_per_step": _per_device(found),
             "received_bytes_per_step": found.job.volume.total,
             "predicted_busy_seconds": busy,
@@ -503,9 +495,7 @@ def _ranks(found: Findings) -> list[str]:
         return []
     count, machines = mesh.num_devices, mesh.num_machines
     how = "each has all weights"
-    if mesh.shares_weights:
-        how = "devices read weights from one copy in host memory, each over its own link"
-    elif mesh.num_shards > 1:
+    if mesh.num_shards > 1:
         how = "each reads its shard of the weights and gathers those of the others"
     where = "this machine"
     if machines > 1:
@@ -520,7 +510,7 @@ def _ranks(found: Findings) -> list[str]:
         f"  host memory: {format_bytes(found.host_bytes)} of each machine, counted once for all of its ranks; "
         f"{format_bytes(found.host_bytes // count)} a rank"
     )
-    if machine.links.peer_bytes_per_s is None and count > 1 and not mesh.shares_weights and not machine.device.is_host:
+    if machine.links.peer_bytes_per_s is None and count > 1 and not machine.device.is_host:
         lines += wrapped(
             "  links between devices are not known: what they exchange is counted as going through host memory. Say "
             "how fast they are under `links` in a machine file (--tiers)"

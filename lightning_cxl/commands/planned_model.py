@@ -53,8 +53,6 @@ class Settings:
     """Format of the weights below adapters."""
     num_nodes: int = 1
     between_nodes: Literal["replicate", "shard"] = "shard"
-    weights: Literal["gathered", "shared"] = "gathered"
-    """Devices of a machine gather each other's shards of a unit's weights, or read one copy in host memory."""
     no_sync: bool = False
 
     def __post_init__(self) -> None:
@@ -123,7 +121,6 @@ class Settings:
             num_devices=machine.device.count,
             num_machines=self.num_nodes,
             replicates=self.num_nodes > 1 and self.between_nodes == "replicate",
-            shares_weights=self.weights == "shared" and machine.device.count > 1,
         )
 
 

@@ -209,11 +209,6 @@ def _why_shards_stay(model: nn.Module, config: OffloadConfig, workload: Workload
             "gathers them from memory. Leave the weights out (optimizer state and activations can lie there), or train "
             "with one process"
         )
-    if config.share_weights or workload.mesh.shares_weights:
-        return (
-            f"share_weights={config.share_weights!r} asks for weights in memory that all processes of a machine read. "
-            "Leave the weights out (optimizer state and activations can lie there), or set share_weights=False"
-        )
     return ""
 
 

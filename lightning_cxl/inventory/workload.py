@@ -24,8 +24,6 @@ class Mesh:
     replicates: bool = False
     """Every machine holds the whole model, cut over its own devices (hybrid sharding, HSDP); else one copy of the model
     is cut over all ranks."""
-    shares_weights: bool = False
-    """Devices of a machine read weights from one copy in host memory, each over its own link, instead of a gather."""
 
     def __post_init__(self) -> None:
         """Refuse what no run can be."""
@@ -33,12 +31,6 @@ class Mesh:
             raise ConfigError(
                 f"a run has at least one device on at least one machine, got {self.num_devices} devices on "
                 f"{self.num_machines} machines"
-            )
-        if self.shares_weights and self.num_machines > 1 and not self.replicates:
-            raise ConfigError(
-                f"devices cannot read weights from one copy in the memory of their machine: the model is cut over "
-                f"{self.num_machines} machines. Let every machine hold all of it (--between-nodes replicate), or "
-                "gather weights (--weights gathered)"
             )
 
     @property

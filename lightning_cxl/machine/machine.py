@@ -32,6 +32,7 @@ Rate = Annotated[float, "bytes per second"]
 Positive = Annotated[float, "positive"]
 """A number above zero."""
 _T = TypeVar("_T")
+_NO_LONGER_READ = ("sockets", "socket_bytes_per_s")  # keys of `links` in earlier files
 
 
 def read(kind: type[_T], content: object, where: str) -> _T:
@@ -55,7 +56,7 @@ def read_fields(kind: type, content: object, where: str) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         raise ConfigError(f"{where} must map {_names(kind)} to values, got {content!r}")
     types = get_type_hints(kind, include_extras=True)
-    unknown = [key for key in content if key not in types]
+    unknown = [key for key in content if key not in types and key not in _NO_LONGER_READ]
     if unknown:
         raise ConfigError(f"{where} has the unknown key {', '.join(map(repr, unknown))}; its keys are: {_names(kind)}")
     values = {}
@@ -176,19 +177,12 @@ class MachineLinks:
     """Sent by the machine to others, and received, over all of its adapters. None: not known."""
     network_latency_s: float = 0.0
     """Of one step of a ring of machines."""
-    sockets: int = 1
-    """Over which host memory and devices are spread evenly."""
-    socket_bytes_per_s: Rate | None = None
-    """Received by a socket from the others; None: memory of another socket is as near."""
 
     def __post_init__(self) -> None:
         """Refuse links that no machine has."""
-        if self.devices_per_port < 1 or self.sockets < 1:
-            raise ConfigError(
-                f"links: devices_per_port and sockets must be at least 1, got {self.devices_per_port} and "
-                f"{self.sockets}"
-            )
-        for name in ("port_bytes_per_s", "peer_bytes_per_s", "network_bytes_per_s", "socket_bytes_per_s"):
+        if self.devices_per_port < 1:
+            raise ConfigError(f"links: devices_per_port must be at least 1, got {self.devices_per_port}")
+        for name in ("port_bytes_per_s", "peer_bytes_per_s", "network_bytes_per_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"links: {name} must be a positive number, or left out, got {value!r}")
@@ -198,11 +192,6 @@ class MachineLinks:
         if self.devices_per_port > 1 and self.port_bytes_per_s is None:
             raise ConfigError(
                 f"links: {self.devices_per_port} devices share a port, and port_bytes_per_s does not say how fast it is"
-            )
-        if self.sockets > 1 and self.socket_bytes_per_s is None:
-            raise ConfigError(
-                f"links: there are {self.sockets} sockets, and socket_bytes_per_s does not say how fast one reads the "
-                f"memory of another"
             )
 
 

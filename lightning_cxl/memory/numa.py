@@ -189,27 +189,26 @@ class NumaResource:
         return {node: size for node, size in nodes.items() if node != self.node_id}
 
 
-def allocate_pages(source: PageSource, nbytes: int, alignment: int, fd: int = -1) -> Buffer:
+def allocate_pages(source: PageSource, nbytes: int, alignment: int) -> Buffer:
     """Map `nbytes`, back them from `source`, and return the buffer that owns the mapping; `source` gets it back.
 
-    From 2 MiB on the start is aligned to a transparent huge page. Zero bytes need no memory. With `fd`, a file of
-    memory in whole pages, the bytes are those of the file, which other processes may map, too.
+    From 2 MiB on the start is aligned to a transparent huge page. Zero bytes need no memory.
     """
     if nbytes == 0:
         return Buffer(0, 0, (), None)
     whole = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
     page = HUGE_PAGE_BYTES if whole >= HUGE_PAGE_BYTES else PAGE_BYTES
-    mapping = reserve(whole, max(alignment, page), source, fd)
+    mapping = reserve(whole, max(alignment, page), source)
     spans = source.commit(mapping, 0, whole)
     last = spans[-1]
     spans = (*spans[:-1], Span(last.tier, last.node_id, last.offset, nbytes - last.offset))
     return Buffer(mapping.address, nbytes, spans, source, mapping)
 
 
-def reserve(nbytes: int, alignment: int, source: PageSource, fd: int = -1) -> Mapping:
-    """Reserve addresses for `source` to back, those of a file of memory where there is one."""
+def reserve(nbytes: int, alignment: int, source: PageSource) -> Mapping:
+    """Reserve addresses for `source` to back."""
     try:
-        return Mapping(nbytes, alignment, source.inherit, fd)
+        return Mapping(nbytes, alignment, source.inherit)
     except (OSError, OverflowError) as error:
         raise TierFullError(
             f"cannot reserve {format_bytes(nbytes)} of addresses for tier `{source.tier_name}` ({error}). Use a "

@@ -21,12 +21,9 @@ from lightning_cxl.memory.numa import (
     BudgetFullError,
     BudgetResource,
     MakeLeaf,
-    PageNodes,
-    PageSource,
     PinnedResource,
     StripedResource,
     TierPages,
-    allocate_pages,
     make_leaf,
     stripe_bytes_for,
 )
@@ -287,11 +284,9 @@ class SplitStacks:
         self._pinned: PinnedResource | None = None
         self._lock = threading.Lock()
 
-    def stack(self, role: TensorRole, pinned: bool, nbytes: int, fd: int = -1) -> MemoryResource:
-        """Return what serves a request of `nbytes` for a role, or for a file of memory."""
+    def stack(self, role: TensorRole, pinned: bool, nbytes: int) -> MemoryResource:
+        """Return what serves a request of `nbytes` for a role."""
         kind = _kind(role, pinned)
-        if fd >= 0:
-            return _FilePages(self._sources[False], fd)
         with self._lock:
             if self._reuse_below is not None and nbytes >= self._reuse_below and kind != "pinned":
                 return self._sources[kind == "inherited"]
@@ -299,16 +294,12 @@ class SplitStacks:
                 self._stacks[kind] = self._build(kind)
             return self._stacks[kind]
 
-    def lend(self, nbytes: int, role: TensorRole, pinned: bool, alignment: int, full: set[str], fd: int = -1) -> Buffer:
-        """Allocate where one of several tiers may have no room for its share, which the others then take.
-
-        Args:
-            fd: of the file of memory whose bytes it gets; -1 for none.
-        """
-        source = self._sources[fd < 0 and _kind(role, pinned) == "inherited"]
+    def lend(self, nbytes: int, role: TensorRole, pinned: bool, alignment: int, full: set[str]) -> Buffer:
+        """Allocate where one of several tiers may have no room for its share, which the others then take."""
+        source = self._sources[_kind(role, pinned) == "inherited"]
         assert isinstance(source, StripedResource)
         with source.lending(full):
-            return self.stack(role, pinned, nbytes, fd).allocate(nbytes, alignment=alignment)
+            return self.stack(role, pinned, nbytes).allocate(nbytes, alignment=alignment)
 
     @property
     def pin_failure(self) -> str:
@@ -347,21 +338,6 @@ class SplitStacks:
         return PoolResource(source)
 
 
-class _FilePages:
-    """Pages of `source` for one file of memory, straight from the OS: no pool could give them to another file."""
-
-    def __init__(self, source: PageSource, fd: int) -> None:
-        self._source = source
-        self._fd = fd
-
-    def allocate(self, nbytes: int, *, alignment: int = HUGE_PAGE_BYTES) -> Buffer:
-        """Return the bytes of the file; `source` gets them back."""
-        return allocate_pages(self._source, nbytes, alignment, self._fd)
-
-    def deallocate(self, buffer: Buffer) -> None:
-        """Nothing to do: `source` is asked."""
-
-
 def _kind(role: TensorRole, pinned: bool) -> str:
     return "pinned" if pinned else _KINDS.get(role, "pageable")
 
@@ -381,19 +357,14 @@ def _source(
 
 def make_pinner(topology: Topology, *, required: bool = False) -> Pinner:
     """Return what page-locks memory on this machine; pages can move only where there are several nodes."""
-    where = where_pages_move(topology)
+    several = len({node for tier in topology.tiers for node in tier.node_ids}) > 1
+    where = page_nodes if several else None
 
     def pin(upstream: MemoryResource) -> PinnedResource:
         driver = process_device_type()
         return PinnedResource(upstream, driver.register, driver.unregister, required=required, where=where)
 
     return pin
-
-
-def where_pages_move(topology: Topology) -> PageNodes | None:
-    """Return what says where pages are; None on a machine with one node, where they cannot move."""
-    several = len({node for tier in topology.tiers for node in tier.node_ids}) > 1
-    return page_nodes if several else None
 
 
 _SHARE_DIGITS = 4  # splits that differ less share their stacks
@@ -444,13 +415,8 @@ class HostMemory:
         """Whether `close` has been called."""
         self._start()
 
-    def allocate(
-        self, nbytes: int, placement: Placement, role: TensorRole, *, alignment: int = 64, fd: int = -1
-    ) -> Buffer:
-        """Return exactly `nbytes` (contents undefined) on the tiers of `placement` by its shares, or where they fit.
-
-        With `fd` they are those of a file of memory, pageable; see `allocate_pages`.
-        """
+    def allocate(self, nbytes: int, placement: Placement, role: TensorRole, *, alignment: int = 64) -> Buffer:
+        """Return exactly `nbytes` (contents undefined) on the tiers of `placement` by its shares, or where they fit."""
         if nbytes < 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
         if self.is_closed:
@@ -466,11 +432,11 @@ class HostMemory:
         if nbytes == 0:
             return Buffer(0, 0, (), None)
         self._all_pages()
-        wanted, pinned = self._split(placement), placement.pinned and self._pin and fd < 0
+        wanted, pinned = self._split(placement), placement.pinned and self._pin
         reason = ""  # as text: an exception kept here would keep this frame and so the buffer alive
         for split, full in self._attempts(wanted, placement):
             try:
-                inner = self._allocate_on(split, nbytes, role, pinned, alignment, full, fd)
+                inner = self._allocate_on(split, nbytes, role, pinned, alignment, full)
             except TierFullError as error:
                 reason = "" if isinstance(error, BudgetFullError) else f" ({error})"
                 continue
@@ -640,15 +606,15 @@ class HostMemory:
         return self._pages[name].free_bytes(used, self._held(self._neighbours([name])))
 
     def _allocate_on(
-        self, split: SplitKey, nbytes: int, role: TensorRole, pinned: bool, align: int, full: set[str] | None, fd: int
+        self, split: SplitKey, nbytes: int, role: TensorRole, pinned: bool, align: int, full: set[str] | None
     ) -> Buffer:
         stacks = self._stacks_of(split)
 
         def attempt() -> Buffer:
             if full is None:
-                return stacks.stack(role, pinned, nbytes, fd).allocate(nbytes, alignment=align)
+                return stacks.stack(role, pinned, nbytes).allocate(nbytes, alignment=align)
             full.clear()
-            return stacks.lend(nbytes, role, pinned, align, full, fd)
+            return stacks.lend(nbytes, role, pinned, align, full)
 
         try:
             return attempt()

@@ -16,7 +16,7 @@ what the allocator has cached.
 Per micro-batch the device reads the weights of units twice, for the forward and for the recompute, and activations go
 out and come back. A gradient comes once per micro-batch. With one micro-batch it lands where it stays and the host
 reads it once to measure it; with several, each is read where it landed and added to sums that are read and written.
-Of several devices each copies its part, unless they share weights; the rest is done once for the machine.
+Of several devices each copies its part; the rest is done once for the machine.
 The update reads gradients, and reads and writes weights, masters and moments; weights beside float32 masters are only
 written. Where the CPU computes, the same bytes are read and written by it instead of copied.
 
@@ -33,8 +33,7 @@ to the longest shard, every rank receives, and sends as much::
 
 Without padding, (N - 1) * s is (N - 1) / N * P * b for P parameters of b bytes. These are the volumes of rings, and the
 least that any algorithm needs which lets every rank send as much as it receives. Reductions are as many as
-micro-batches; with `no_sync` gradients are added up on the devices and there is one. Ranks that read weights from one
-copy in host memory gather nothing.
+micro-batches; with `no_sync` gradients are added up on the devices and there is one.
 
 Not counted: two numbers of 8 bytes, on which all ranks agree once a step: the norm of gradients where they are clipped,
 and which gradient is not finite.
@@ -138,8 +137,6 @@ class Job:
     """Peak on the device; None where it is not known."""
     exchanges: tuple[Exchange, ...] = ()
     """Bytes that ranks exchange; all other bytes of the job are those of one machine."""
-    shares_weights: bool = False
-    """All devices of the machine read the same compute weights, wherever these lie."""
     device_parts: Mapping[str, int] = field(default_factory=dict)
     """Bytes on the device by what they are for; `device_bytes` is their sum."""
     mesh: Mesh = field(default_factory=Mesh)
@@ -221,7 +218,7 @@ def step_volume(groups: Iterable[Group], mesh: Mesh, num_micro_batches: int = 1,
     """Return what every rank receives in one step. See [Note: Communication volume]."""
     found = list(groups)
     others = mesh.num_shards - 1
-    gathers = 0 if mesh.shares_weights else num_micro_batches * others
+    gathers = num_micro_batches * others
     reductions = 1 if no_sync else num_micro_batches
     reduced = sum(group.reduced_bytes for group in found)
     return Volume(
@@ -273,7 +270,7 @@ def exchanges(
         peer = nbytes if mesh.num_devices > 1 else 0.0
         return Exchange(phase, kind, peer, nbytes if crosses else 0.0, calls * ring)  # type: ignore[arg-type]
 
-    gathers = 0 if mesh.shares_weights else num_groups * num_micro_batches
+    gathers = num_groups * num_micro_batches
     reductions = num_groups * num_reductions
     found = (
         among_shards("forward", "gather", volume.forward_gather, gathers),
@@ -306,12 +303,10 @@ class Traffic:
     """Of those, what lands in staging memory first."""
     written_back_bytes: int = 0
     """Weights on the device that are overwritten from their masters after the update."""
-    weight_parts: int = 1
-    """Devices of the machine that copy a part of the weights each."""
     root_bytes: int = 0
     """Of several ranks, weights outside of units: they stay on the device until the backward ends."""
-    gradient_parts: int = 1
-    """Devices of the machine that a part of the gradients comes from each."""
+    num_devices: int = 1
+    """Of the machine; each copies a part of the weights, and a part of the gradients comes from each."""
 
 
 def engine_moves(role: TensorRole, nbytes: int, traffic: Traffic) -> tuple[Move, ...]:
@@ -319,18 +314,18 @@ def engine_moves(role: TensorRole, nbytes: int, traffic: Traffic) -> tuple[Move,
     n, arrivals = traffic.num_micro_batches, traffic.num_arrivals or traffic.num_micro_batches
     if role is TensorRole.COMPUTE_WEIGHTS:
         update = traffic.trained_bytes * (2 if traffic.weights_are_read else 1)
-        read = n * traffic.weight_bytes / traffic.weight_parts
-        again = n * (traffic.weight_bytes - traffic.root_bytes) / traffic.weight_parts
+        read = n * traffic.weight_bytes / traffic.num_devices
+        again = n * (traffic.weight_bytes - traffic.root_bytes) / traffic.num_devices
         return Move("forward", "h2d", read), Move("backward", "h2d", again), Move("update", "cpu", float(update))
     if role in _GRADS:
         direct = arrivals * traffic.arriving_bytes - traffic.staged_bytes
         once = arrivals == 1
         touched = traffic.arriving_bytes if once else arrivals * (traffic.arriving_bytes + 2 * traffic.grad_bytes)
         kept = touched + (traffic.staged_bytes if once else 0)  # copied out of staging memory
-        found = (Move("backward", "d2h", direct / traffic.gradient_parts), Move("backward", "cpu", float(kept)))
+        found = (Move("backward", "d2h", direct / traffic.num_devices), Move("backward", "cpu", float(kept)))
         return tuple(m for m in (*found, Move("update", "cpu", float(traffic.grad_bytes))) if m.nbytes)
     if role is TensorRole.STAGING:
-        return Move("backward", "d2h", traffic.staged_bytes / traffic.gradient_parts), Move(
+        return Move("backward", "d2h", traffic.staged_bytes / traffic.num_devices), Move(
             "backward", "cpu", float(traffic.staged_bytes)
         )
     if role is TensorRole.ACTIVATIONS:
@@ -379,7 +374,6 @@ def model_job(name: str, inventory: Inventory) -> Job:
         overlap=inventory.overlap,
         device_bytes=sum(parts.values()) if run.device_peak_bytes else None,
         exchanges=exchanges(volume, mesh, len(groups), n, workload.num_arrivals),
-        shares_weights=mesh.shares_weights and mesh.is_sharded,
         device_parts=parts,
         mesh=mesh,
         volume=volume,
@@ -443,8 +437,7 @@ def _traffic(inventory: Inventory) -> Traffic:
         staged_bytes=inventory.staged_bytes,
         written_back_bytes=parameter_bytes(separate) - parameter_bytes(on_host),
         root_bytes=_root_bytes(inventory),
-        weight_parts=1 if mesh.shares_weights else mesh.num_devices,
-        gradient_parts=mesh.num_devices,
+        num_devices=mesh.num_devices,
     )
 
 

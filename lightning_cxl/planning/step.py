@@ -56,9 +56,7 @@ The update is a phase of its own (`Overlap` "none"), or it shares the resources 
 except for one unit's part: the last unit's gradients are there only when the backward ends, and the first unit's
 weights must be new before the forward starts. On a machine whose device is the host nothing is copied: the CPUs read
 and write what would be. Several devices each do the job's copies and flops on an own link, and share tiers; the update
-runs once, each rank that of its shards. Devices that read one copy of the weights read it on all sockets alike: what
-lies on other sockets than theirs comes over the way between sockets, at the same time. A tier that another one backs
-uses that one's bandwidth.
+runs once, each rank that of its shards. A tier that another one backs uses that one's bandwidth.
 
 A gather or a reduction takes as long as the busier of two ways, and its latencies::
 
@@ -170,9 +168,9 @@ _PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
 _KINDS = ("h2d", "d2h", "cpu")
 _NEAREST = 0
 # The load of one phase is a flat list. Its parts begin at these places: seconds of compute; bytes on the link, to and
-# from the device; seconds between sockets; bytes read from and written to drives; seconds of peer links and network for
-# gathers, and for reductions; then for every tier the bytes copied to devices, copied from them, and moved by the CPUs.
-_COMPUTE, _LINK, _SOCKETS, _SSD, _GATHER, _REDUCE, _TIERS = 0, 1, 3, 4, 6, 8, 10
+# from the device; bytes read from and written to drives; seconds of peer links and network for gathers, and for
+# reductions; then for every tier the bytes copied to devices, copied from them, and moved by the CPUs.
+_COMPUTE, _LINK, _SSD, _GATHER, _REDUCE, _TIERS = 0, 1, 3, 5, 7, 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +181,8 @@ class PhaseTime:
     """Its part of the step."""
     resources: Mapping[str, float]
     """Seconds that each resource is busy: ``"compute"``, ``"link h2d"``, ``"link d2h"``, ``"tier <name>"``, and where
-    state is on the tier `ssd`, ``"ssd read"`` and ``"ssd write"``; of several ranks ``"peer links"``, ``"network"``,
-    and ``"between sockets"`` where they share weights."""
+    state is on the tier `ssd`, ``"ssd read"`` and ``"ssd write"``; of several ranks ``"peer links"`` and
+    ``"network"``."""
 
     @property
     def bound_by(self) -> str:
@@ -281,8 +279,6 @@ class StepModel:
                     self._fixed[_PHASES.index(move.phase)][_SSD + SSD_MOVES.index(move.kind)] += move.nbytes
                     continue
                 phase, kind = _PHASES.index(move.phase), _KINDS.index(move.kind)
-                if job.shares_weights and each.role is TensorRole.COMPUTE_WEIGHTS and kind == 0:
-                    self._fixed[phase][_SOCKETS] += self._from_other_sockets(move.nbytes)
                 moves.append((phase, kind, move.nbytes) if kind == 2 else self._copied(phase, kind, move.nbytes))
             if each.tier is None:
                 if moves:
@@ -357,13 +353,6 @@ class StepModel:
         self._fixed[phase][_LINK + kind] += nbytes
         return phase, kind, together
 
-    def _from_other_sockets(self, nbytes: float) -> float:
-        """Return the seconds in which every socket receives from the others what its devices read there."""
-        links, together = self._machine.links, nbytes * self._device.count
-        if links.socket_bytes_per_s is None or self._device.is_host:
-            return 0.0
-        return together * (links.sockets - 1) / links.sockets**2 / links.socket_bytes_per_s
-
     def _add(self, loads: list[list[float]], moves: list[tuple[int, int, float]], split: Split) -> None:
         for tier, share in split.items():
             first = _TIERS + len(_KINDS) * self._index[tier]
@@ -388,7 +377,7 @@ class StepModel:
     def _seconds_in_memory(self, load: list[float]) -> float:
         compute = load[_COMPUTE]
         h2d, d2h = self._link_seconds(load)
-        fetch, stored, busiest = max(h2d, load[_SOCKETS]), 0.0, max(self._exchange_seconds(load))
+        fetch, stored, busiest = h2d, 0.0, max(self._exchange_seconds(load))
         for index, (per_read, per_write, per_byte) in enumerate(self._speeds):
             first = _TIERS + len(_KINDS) * index
             read, written, cpu = load[first : first + len(_KINDS)]
@@ -428,8 +417,6 @@ class StepModel:
                 busy[f"tier {tier.name}"] = cpu * per_byte + copies
         if self._has_exchanges:
             busy["peer links"], busy["network"] = self._exchange_seconds(load)
-        if load[_SOCKETS]:
-            busy["between sockets"] = load[_SOCKETS]
         if load[_SSD] or load[_SSD + 1]:
             busy["ssd read"], busy["ssd write"] = self._ssd_seconds(load)
         return busy

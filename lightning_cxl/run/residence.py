@@ -3,9 +3,8 @@
 [Note: Homes of compute weights]
 * The CPU computes: in host memory that the policy placed.
 * A device apart: on the device, except those that stream.
-* Cut over several processes: the shards in host memory that the policy placed, which all ranks of the machine read
-  where they share weights ([Note: Turns at shared weights]); or on SSD, for a device apart ([Note: Shards on SSD]).
-  Quantised layers are whole, and stream as with one.
+* Cut over several processes: the shards in host memory that the policy placed, or on SSD, for a device apart
+  ([Note: Shards on SSD]). Quantised layers are whole, and stream as with one.
 * Streamed (`stream_weights`): the parameters of units, each unit in one piece of host memory per tier, and on the
   device only while the unit computes ([Note: Residency of a unit]). What units share with others, and what lies outside
   of them (embedding, final norm, head), does not stream.
@@ -16,7 +15,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Literal
 
 import torch
 from torch import nn
@@ -25,7 +23,6 @@ from torch.nn.parameter import is_lazy
 from lightning_cxl.inventory.tensors import StreamedUnit
 from lightning_cxl.memory.heap import large_blocks_apart
 from lightning_cxl.run.placed_memory import PlacedMemory
-from lightning_cxl.run.sharing import Sharing
 from lightning_cxl.sharding.exchange_memory import pooled_exchanges
 from lightning_cxl.sharding.fsdp import place_shards
 from lightning_cxl.shards import is_sharded
@@ -101,7 +98,6 @@ class Residence:
         engine: TransferEngine,
         streamed: Sequence[StreamedUnit],
         gathered: Sequence[StreamedUnit] = (),
-        share: bool | Literal["auto"] = False,
     ) -> None:
         self._engine = engine
         self.streamed_ids = frozenset(id(p) for unit in streamed for group in unit.groups for p in group)
@@ -120,10 +116,7 @@ class Residence:
                 undo.enter_context(pooled_exchanges(model))
             groups = [group for unit in gathered for group in unit.groups]
             on_drives = [(home, group) for group in groups if (home := memory.on_drives(group)) is not None]
-            self._sharing = Sharing(share, model, memory, engine)
-            undo.callback(self._sharing.close)
-            if not self._sharing.shares:
-                place_shards(model, memory.shard)
+            place_shards(model, memory.shard)
             for home, group in on_drives:
                 undo.callback(ShardsOnSsd(home, engine, model, group).close)
             if on_host:
@@ -153,9 +146,8 @@ class Residence:
 
     def notes(self) -> list[str]:
         """Return what a user should know about where weights are."""
-        kept, reason = self.unplaced, self._sharing.reason
-        notes = [f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)"] if kept else []
-        return [*notes, reason] if reason else notes
+        kept = self.unplaced
+        return [f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)"] if kept else []
 
     def forget_copies(self) -> None:
         """Let weights be copied to the device again when they are needed next."""

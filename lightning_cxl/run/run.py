@@ -92,9 +92,7 @@ class Run:
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
             self.on_ssd = self._open_ssd(inventory, cleanup)
             """Optimizer state and weights that do not lie in memory; None where all of it does."""
-            self._residence = Residence(
-                model, self._placed, engine, inventory.streamed, inventory.gathered, config.share_weights
-            )
+            self._residence = Residence(model, self._placed, engine, inventory.streamed, inventory.gathered)
             decision.asked.read(model)  # some modules make new parameters when they move
             cleanup.callback(self._residence.close)
             units = self._residence.units

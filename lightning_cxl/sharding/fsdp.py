@@ -245,7 +245,7 @@ def place_shards(model: nn.Module, place: PlaceShard) -> None:
 
     if shards:
         mesh = shards[0].sharded_param.device_mesh
-        on_all_ranks(move, mesh.get_group(mesh.ndim - 1))  # other machines may share weights, and do not come here
+        on_all_ranks(move, mesh.get_group(mesh.ndim - 1))
 
 
 @torch.no_grad()

@@ -14,8 +14,7 @@ for the copy of each one. A `HostShard` says that it is on the device, so for FS
   the unit's tensor may go. It needs no event and no `record_stream`: [Note: Copies and streams] keeps the tensor.
 * Drives. `host` may only show what lies on drives, and a gather brings it from there: [Note: Shards on SSD].
 * Bytes. `host` is written by who updates weights, on the host. When the host has run ahead, a copy to the device may
-  still read it: `settle` waits for that. What torch writes through the shard does so by itself. Where ranks share
-  weights, it waits for their copies, too: [Note: Turns at shared weights].
+  still read it: `settle` waits for that. What torch writes through the shard does so by itself.
 * Everything else is as with a tensor of the device: who reads the shard gets its values there, who writes it changes
   the bytes on the host. Copies to the CPU do not go over the device.
 """
@@ -78,7 +77,6 @@ class _Bytes:
     def __init__(self, engine: TransferEngine) -> None:
         self.engine = engine
         self._reading: Transfer | None = None
-        self.wait_for_others: Callable[[], None] | None = None
         self.drives: Drives | None = None
 
     def to_device(self, host: Tensor, arrived: Tensor) -> None:
@@ -97,8 +95,6 @@ class _Bytes:
         if self._reading is not None:
             self._reading.wait_host()  # of all: copies to the device are done in order
             self._reading = None
-        if self.wait_for_others is not None:
-            self.wait_for_others()
         if self.drives is not None:
             self.drives.settle()
 
@@ -135,10 +131,6 @@ class HostShard(Tensor):
     def settle(self) -> None:
         """Block until no copy to a device reads the bytes any more; then the host may write them."""
         self._bytes.settle()
-
-    def read_by_others(self, wait: Callable[[], None] | None) -> None:
-        """Let devices of other processes read the bytes, too: `wait` blocks until they have. None: they do not."""
-        self._bytes.wait_for_others = wait
 
     def move(self, memory: Tensor) -> "HostShard":
         """Copy the bytes to other host memory, 1-D and as large, and lie there from now on; return this shard."""

@@ -1,10 +1,12 @@
 """`Machines`: which ranks run on one machine, as they find themselves: launchers say it in different words, or not."""
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.sharding.agreement import on_all_ranks
-from lightning_cxl.sharding.same_machine import Place, own_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +20,10 @@ class Machines:
     of_rank: tuple[int, ...]
 
     @classmethod
-    def at(cls, places: list[Place]) -> "Machines":
-        """Return the machines of ranks that run at these places. Containers count as machines: each has its limits."""
+    def of(cls, names: Sequence[tuple[str, str]]) -> "Machines":
+        """Return the machines of ranks that know them under these names."""
         numbers: dict[tuple[str, str], int] = {}
-        return cls(tuple(numbers.setdefault((each.boot_id, each.host), len(numbers)) for each in places))
+        return cls(tuple(numbers.setdefault(each, len(numbers)) for each in names))
 
     @property
     def count(self) -> int:
@@ -50,4 +52,14 @@ class Machines:
 
 def find_machines() -> Machines:
     """Return the machines of all ranks, as these find themselves. Every rank calls this, with the process group up."""
-    return Machines.at(on_all_ranks(own_place))
+    return Machines.of(on_all_ranks(_own_names))
+
+
+def _own_names(root: Path = Path("/")) -> tuple[str, str]:
+    """Return the boot id and the host name. Containers of a machine count as machines: each has limits of its own."""
+    try:
+        return (root / "proc/sys/kernel/random/boot_id").read_text().strip(), os.uname().nodename
+    except OSError as error:
+        raise UnsupportedError(
+            f"the kernel does not say on which machine this process runs: {error}. Show the process its /proc"
+        ) from error

@@ -100,17 +100,6 @@ class FsdpUnit:
         self._group = groups[0] if groups else None
 
     @property
-    def shards(self) -> list[Any]:
-        """What stands for each sharded parameter in FSDP2, in the order in which they are gathered."""
-        return list(self._group.fsdp_params) if self._group is not None else []
-
-    @property
-    def process_group(self) -> Any:
-        """The group that the parameters are sharded over; not that of a smaller mesh after a forward."""
-        assert self._group is not None
-        return self._group.mesh_info.shard_process_group
-
-    @property
     def gather(self) -> Any:
         """What gathers the parameters now."""
         assert self._group is not None
@@ -166,18 +155,6 @@ def fsdp_units(model: nn.Module) -> list[FsdpUnit]:
     return [unit for unit in units if unit.num_groups]
 
 
-def flat_shard(shard: Any) -> Tensor:
-    """Return the bytes of a sharded parameter on this rank, padded and flat, as they are gathered."""
-    flat: Tensor = shard._sharded_param_data
-    return flat
-
-
-def gathered_dtype(shard: Any) -> torch.dtype:
-    """Return the dtype in which a sharded parameter is gathered; known from the first gather on."""
-    dtype: torch.dtype = shard.param_dtype or shard.orig_dtype
-    return dtype
-
-
 def move_shard(shard: Any, flat: Tensor) -> None:
     """Let a sharded parameter lie in other memory: the parameter stays the object that it is."""
     local = shard.sharded_param._local_tensor
@@ -185,13 +162,3 @@ def move_shard(shard: Any, flat: Tensor) -> None:
     with torch.no_grad():
         shard.sharded_param._local_tensor = padded.as_strided(local.size(), local.stride())
     shard._sharded_param_data = flat
-
-
-def shard_name(shard: Any) -> str:
-    """Return the name of a sharded parameter; that in its module before the first forward."""
-    return str(shard._param_fqn or shard._module_info.param_name)
-
-
-def all_gather(output: Tensor, part: Tensor, group: Any) -> None:
-    """Gather equal parts of all ranks one after the other, as FSDP2 does by itself; a device may still be at it."""
-    _default_gather()(output, part, group)

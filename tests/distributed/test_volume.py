@@ -28,7 +28,7 @@ def _check(ranks, world, job, **options):
             assert moved.all_reduce == expected.all_reduce
             assert moved.others == ({SKIP: 1, NORM: 1} if job.clip is not None else {SKIP: 1})
         assert (expected.all_reduce > 0) == (job.replicas > 1)
-        assert (expected.forward_gather > 0) != options.get("shares", False)
+        assert expected.forward_gather > 0
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,3 @@ def test_a_step_moves_what_the_formula_says(ranks, world, name):
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_without_reductions_between_micro_batches(ranks, replicas):
     _check(ranks, 4, Job(steps=2, micro_batches=3, clip=0.5, replicas=replicas), no_sync=True)
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_shared_weights_are_not_gathered(ranks, replicas):
-    _check(ranks, 4, Job(steps=2, micro_batches=2, replicas=replicas), shares=True)

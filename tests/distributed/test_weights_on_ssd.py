@@ -108,10 +108,3 @@ def test_damaged_weights_are_not_saved(ranks, tmp_path):
     for found in of_two(ranks, runs.save_what_is_damaged, job, tmp_path / "ssd", path):
         assert found.startswith("StorageError: rank 1 of the group: ") and "is damaged" in found, found
     assert not path.exists()
-
-
-@pytest.mark.parametrize("share", [True, "auto"])
-def test_shared_weights_stay_in_memory(ranks, tmp_path, share):
-    job = there(Job(options={"share_weights": share}), tmp_path, WEIGHTS)
-    for found in of_two(ranks, runs.refusal, job):
-        assert found.startswith("UnsupportedError: rule '*' asks for weights of `") and "share_weights=" in found, found

@@ -63,19 +63,14 @@ def _is_number(tensors: list[torch.Tensor]) -> bool:
     return len(tensors) == 1 and tensors[0].numel() == 1 and tensors[0].itemsize == 8
 
 
-def traffic(job: Job, *, no_sync: bool = False, shares: bool = False) -> tuple[list[Traffic], Any]:
+def traffic(job: Job, *, no_sync: bool = False) -> tuple[list[Traffic], Any]:
     """Train with us in a loop of the user's own; return what each step has moved, and what the formula says."""
     model, (rank, world) = make_model(job), place()
     if job.bf16:
         model = model.to(torch.bfloat16)
-    ranks = Mesh(
-        num_devices=world // job.replicas,
-        num_machines=job.replicas,
-        replicates=job.replicas > 1,
-        shares_weights=shares,
-    )
+    ranks = Mesh(num_devices=world // job.replicas, num_machines=job.replicas, replicates=job.replicas > 1)
     expected = step_volume(groups_of(model, find_units(model), ranks), ranks, job.micro_batches, no_sync=no_sync)
-    session = Session(**job.options, share_weights=shares)
+    session = Session(**job.options)
     root: Any = cut(model, find_units(model), mesh_of(job, world), session.host_on(device()).engine)
     loop = UserLoop(session, device(), Loop(accumulates=job.micro_batches > 1, reads_gradients=False))
     try:

@@ -114,8 +114,6 @@ def test_resolve_defaults(monkeypatch):
         ("numa_binding", "core-complex", "core-complex"),
         ("on_tier_full", "error", "error"),
         ("pin_memory", "true", True),
-        ("share_weights", "auto", "auto"),
-        ("share_weights", "true", True),
         ("replicate_machines", "true", True),
     ],
 )
@@ -138,6 +136,16 @@ def test_environment(monkeypatch, name, text, value):
 def test_bad_environment(monkeypatch, name, text, message):
     monkeypatch.setenv(f"LIGHTNING_CXL_{name.upper()}", text)
     with pytest.raises(ConfigError, match=message):
+        OffloadConfig.resolve()
+
+
+def test_weights_are_not_shared_any_more(monkeypatch):
+    assert not OffloadConfig(share_weights=False).share_weights
+    for value in (True, "auto", "False"):
+        with pytest.raises(ConfigError, match="this option was removed"):
+            OffloadConfig(share_weights=value)
+    monkeypatch.setenv("LIGHTNING_CXL_SHARE_WEIGHTS", "true")
+    with pytest.raises(ConfigError, match="share_weights=True: this option was removed"):
         OffloadConfig.resolve()
 
 

@@ -37,8 +37,6 @@ class ShardedUnits:
     """Of one device, and of the host memory that is called `host`."""
     peer_bytes_per_s: float
     peer_latency_s: float = 0.0
-    shares_weights: bool = False
-    """Ranks read whole units from one copy instead of a gather."""
     prefetch: int = 2
     """Units that are fetched and gathered ahead of the one that is computed, in forward and in backward."""
     overlap: Phase = "forward"
@@ -47,11 +45,6 @@ class ShardedUnits:
     @property
     def shard_bytes(self) -> float:
         return self.weight_bytes / self.num_ranks
-
-    @property
-    def read_bytes(self) -> float:
-        """Of a unit's weights by one rank."""
-        return self.weight_bytes if self.shares_weights else self.shard_bytes
 
     def copy_route(self, rank: int, direction: Direction) -> Route:
         """Return what a copy of a rank uses: its own link, and the host memory of all."""
@@ -153,21 +146,18 @@ class _Schedule:
         return [self._copy(rank, "d2h", self._units.shard_bytes, reduced) for rank in self._ranks]
 
     def _read(self, unit: int) -> list[Flow]:
-        """Copy a unit, or every rank's shard of it, to the devices."""
+        """Copy every rank's shard of a unit to the devices."""
         updated, room = self._updated.get(unit, []), self._before(self._visits, self._slots)
         return [
-            self._copy(rank, "h2d", self._units.read_bytes, [*updated[rank : rank + 1], *room]) for rank in self._ranks
+            self._copy(rank, "h2d", self._units.shard_bytes, [*updated[rank : rank + 1], *room]) for rank in self._ranks
         ]
 
     def _compute(self, seconds: float, read: list[Flow], needed: list[list[Flow]]) -> list[Flow]:
         """Gather what was read, and compute with it on all devices."""
         room = self._before(self._visits, self._slots)
-        here = [[flow] for flow in read]
-        if not self._units.shares_weights:
-            gathered = [self._ring("gather", [*read, *room])]
-            here = [gathered for _ in self._ranks]
+        gathered = self._ring("gather", [*read, *room])
         computed = [
-            self._submit(f"compute {rank}", 1.0, Route({f"compute {rank}": seconds}, 0.0), [*here[rank], *needed[rank]])
+            self._submit(f"compute {rank}", 1.0, Route({f"compute {rank}": seconds}, 0.0), [gathered, *needed[rank]])
             for rank in self._ranks
         ]
         self._visits.append(computed)

@@ -19,7 +19,7 @@ device: {{name: test gpu, memory_bytes: 1GiB, flops: 1.0e+14, h2d_bytes_per_s: {
 links: {{{links}}}
 """
 LINKS = "peer_bytes_per_s: 300 GB/s, network_bytes_per_s: 50 GB/s, sockets: 2, socket_bytes_per_s: 100 GB/s"
-GATHERED = ["--weights", "gathered"]
+"""The last two were keys of earlier files, and say nothing any more."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_one_device_is_planned_as_on_a_machine_that_has_one(plan):
 
 
 def test_state_is_held_once_by_all_ranks_of_a_machine_and_inputs_by_each(plan):
-    alone, four = (plan("--devices", count, *GATHERED)[2] for count in ("1", "4"))
+    alone, four = (plan("--devices", count)[2] for count in ("1", "4"))
     for role in (TensorRole.MOMENTUM, TensorRole.VARIANCE):
         assert four["roles"][role.value] == alone["roles"][role.value]
     assert four["roles"]["activations"] == 4 * alone["roles"]["activations"]
@@ -66,8 +66,8 @@ def test_state_is_held_once_by_all_ranks_of_a_machine_and_inputs_by_each(plan):
 
 
 def test_machines_that_replicate_hold_all_and_others_a_part(plan):
-    one = plan(*GATHERED)[2]
-    replicas, parts = (plan("--num-nodes", "2", "--between-nodes", how, *GATHERED)[2] for how in ("replicate", "shard"))
+    one = plan()[2]
+    replicas, parts = (plan("--num-nodes", "2", "--between-nodes", how)[2] for how in ("replicate", "shard"))
     assert replicas["roles"] == one["roles"]
     for role, nbytes in one["roles"].items():
         assert parts["roles"][role] == (nbytes if role == "activations" else nbytes / 2)
@@ -81,36 +81,14 @@ def test_machines_that_replicate_hold_all_and_others_a_part(plan):
 
 
 def test_copies_of_each_device_are_its_part(plan):
-    moved = {n: plan("--devices", n, *GATHERED)[2]["ranks"]["device_bytes_per_step"] for n in ("2", "4")}
-    inputs = plan("--devices", "2", *GATHERED)[2]["roles"]["activations"] / 2
+    moved = {n: plan("--devices", n)[2]["ranks"]["device_bytes_per_step"] for n in ("2", "4")}
+    inputs = plan("--devices", "2")[2]["roles"]["activations"] / 2
     for way in ("copies to the device", "copies from the device"):
         assert moved["4"][way] - inputs == pytest.approx((moved["2"][way] - inputs) / 2)
-    gathered, shared = moved["4"], plan("--weights", "shared")[2]["ranks"]["device_bytes_per_step"]
-    assert shared["copies to the device"] - inputs == pytest.approx(4 * (gathered["copies to the device"] - inputs))
-    assert shared["all-gather, forward"] == shared["all-gather, backward"] == 0
-    assert shared["reduce-scatter"] == gathered["reduce-scatter"] > 0
-
-
-def test_weights_come_the_way_that_is_predicted_to_be_faster(plan):
-    def chosen(*arguments, **machine):
-        data = plan(*arguments, **machine)[2]
-        return data["settings"]["weights"], data["policies"]["bandwidth"]["predicted"]["seconds"]
-
-    fast_peers, slow_peers = {"link": "1 GB/s"}, {"link": "55 GB/s", "links": "peer_bytes_per_s: 0.1 GB/s"}
-    assert chosen(**fast_peers)[0] == "gathered" and chosen(**slow_peers)[0] == "shared"
-    for machine in (fast_peers, slow_peers):
-        both = [chosen("--weights", way, **machine)[1] for way in ("gathered", "shared")]
-        assert chosen(**machine)[1] == min(both)
-    # a machine that has a part of the model only has nothing to share
-    across = [*("--num-nodes", "2", "--between-nodes", "shard")]
-    links = "peer_bytes_per_s: 0.1 GB/s, network_bytes_per_s: 1 GB/s"
-    assert chosen(*across, links=links)[0] == "gathered"
-    with pytest.raises(ConfigError, match="the model is cut over 2 machines"):
-        plan(*across, "--weights", "shared")
 
 
 def test_gradients_that_wait_on_the_devices_are_reduced_once(plan):
-    every, last = (plan("--accumulate-grad-batches", "3", *GATHERED, *more)[2] for more in ((), ("--no-sync",)))
+    every, last = (plan("--accumulate-grad-batches", "3", *more)[2] for more in ((), ("--no-sync",)))
     moved = [data["ranks"]["device_bytes_per_step"] for data in (every, last)]
     assert moved[0]["reduce-scatter"] == 3 * moved[1]["reduce-scatter"]
     assert moved[0]["all-gather, forward"] == moved[1]["all-gather, forward"]
@@ -122,8 +100,7 @@ def test_gradients_that_wait_on_the_devices_are_reduced_once(plan):
 
 def test_devices_keep_reduced_gradients_where_machines_replicate_the_model(plan):
     alone, replicated = (
-        plan("--num-nodes", "3", "--devices", "4", "--between-nodes", way, *GATHERED)[2]
-        for way in ("shard", "replicate")
+        plan("--num-nodes", "3", "--devices", "4", "--between-nodes", way)[2] for way in ("shard", "replicate")
     )
     kept = replicated["device_parts"]["gradients that machines have reduced"]
     assert kept == 2 * replicated["num_parameters"] // 4  # of 2 bytes
@@ -131,7 +108,7 @@ def test_devices_keep_reduced_gradients_where_machines_replicate_the_model(plan)
 
 
 def test_the_text_says_what_each_device_and_each_machine_does(plan):
-    status, text, data = plan("--num-nodes", "3", "--devices", "4", "--between-nodes", "replicate", *GATHERED)
+    status, text, data = plan("--num-nodes", "3", "--devices", "4", "--between-nodes", "replicate")
     assert status == 0
     said = " ".join(text.split())
     assert "1 x 512 tokens x 4 devices x 3 machines" in said
@@ -149,24 +126,21 @@ def test_the_text_says_what_each_device_and_each_machine_does(plan):
     assert "counted once for all of its ranks" in said and "predicted: busy in" in said
     assert f"most of all {data['ranks']['predicted_bound_by']}" in said
     assert "measured" not in text and max(map(len, text.splitlines())) <= 118
-    assert "one copy in host memory" in " ".join(plan("--weights", "shared")[1].split())
 
 
 def test_links_that_are_not_known(plan):
-    text = " ".join(plan(*GATHERED, links="")[1].split())
+    text = " ".join(plan(links="")[1].split())
     assert "links between devices are not known: what they exchange is counted as going through host memory" in text
     with pytest.raises(ConfigError, match="machines exchange data, and machine `test machine` does not say how fast"):
         plan("--num-nodes", "2", links="")
 
 
 def test_ranks_of_the_cpu_share_it(plan):
-    alone, four = (plan("--devices", count, *GATHERED, count=1, is_host="true")[2] for count in ("1", "4"))
+    alone, four = (plan("--devices", count, count=1, is_host="true")[2] for count in ("1", "4"))
     assert four["roles"]["momentum"] == alone["roles"]["momentum"]
     assert four["host_bytes"] == sum(four["roles"].values()) + 4 * four["device_bytes"]
     compute = [data["ranks"]["predicted_busy_seconds"]["compute"] for data in (alone, four)]
     assert compute[1] == pytest.approx(4 * compute[0])  # four times the tokens
-    shared = plan("--devices", "4", "--weights", "shared", count=1, is_host="true")[2]
-    assert shared["device_bytes"] == four["device_bytes"]  # whole units come together in memory of the rank
 
 
 @pytest.mark.parametrize(
@@ -177,7 +151,7 @@ def test_ranks_of_the_cpu_share_it(plan):
             ["--devices", "0"],
             r"got 0 devices: choose 1 to 4 of each machine, .* \(--num-nodes\)$",
         ),
-        (["--num-nodes", "2", "--weights", "shared"], "--between-nodes replicate.*--weights gathered"),
+        (["--weights", "shared"], "--weights shared was removed"),
         (["--num-nodes", "0"], "num_nodes must be at least 1, got 0"),
         (["--lora", "4", "--quantize", "4bit"], "count its compute weights once for each"),
         (["--no-stream-weights"], "several devices keep their shards of weights on the host"),
@@ -189,8 +163,8 @@ def test_what_cannot_be_is_refused(plan, arguments, message):
 
 
 def test_what_does_not_fit_may_be_cut_over_the_machines(plan):
-    needed = plan("--num-nodes", "2", "--between-nodes", "replicate", *GATHERED)[2]["host_bytes"]
-    status, _, data = plan("--num-nodes", "2", "--between-nodes", "replicate", *GATHERED, dram=f"{needed * 3 // 4}B")
+    needed = plan("--num-nodes", "2", "--between-nodes", "replicate")[2]["host_bytes"]
+    status, _, data = plan("--num-nodes", "2", "--between-nodes", "replicate", dram=f"{needed * 3 // 4}B")
     assert status == 3 and "the model cut over all machines" in [each["text"] for each in data["what_fits"]]
     assert plan("--num-nodes", "2", "--between-nodes", "shard", dram=f"{needed * 3 // 4}B")[0] == 0
 
@@ -198,7 +172,7 @@ def test_what_does_not_fit_may_be_cut_over_the_machines(plan):
 def test_of_several_devices_state_lies_on_drives_which_checkpoints_copy(plan):
     def of(count, **ssd):
         ssd = ", ".join(f"{name}: {value}" for name, value in {"capacity_bytes": "1GiB", **ssd}.items())
-        return plan("--devices", count, *GATHERED, links=f"{LINKS}}}\nssd: {{{ssd}", dram="54MiB")[2]
+        return plan("--devices", count, links=f"{LINKS}}}\nssd: {{{ssd}", dram="54MiB")[2]
 
     alone, four = (of(count)["policies"]["dram_only"]["bytes"] for count in ("1", "4"))
     for found in (alone, four):

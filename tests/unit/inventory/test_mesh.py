@@ -52,7 +52,6 @@ def test_all_machines_together_hold_every_replica(parameter, mesh):
     [
         ({"num_devices": 0}, "at least one device on at least one machine, got 0 devices on 1 machines"),
         ({"num_machines": 0}, "got 1 devices on 0 machines"),
-        ({"num_machines": 2, "shares_weights": True}, "the model is cut over 2 machines. Let every machine hold all"),
     ],
 )
 def test_a_mesh_that_no_run_can_have(fields, message):

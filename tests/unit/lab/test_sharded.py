@@ -44,17 +44,9 @@ def test_a_step_by_hand():
     assert step.seconds == pytest.approx(step.ideal_s + 0.5 + 1.0 + 0.125 + 1.0 + 0.5, abs=0.2)
 
 
-def test_ranks_that_share_weights_read_all_of_them_and_gather_nothing():
-    step = simulate(replace(TWO, shares_weights=True))
-    assert step.busy_s["forward"]["device 0, h2d"] == pytest.approx(8)
-    assert step.busy_s["forward"].get("peer 0", 0) == 0
-    assert step.busy_s["backward"]["peer 0"] == pytest.approx(4 * 8 / 16)
-
-
-@pytest.mark.parametrize("shares", [False, True], ids=["gathered", "shared"])
 @pytest.mark.parametrize(("count", "tokens"), [(2, 1024), (2, 4096), (4, 2048), (8, 2048)])
-def test_prefetch_brings_a_step_close_to_the_ideal_and_without_it_it_is_not(count, tokens, shares):
-    units = replace(units_of(SHAPE, tokens, HOST, count), shares_weights=shares)
+def test_prefetch_brings_a_step_close_to_the_ideal_and_without_it_it_is_not(count, tokens):
+    units = units_of(SHAPE, tokens, HOST, count)
     steps = [simulate(replace(units, prefetch=ahead), num_steps=2) for ahead in (0, 1)]
     alone, ahead = (step.seconds / step.ideal_s for step in steps)
     assert 1 <= ahead <= 1.10

@@ -103,8 +103,6 @@ def test_every_field_comes_back_from_a_file(tmp_path):
             peer_latency_s=1e-6,
             network_bytes_per_s=1e12,
             network_latency_s=0.5,
-            sockets=2,
-            socket_bytes_per_s=5.0,
         ),
         ssd=MachineSsd(capacity_bytes=13, read_bytes_per_s=1 / 7, write_bytes_per_s=None, num_drives=2, versions=2),
     )
@@ -147,16 +145,11 @@ def test_every_field_comes_back_from_a_file(tmp_path):
         ),
         ("device:", "links: {peer_bytes_per_s: 0}\ndevice:", "links: peer_bytes_per_s must be positive, got 0"),
         ("device:", "links: {network_bytes_per_s: fast}\ndevice:", "network_bytes_per_s must be a number of bytes per"),
-        ("device:", "links: {sockets: 0}\ndevice:", "sockets must be at least 1, got 1 and 0"),
+        ("device:", "links: {devices_per_port: 0}\ndevice:", "devices_per_port must be at least 1, got 0"),
         (
             "device:",
             "links: {devices_per_port: 2}\ndevice:",
             "2 devices share a port, and port_bytes_per_s does",
-        ),
-        (
-            "device:",
-            "links: {sockets: 2}\ndevice:",
-            "there are 2 sockets, and socket_bytes_per_s does",
         ),
         (
             "device:",

@@ -298,11 +298,9 @@ def test_weights_go_when_all_state_is_there_and_memory_is_still_too_small():
     assert weights_on_ssd(settled(listed(), 0)) == [f"layers.{i} weights" for i in range(8)]
 
 
-def test_weights_of_several_devices_go_unless_they_are_shared():
+def test_weights_of_several_devices_go_as_those_of_one():
     alone = settled(listed(), 0)
     assert weights_on_ssd(settled(listed(devices=2), 0)) == weights_on_ssd(alone)
-    shared = settled(listed(devices=2, share_weights=True), 0)
-    assert weights_on_ssd(shared) == [] and len(on_ssd(shared)) == len(on_ssd(alone))
 
 
 @pytest.mark.parametrize(("options", "why"), [({"streams": False}, "stream"), ({"optimizer": SGD}, "CPUAdam")])

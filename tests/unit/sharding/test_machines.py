@@ -4,12 +4,11 @@ import pytest
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.sharding.machines import Machines
-from lightning_cxl.sharding.same_machine import Place
 
 
 def machines(names):
     """Return the machines of ranks, a letter for each; a capital is a container on the machine."""
-    return Machines.at([Place(name.lower(), f"pid:{rank}", name) for rank, name in enumerate(names)])
+    return Machines.of([(name.lower(), name) for name in names])
 
 
 def test_ranks_are_numbered_on_their_machine():

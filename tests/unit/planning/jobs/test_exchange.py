@@ -53,7 +53,6 @@ def test_volumes_by_hand():
     assert once == replace(shards, reduce_scatter=180)
     replicas = step_volume(UNITS, Mesh(num_devices=2, num_machines=5, replicates=True))
     assert replicas == Volume(forward_gather=30, backward_gather=30, reduce_scatter=60, all_reduce=2 * 4 / 5 * 60)
-    assert step_volume(UNITS, Mesh(num_devices=2, shares_weights=True)) == Volume(reduce_scatter=60)
     assert step_volume(UNITS, Mesh()) == Volume()
 
 
@@ -113,7 +112,7 @@ def test_exchanges_between_devices_and_between_machines():
     assert exchanges(volume, Mesh(), 3, 2, 1) == ()
 
 
-def job_of(*found, units=4, forward=20.0, backward=60.0, moves=(), shares=False, overlap="none"):
+def job_of(*found, units=4, forward=20.0, backward=60.0, moves=(), overlap="none"):
     return Job(
         name="job",
         classes=(MemoryClass(role=TensorRole.COMPUTE_WEIGHTS, nbytes=1, moves=moves),),
@@ -121,7 +120,6 @@ def job_of(*found, units=4, forward=20.0, backward=60.0, moves=(), shares=False,
         forward_flops=forward,
         backward_flops=backward,
         exchanges=found,
-        shares_weights=shares,
         overlap=overlap,
     )
 
@@ -170,17 +168,6 @@ def test_devices_without_links_exchange_through_host_memory():
     assert time_of(job_of(Exchange("forward", "gather", 80, 0, 5), forward=1.0), cpu).forward.resources[
         "tier dram0"
     ] == pytest.approx(3.2)
-
-
-def test_weights_that_all_devices_share_come_from_all_sockets():
-    moves = (Move("forward", "h2d", 80),)
-    machine = replace(MACHINE, links=replace(LINKS, sockets=2, socket_bytes_per_s=2))
-    time = time_of(job_of(moves=moves, shares=True, forward=1.0), machine)
-    # two devices read 160 bytes; a quarter of that goes from each socket to the other
-    assert time.forward.resources["between sockets"] == pytest.approx(20)
-    assert time.forward.seconds == pytest.approx(20 + 1 / 4)
-    own = time_of(job_of(moves=moves, forward=1.0), machine)
-    assert "between sockets" not in own.forward.resources and own.forward.seconds == pytest.approx(8 + 1 / 4)
 
 
 @given(st.floats(0, 1e3), st.floats(0, 1e3), st.sampled_from(["none", "backward", "forward"]))
