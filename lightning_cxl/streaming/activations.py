@@ -35,7 +35,6 @@ from lightning_cxl.memory.host_tensors import has_own_memory
 from lightning_cxl.streaming.module_state import ModuleState
 from lightning_cxl.streaming.saved_inputs import (
     Allocate,
-    Comparisons,
     HeldInput,
     History,
     InPlaceInput,
@@ -104,8 +103,9 @@ class OwnCheckpointing:
         if not self._has_told and is_in_backward():
             self._has_told = True
             log.info(
-                f"unit `{unit}` runs within a checkpoint of the model's own, so it is computed three times: leave "
-                "torch.utils.checkpoint out: inputs are offloaded anyway, which is faster and gives the same losses"
+                f"unit `{unit}` runs within a checkpoint of the model's own, which recomputes it in addition to "
+                "lightning_cxl: leave torch.utils.checkpoint out. Inputs are offloaded anyway, which is faster and "
+                "gives the same losses"
             )
 
 
@@ -319,7 +319,6 @@ class ActivationOffload:
         self._latest: Callable[[], _UnitCall | None] = _no_call
         self._attached: list[UnitForward] = []
         self.own_checkpointing = OwnCheckpointing()
-        self.comparisons = Comparisons(engine, allocate)
 
     def attach(self, units: Iterable[tuple[str, nn.Module]], model: nn.Module | None = None) -> None:
         """Wrap the forward of each unit.
@@ -527,7 +526,7 @@ class _UnitCall:
 
     def _settle(self) -> None:
         """The forward has returned: learn what it changed and let go of what a recompute does not need."""
-        self._state.settle(self._unit.offload.comparisons, self._unit.name)
+        self._state.settle()
         changed = [position for position, each in enumerate(self._inputs) if each.observe()]
         self._unit.changed_inputs.update(changed)
         self._unit.is_observed = True

@@ -9,8 +9,8 @@ shallow copies of plain list, dict and set attributes, all other attributes by r
 the live objects are never written, so no version counter moves and no graph that has saved one of them is disturbed.
 
 Versions do not tell whether a forward changed a buffer (`native_batch_norm` and ``.data`` do not count), so small
-tensors are always copied, and large ones (causal masks) are compared by value after the forward; their copies are let
-go when it is known that they are equal, which on a device is a little later (`Comparisons`).
+tensors are always copied, and large ones (causal masks, packed weights in buffers) are compared by value after the
+forward, so that the copies of equal ones can be freed.
 Parameters are not copied: one that was changed in place between forward and recompute is an error, as in autograd;
 their `requires_grad` is shown as it was, since it decides what a forward saves. Tensors that someone has put in their
 place for one forward (``torch.func.functional_call``) are there for the recompute, too.
@@ -29,14 +29,14 @@ import copy
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_cxl.streaming.saved_inputs import Comparisons, stale_error, version_of
+from lightning_cxl.streaming.saved_inputs import stale_error, version_of
 from lightning_cxl.streaming.unit_weights import peek, peek_at_own
 
 _SMALL_NUMEL = 1 << 14
@@ -64,23 +64,15 @@ class ModuleState:
         self._draws = list(map(_Draws, _generators(values)))
         self._shown = [(module, name, _hold(each)) for module, name, each in _own_parameters(unit)]
         self._unsettled = list(kept.values())
-        self._compared: list[_Kept] = []  # in the order in which they were asked for
         self._parameters: list[tuple[nn.Parameter, int | None, bool]] = []  # version and requires_grad in the forward
 
-    def settle(self, comparisons: Comparisons, name: str) -> None:
-        """Let go of what the forward did not change, as soon as that is known; note which parameters it used."""
+    def settle(self) -> None:
+        """Free what the forward, which has returned, did not change; note which parameters it used."""
         self._draws = [each for each in self._draws if each.has_moved()]
-        self._compared = [kept for kept in self._unsettled if kept.settle()]
+        for kept in self._unsettled:
+            kept.settle()
         self._unsettled = []
-        if self._compared:
-            comparisons.ask(self, [kept.versus() for kept in self._compared], name)
         self._parameters = [(_hold(each), version_of(each), each.requires_grad) for each in peek(self._unit)]
-
-    def take_answer(self, is_same: Sequence[bool]) -> None:
-        """Keep of each large tensor either itself, as the forward did not change it, or its copy."""
-        for kept, same in zip(self._compared, is_same, strict=True):
-            kept.keep_one(original=same)
-        self._compared = []
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -135,24 +127,13 @@ class _Kept:
         self._copy: Any = _copy_of(original)
         self._version: int | None = None
 
-    def settle(self) -> bool:
-        """Keep the copy alone; or return that both are to be compared, as it is dear and may be superfluous."""
+    def settle(self) -> None:
+        """Keep the original of a large tensor that is unchanged, otherwise the copy."""
         original, copied = self._original, self._copy
+        # a comparison waits for the device; only units with large buffers pay for it
         is_large = isinstance(original, torch.Tensor) and original.numel() > _SMALL_NUMEL
-        if is_large and original.shape == copied.shape:
-            self._version = version_of(original)
-            return True
-        self._original = None
-        return False
-
-    def versus(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the original, which may have changed, and the copy."""
-        return self._original.detach(), self._copy
-
-    def keep_one(self, *, original: bool) -> None:
-        """Let go of the copy, or of the original."""
-        if original:
-            self._copy = None
+        if is_large and _is_same(original, copied):
+            self._version, self._copy = version_of(original), None
         else:
             self._original = None
 
@@ -164,6 +145,11 @@ class _Kept:
             what = f"a buffer of shape {tuple(self._original.shape)} and {self._original.dtype}"
             raise stale_error(what, version_of(self._original), self._version)
         return self._original
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    return alike and (one.is_meta or torch.equal(one, other))  # NaN differs from NaN: its copy is kept
 
 
 class _Draws:

@@ -71,69 +71,29 @@ class AwaitedParameters(dict[str, Any]):
         self.plain = plain
         self._settle = settle
 
-    def _settled(self) -> dict[str, Any]:
+    def settled(self) -> dict[str, Any]:
         self._settle()
         return self.plain
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names; being defined here, it keeps ``dict(self)`` from reading values directly."""
-        return iter(self.plain)
-
-    def __getitem__(self, name: str) -> Any:
-        """Wait, then look up."""
-        return self._settled()[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Wait, then look up."""
-        return self._settled().get(name, default)
-
-    def items(self) -> Any:
-        """Wait, then return the items."""
-        return self._settled().items()
-
-    def values(self) -> Any:
-        """Wait, then return the values."""
-        return self._settled().values()
-
-    def copy(self) -> dict[str, Any]:
-        """Wait, then copy."""
-        return self._settled().copy()
-
-    def __setitem__(self, name: str, parameter: Any) -> None:
-        """Wait, then set."""
-        self._settled()[name] = parameter
-
-    def __delitem__(self, name: str) -> None:
-        """Wait, then delete."""
-        del self._settled()[name]
-
-    def pop(self, *args: Any) -> Any:
-        """Wait, then pop."""
-        return self._settled().pop(*args)
-
-    def popitem(self) -> Any:
-        """Wait, then pop."""
-        return self._settled().popitem()
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        """Wait, then look up or set."""
-        return self._settled().setdefault(name, default)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Wait, then update."""
-        self._settled().update(*args, **kwargs)
-
-    def clear(self) -> None:
-        """Wait, then clear."""
-        self._settled().clear()
-
-    def __eq__(self, other: object) -> bool:
-        """Wait, then compare."""
-        return self._settled() == other
+        return iter(self.plain)  # names alone; defined here, it keeps ``dict(self)`` from reading values directly
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        """Copy and pickle as the plain dict, after waiting."""
-        return dict, (self._settled(),)
+        return dict, (self.settled(),)  # copies and pickles are plain
+
+
+def _after_settling(name: str) -> Callable[..., Any]:
+    def method(self: AwaitedParameters, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.settled(), name)(*args, **kwargs)
+
+    return method
+
+
+for _name in (
+    *("__getitem__", "get", "items", "values", "copy", "__eq__", "__ne__", "__or__"),
+    *("__setitem__", "__delitem__", "pop", "popitem", "setdefault", "update", "clear", "__ior__"),
+):
+    setattr(AwaitedParameters, _name, _after_settling(_name))
 
 
 def guard(module: nn.Module, settle: Callable[[], None]) -> None:
@@ -244,31 +204,41 @@ class AllocateWeights(Protocol):
 
 
 class Place(NamedTuple):
-    """Where one parameter lies among the weights of its unit."""
-
-    parameter: nn.Parameter
-    offset: int
-    home: torch.Tensor  # its storage is its own, so that saving one parameter saves just that
-
-
-class Placed(NamedTuple):
     """Where a parameter and the tensors beside it lie, by key. See [Note: Quantised parameters]."""
 
     module: nn.Module
     parameter: nn.Parameter
-    offsets: dict[str, int]
-    homes: dict[str, torch.Tensor]
+    offsets: dict[str, int]  # in a slot
+    homes: dict[str, torch.Tensor]  # each has a storage of its own, so that saving one parameter saves just that
 
-    def put_back(self, slot: torch.Tensor) -> None:
+    @property
+    def home(self) -> torch.Tensor:
+        return self.homes[DATA]
+
+    @property
+    def is_quantised(self) -> bool:
+        return len(companions(self.module, self.parameter)) > 0
+
+    def show(self, slot: torch.Tensor | None = None) -> None:
+        """Let the parameter show its copy in a slot, or its home."""
+        tensors = self.homes
+        if slot is not None:
+            tensors = {key: _in_slot(slot, self.offsets[key], home) for key, home in tensors.items()}
+        show(self.module, self.parameter, tensors)
+
+    def put_back(self, slot: torch.Tensor) -> bool:
         """Put the parameter back where its module has got another one with the same bytes, which would stay there.
 
         Where the CPU computes, peft's DoRA replaces the parameter of a layer by ``weight.to("cpu")`` in every forward.
+
+        Returns:
+            Whether the parameter still shows the slot.
         """
+        shown_at = slot.data_ptr() + self.offsets[DATA]
         for name, shown in self.module._parameters.items():
-            if shown is None or shown is self.parameter:
-                continue
-            if shown.data_ptr() == slot.data_ptr() + self.offsets[DATA]:
+            if shown is not None and shown is not self.parameter and shown.data_ptr() == shown_at:
                 self.module._parameters[name] = self.parameter
+        return self.parameter.data_ptr() == shown_at
 
 
 class Piece(NamedTuple):
@@ -296,7 +266,6 @@ class UnitWeights:
         self.nbytes = 0
         self.pieces: list[Piece] = []
         self.places: list[Place] = []
-        self._quantised: list[Placed] = []
         self._slot: torch.Tensor | None = None  # the device memory that the parameters show
         self.num_forwards = 0
         """How often the unit was entered for a forward that backward repeats; whoever counts sets it back."""
@@ -321,11 +290,11 @@ class UnitWeights:
     def _move(self, parameters: Sequence[nn.Parameter], allocate: AllocateWeights) -> None:
         module_of = owners_in(self.module)
         home = allocate(piece_nbytes(self.module, parameters), parameters)
-        moved: list[Placed] = []
+        moved: list[Place] = []
         with home.filling() as memory:
             end = 0
             for parameter in parameters:
-                each = Placed(module_of[id(parameter)], parameter, {}, {})
+                each = Place(module_of[id(parameter)], parameter, {}, {})
                 for key, tensor in tensors_of(each.module, parameter).items():
                     new, each.homes[key] = (
                         laid_out_as(place.slice(end, tensor.nbytes).tensor((tensor.numel(),), tensor.dtype), tensor)
@@ -336,15 +305,13 @@ class UnitWeights:
                     each.offsets[key] = self.nbytes + end
                     end += aligned_nbytes(tensor)
                 if memory is home.buffer:
-                    show(*each[:2], each.homes)  # at once: what it leaves goes back
+                    each.show()  # at once: what it leaves goes back
                 moved.append(each)
         for each in moved:
-            show(*each[:2], each.homes)
-            self.places.append(Place(each.parameter, each.offsets[DATA], each.homes[DATA]))
+            each.show()
             if not (isinstance(home, InMemory) and home.is_inherited) and each.parameter.numel():
-                self._left_behind.add(each.homes[DATA].data_ptr())
-            if companions(each.module, each.parameter):
-                self._quantised.append(each)
+                self._left_behind.add(each.home.data_ptr())
+        self.places += moved
         self.pieces.append(Piece(self.nbytes, home.buffer.tensor((end,), torch.uint8), home))
         self.nbytes += end
 
@@ -443,7 +410,8 @@ class UnitWeights:
     @torch.no_grad()
     def take_in(self) -> None:
         """Take over what someone has put in the place of a parameter's data since it was home."""
-        for parameter, _, home in self.places:
+        for place in self.places:
+            parameter, home = place.parameter, place.home
             data = plain_data(parameter)
             if data.data_ptr() == home.data_ptr() and (data.shape, data.stride()) == (home.shape, home.stride()):
                 continue
@@ -468,51 +436,39 @@ class UnitWeights:
 
     def enter(self, slot: torch.Tensor) -> None:
         """Let the parameters show a copy of the piece."""
-        for parameter, offset, home in self.places:
-            set_plain_data(parameter, _in_slot(slot, offset, home))
-        for each in self._quantised:
-            views = {key: _in_slot(slot, each.offsets[key], home) for key, home in each.homes.items()}
-            show(each.module, each.parameter, views)
+        for place in self.places:
+            place.show(slot)
         self._slot = slot
 
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
         """Meanwhile show no gradients. They stay on the host: a compiler fails beside weights on the device."""
-        grads = [(place, plain_grad(place.parameter)) for place in self.places]
-        aside = [(place, grad) for place, grad in grads if grad is not None]
+        aside = [(place, grad) for place in self.places if (grad := plain_grad(place.parameter)) is not None]
         for place, _ in aside:
             set_plain_grad(place.parameter, None)
         try:
             yield
         finally:
-            for (parameter, _, home), grad in aside:
-                if grad.device == home.device:
-                    shown = plain_data(parameter)
-                    set_plain_data(parameter, home)  # torch takes a gradient beside its weight only
-                    set_plain_grad(parameter, grad)
-                    set_plain_data(parameter, shown)
-                else:  # it came before its unit was entered
-                    set_plain_grad(parameter, grad)  # for `leave`, which refuses it
+            for place, grad in aside:
+                shown = plain_data(place.parameter)
+                if grad.device == place.home.device:
+                    set_plain_data(place.parameter, place.home)  # torch takes a gradient beside its weight only
+                # else it came before its unit was entered, and `leave` refuses it
+                set_plain_grad(place.parameter, grad)
+                set_plain_data(place.parameter, shown)
 
     def leave(self) -> None:
         """Let the parameters show the piece on the host again."""
         slot, self._slot = self._slot, None
-        if slot is not None:
-            for each in self._quantised:
-                each.put_back(slot)
         replaced = [
-            each.parameter
-            for each in self._quantised
-            if slot is not None and each.parameter.data_ptr() != slot.data_ptr() + each.offsets[DATA]
+            place for place in self.places if slot is not None and place.is_quantised and not place.put_back(slot)
         ]
         unclaimed = []
-        for parameter, _, home in self.places:
-            set_plain_data(parameter, home)
-            if (grad := plain_grad(parameter)) is not None and grad.device != home.device:
-                set_plain_grad(parameter, None)
-                unclaimed.append(parameter)
-        for each in self._quantised:
-            show(each.module, each.parameter, each.homes)
+        for place in self.places:
+            place.show()
+            if (grad := plain_grad(place.parameter)) is not None and grad.device != place.home.device:
+                set_plain_grad(place.parameter, None)
+                unclaimed.append(place.parameter)
         if unclaimed:
             ids = {id(parameter) for parameter in unclaimed}
             names = [f"`{name}`" for name, parameter in self.module.named_parameters() if id(parameter) in ids]

@@ -117,10 +117,9 @@ MUTATIONS = {
         Mutation("an access waits for the update", "streaming: UnitWeights._see", DELETE, "settle"),
         Mutation(
             "a parameter that is looked up is awaited",
-            "streaming: AwaitedParameters.__getitem__",
-            VALUE,
-            "return",
-            "self.plain[name]",
+            "streaming: AwaitedParameters.settled",
+            DELETE,
+            "_settle",
         ),
     ),
     "integration/test_streamed_hazards.py::test_writes_that_leave_no_trace_count": (

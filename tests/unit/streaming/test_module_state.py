@@ -5,15 +5,8 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cxl.streaming.module_state import ModuleState
-from lightning_cxl.streaming.saved_inputs import MAX_PENDING, Comparisons
-from lightning_cxl.transfer.engine import HostEngine
-from tests import training_device
-from tests.fakes import RecyclingMemory
-
-DIRECT = Comparisons(HostEngine(), RecyclingMemory().allocate)
 
 
 class Unit(nn.Module):
@@ -37,7 +30,7 @@ def test_replay_shows_the_start_of_the_call_and_changes_nothing_alive():
     unit.items.append(2)
     unit.count += 1
     unit.fresh = "made by the forward"
-    state.settle(DIRECT, "unit")
+    state.settle()
     unit.eval()
     unit.small += 1.0
     small, versions = unit.small, [unit.small._version, unit.large._version]
@@ -64,7 +57,7 @@ def test_replay_is_undone_after_an_exception():
     unit = Unit()
     state = ModuleState(unit)
     unit.count = 1
-    state.settle(DIRECT, "unit")
+    state.settle()
     with pytest.raises(ArithmeticError), state.replay():
         unit.count = 5
         raise ArithmeticError
@@ -74,14 +67,14 @@ def test_replay_is_undone_after_an_exception():
 def test_large_buffers_are_copied_only_if_the_forward_changed_them():
     unit = Unit()
     unchanged = ModuleState(unit)
-    unchanged.settle(DIRECT, "unit")
+    unchanged.settle()
     with unchanged.replay():
         shown = unit.large
     assert shown is unit.large
 
     changed = ModuleState(unit)
     unit.large.data.add_(1.0)
-    changed.settle(DIRECT, "unit")
+    changed.settle()
     with changed.replay():
         assert not unit.large.any()
     assert unit.large.all()
@@ -98,7 +91,7 @@ def test_nan_counts_as_changed():
     unit = Unit()
     unit.large.fill_(float("nan"))
     state = ModuleState(unit)
-    state.settle(DIRECT, "unit")
+    state.settle()
     unit.large.zero_()
     with state.replay():
         assert unit.large.isnan().all()
@@ -107,7 +100,7 @@ def test_nan_counts_as_changed():
 def test_changed_parameters_are_an_error():
     unit = Unit()
     state = ModuleState(unit)
-    state.settle(DIRECT, "unit")
+    state.settle()
     with state.replay():
         pass
     with torch.no_grad():
@@ -122,7 +115,7 @@ def test_tensors_of_a_graph_are_kept_by_reference():
     carry = unit.carry
     state = ModuleState(unit)
     unit.carry = unit.carry * 2
-    state.settle(DIRECT, "unit")
+    state.settle()
     with state.replay():
         assert unit.carry is carry
 
@@ -130,70 +123,10 @@ def test_tensors_of_a_graph_are_kept_by_reference():
 def test_small_originals_are_not_kept_alive():
     unit = Unit()
     state = ModuleState(unit)
-    state.settle(DIRECT, "unit")
+    state.settle()
     reference = weakref.ref(unit.inner.running_mean)
     unit.inner.running_mean = torch.zeros(3)
     gc.collect()
     assert reference() is None
     with state.replay():
         assert unit.inner.running_mean.tolist() == [0.0] * 3
-
-
-class Pinned:
-    """Host memory that copies land in while the host goes on."""
-
-    def tensor(self, shape, dtype):
-        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=training_device.current.type != "cpu")
-
-
-def pinned(_nbytes, _unit):
-    return Pinned()
-
-
-class NeverWaits(TorchDispatchMode):
-    """Refuses what blocks the host until the device has computed a value."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert function not in (torch.ops.aten.equal.default, torch.ops.aten._local_scalar_dense.default)
-        return function(*args, **(kwargs or {}))
-
-
-def copies_of(states):
-    """Return whether each state still has a copy of its unit's large buffer."""
-    kept = [next(each for each in state._before[0][2].values() if each._version is not None) for state in states]
-    return [each._copy is not None for each in kept]
-
-
-@pytest.mark.parametrize("late", ["nothing", "kernels", "to the host, much"])
-def test_on_a_device_copies_go_when_the_answer_has_come(device_engine, late):
-    training_device.make_late(late)
-    comparisons = Comparisons(device_engine, pinned)
-    states, shown = [], []
-    for number in range(6):
-        unit = Unit()
-        states.append(ModuleState(unit))
-        if number == 1:
-            unit.large.data.add_(1.0)  # does not count as a new version
-        with NeverWaits():
-            states[-1].settle(comparisons, "unit")
-        with states[-1].replay():
-            shown.append(unit.large.any())  # whether or not the answer has come
-    assert not any(shown)
-    expected = [False, True, False, False]
-    assert copies_of(states[:-MAX_PENDING]) == expected, "the answers to all but the last have been taken"
-    device_engine.synchronize()
-    another = ModuleState(unit)
-    another.settle(comparisons, "unit")
-    assert copies_of(states) == [*expected, False, False]
-
-
-def test_a_state_that_is_not_needed_any_more_is_not_kept_for_its_answer(device_engine):
-    if device_engine.computes_on_host:
-        pytest.skip("needs a device apart")
-    training_device.make_late("to the host")
-    comparisons = Comparisons(device_engine, pinned)
-    state = ModuleState(Unit())
-    state.settle(comparisons, "unit")
-    copy = weakref.ref(state._compared[0]._copy)
-    del state
-    assert copy() is None
