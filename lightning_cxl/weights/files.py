@@ -9,7 +9,6 @@ import ctypes
 import json
 import mmap
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from functools import partial
 from math import prod
 from os import PathLike, fspath
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_cxl.errors import CheckpointError, UnsupportedError
@@ -171,139 +170,6 @@ def _with_values(values: Any, read: dict[int, Tensor]) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The header of a safetensors file: which tensors it holds, and where their bytes are.
-#
-# A file is eight bytes (the header's length, little-endian), a JSON object (name -> dtype, shape, offsets) padded with
-# spaces, then the bytes of all tensors without gaps. A header is checked completely before a byte of data is read.
-
-LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000
-"""What the reference implementation accepts: JSON of that size takes a gigabyte of objects already."""
-METADATA = "__metadata__"
-_ALIGNMENT = 8
-_DTYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One tensor of a file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    """First byte, counted from the end of the header."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the format's name of a dtype."""
-    if dtype not in _NAMES:
-        raise CheckpointError(f"safetensors files cannot hold {dtype}; they hold {', '.join(map(str, _NAMES))}")
-    return _NAMES[dtype]
-
-
-def encode_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """Return length and header of a file that holds these tensors in this order."""
-    content: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-    begin = 0
-    for name, dtype, shape in tensors:
-        if name == METADATA or name in content:
-            raise CheckpointError(f"cannot write two tensors named {name!r} to one safetensors file; rename one")
-        end = begin + prod(shape) * dtype.itemsize
-        content[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)  # so that data is aligned
-    if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            f"a header of {len(text):,} bytes for {len(tensors):,} tensors is more than the {MAX_HEADER_BYTES:,} that "
-            "safetensors allows: write more, smaller files"
-        )
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text
-
-
-def decode_header(text: bytes, data_bytes: int) -> tuple[list[TensorEntry], dict[str, str]]:
-    """Return the tensors of a file in the order of their bytes, and its metadata."""
-    try:
-        content = json.loads(text, object_pairs_hook=_without_duplicates)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"its header is not JSON: {error}") from None
-    if not text.startswith(b"{") or not isinstance(content, dict):
-        raise ValueError("its header is not a JSON object")
-    metadata = content.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"its {METADATA} is not a table of strings")
-    entries = sorted((_entry(name, value) for name, value in content.items()), key=lambda e: (e.begin, e.nbytes))
-    end = 0
-    for entry in entries:
-        if entry.begin != end:
-            wrong = "overlaps the one before" if entry.begin < end else "leaves a gap"
-            raise ValueError(f"tensor {entry.name!r} begins at byte {entry.begin:,} of the data, not {end:,}: {wrong}")
-        end += entry.nbytes
-    if end != data_bytes:
-        wrong = "the file is cut off" if end > data_bytes else "the rest belongs to no tensor"
-        raise ValueError(f"its tensors take {end:,} bytes, behind the header are {data_bytes:,}: {wrong}")
-    return entries, metadata
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"its header names {twice!r} twice")
-    return table
-
-
-def _entry(name: str, value: Any) -> TensorEntry:
-    """Return the checked entry of one tensor."""
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"tensor {name!r} has not dtype, shape and data_offsets, but {str(value)[:100]}")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise ValueError(f"tensor {name!r} has the dtype {dtype!r}; this version reads {', '.join(_DTYPES)}")
-    if not _are_sizes(shape):
-        raise ValueError(f"tensor {name!r} has the shape {shape!r}")
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
-        raise ValueError(f"tensor {name!r} has the data_offsets {offsets!r}")
-    entry = TensorEntry(name, _DTYPES[dtype], tuple(shape), offsets[0])
-    if entry.nbytes != offsets[1] - offsets[0]:
-        raise ValueError(
-            f"tensor {name!r} of shape {shape} and {dtype} takes {entry.nbytes:,} bytes, but its data_offsets "
-            f"{offsets} span {offsets[1] - offsets[0]:,}"
-        )
-    return entry
-
-
-def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
-
-
-# ----------------------------------------------------------------------------------------------------
 # Tensors as bytes, in chunks of bounded size: what files are read into and written from.
 
 CHUNK_BYTES = 16 * 2**20
@@ -366,32 +232,215 @@ class Staging:
         return self._memory[: chunk.numel() * dtype.itemsize].view(dtype).view(chunk.shape)
 
 
+# ----------------------------------------------------------------------------------------------------
+# What a weight is read from: one tensor of a file, or several that make it up.
+
+
+class WeightSource(Protocol):
+    """Gives the values of one weight."""
+
+    @property
+    def name(self) -> str:
+        """In the files."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the values it gives."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the values it gives."""
+
+    def read_into(self, target: Tensor, staging: "Staging") -> None:
+        """Fill a tensor of the same shape, of any dtype, layout and device; rounds to nearest where it must.
+
+        Args:
+            target: INOUT. Its version is raised, also when reading fails in the middle.
+            staging: used where bytes of the file are not the bytes of the target.
+        """
+
+    def parts(self, num_elements: int) -> Iterator[Tensor]:
+        """Yield the values in row-major order, flat and a part at a time; a part may be overwritten by the next."""
+
+    def mapped(self) -> Tensor | None:
+        """Return a tensor that shows the pages of a file; None where it must be read."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the bits that `read_into` would give it."""
+
+
+Translate = Callable[[Sequence[WeightSource]], list[tuple[str, WeightSource]]]
+"""Returns for the tensors of files, in their order, the model's names and what is read for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """One tensor of a file: a `WeightSource`."""
+
+    file: "TensorFile"
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int  # first byte in the file
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @torch.no_grad()
+    def read_into(self, target: Tensor, staging: "Staging") -> None:
+        try:
+            if is_raw(target) and target.dtype == self.dtype:
+                memory = bytes_of(target)
+                for begin in range(0, len(memory), CHUNK_BYTES):
+                    self.file.read(memory[begin : begin + CHUNK_BYTES], self.begin + begin)
+            else:
+                for chunk, part in self._staged(target.detach(), staging):
+                    chunk.copy_(part)
+        finally:
+            torch.autograd.graph.increment_version(target)
+
+    def parts(self, num_elements: int) -> Iterator[Tensor]:
+        count = prod(self.shape)
+        memory = scratch((min(num_elements, count),), self.dtype)
+        for begin in range(0, count, num_elements):
+            part = memory[: count - begin]
+            self.file.read(bytes_of(part), self.begin + begin * self.dtype.itemsize)
+            yield part
+
+    def mapped(self) -> Tensor | None:
+        """Return a contiguous tensor over the pages of the file, which takes memory only where it is written to.
+
+        It stays valid when the file is closed, and when its name is removed. None where its bytes do not begin at a
+        multiple of its elements' size.
+        """
+        if self.begin % self.dtype.itemsize:
+            return None
+        return self.file.pages().slice(self.begin, self.nbytes).tensor(self.shape, self.dtype)
+
+    @torch.no_grad()
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the bits that `read_into` would give it."""
+        read, mine, theirs = Staging(), Staging(), Staging()
+        for chunk, part in self._staged(tensor.detach(), read):
+            both = [staging.like(chunk, chunk.dtype) for staging in (mine, theirs)]
+            both[0].copy_(chunk)
+            both[1].copy_(part)
+            if not torch.equal(*(flat.view(-1).view(torch.uint8) for flat in both)):
+                return False
+        return True
+
+    def _staged(self, tensor: Tensor, staging: "Staging") -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the chunks of a tensor, each with what the file has for it."""
+        offset = self.begin
+        for chunk in chunks(tensor, CHUNK_BYTES // max(self.dtype.itemsize, tensor.dtype.itemsize)):
+            part = staging.like(chunk, self.dtype)
+            self.file.read(bytes_of(part), offset)
+            offset += part.nbytes
+            yield chunk, part
+
+
+class MergedTensor:
+    """A weight that is computed from several tensors of files, which are in memory while that is done.
+
+    Args:
+        compute: from tensors like `sources`, which may be on the meta device; empties the list, to free them early.
+    """
+
+    def __init__(self, sources: Sequence[WeightSource], compute: Callable[[list[Tensor]], Tensor]) -> None:
+        self._sources = sources
+        self._compute = compute
+        like = compute([torch.empty(source.shape, dtype=source.dtype, device="meta") for source in sources])
+        self.name, self.shape, self.dtype = sources[0].name, tuple(like.shape), like.dtype
+
+    def read_into(self, target: Tensor, staging: "Staging") -> None:
+        with torch.no_grad():
+            target.copy_(self._values(staging))
+        HeapTrimmer().trim_now()  # what `compute` took on the way
+
+    def parts(self, num_elements: int) -> Iterator[Tensor]:
+        yield from torch.split(self._values(Staging()).reshape(-1), num_elements)
+
+    def mapped(self) -> None:
+        return None  # no file has these numbers
+
+    def holds(self, tensor: Tensor) -> bool:
+        return torch.equal(self._values(Staging()).to(tensor.dtype), tensor.detach().cpu())
+
+    def _values(self, staging: "Staging") -> Tensor:
+        return self._compute([values_of(source, staging) for source in self._sources])
+
+    def from_pages(self) -> Callable[[], Tensor] | None:
+        """Return what computes the values, also when the files are closed; None where these cannot be mapped."""
+        pages = [source.mapped() for source in self._sources]
+        parts = [each for each in pages if each is not None]
+        return (lambda: self._compute(list(parts))) if len(parts) == len(pages) else None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Safetensors files.
+#
+# A file is eight bytes (the header's length, little-endian), a JSON object (name -> dtype, shape, offsets) padded with
+# spaces, then the bytes of all tensors without gaps.
+
+_LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+"""What the reference implementation accepts: JSON of that size takes a gigabyte of objects already."""
+_METADATA = "__metadata__"
+_ALIGNMENT = 8
+_DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    **{
+        f"{kind}{bits}": getattr(torch, f"{name}{bits}")
+        for kind, name in (("I", "int"), ("U", "uint"))
+        for bits in (8, 16, 32, 64)
+    },
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    **{f"F8_{kind}": getattr(torch, f"float8_{kind.lower()}") for kind in ("E4M3FNUZ", "E5M2", "E5M2FNUZ")},
+    "F8_E4M3": torch.float8_e4m3fn,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
 class TensorFile:
     """An open safetensors file whose header has been checked."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._pages: Buffer | None = None
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise self._unreadable(error) from error
         try:
-            self._data, entries, self.metadata = self._read_header()
+            # the package checks the header and the size of the file; numpy's way maps it without memory for writes
+            with safe_open(f"/proc/self/fd/{self._fd}", "numpy") as checked:
+                self.metadata: dict[str, str] = checked.metadata() or {}
+            length = int.from_bytes(os.pread(self._fd, _LENGTH_BYTES, 0), "little")
+            header = json.loads(os.pread(self._fd, length, _LENGTH_BYTES))
+            header.pop(_METADATA, None)
+            found = [self._tensor(name, entry, _LENGTH_BYTES + length) for name, entry in header.items()]
         except BaseException as error:
             os.close(self._fd)
-            if isinstance(error, (OSError, ValueError)):
+            if isinstance(error, (OSError, ValueError, SafetensorError)):
                 raise self._unreadable(error) from error
             raise
-        self.entries: dict[str, TensorEntry] = {entry.name: entry for entry in entries}
+        self.entries = {each.name: each for each in sorted(found, key=lambda each: (each.begin, each.nbytes))}
         """By name, in the order of their bytes."""
-        self._pages: Buffer | None = None
+
+    def _tensor(self, name: str, entry: Mapping[str, Any], data: int) -> FileTensor:
+        if entry["dtype"] not in _DTYPES:
+            raise ValueError(
+                f"tensor {name!r} has the dtype {entry['dtype']!r}; this version reads {', '.join(_DTYPES)}"
+            )
+        return FileTensor(self, name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), data + entry["data_offsets"][0])
 
     def __enter__(self) -> "TensorFile":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -401,79 +450,17 @@ class TensorFile:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # with the pages that two chunks shared
             os.close(fd)
 
-    @torch.no_grad()
-    def read_into(self, name: str, target: torch.Tensor, staging: Staging) -> None:
-        """Fill a tensor of the same shape, of any dtype, layout and device; rounds to nearest where it must.
-
-        Args:
-            target: INOUT. Its version is raised, also when reading fails in the middle.
-            staging: used where bytes of the file are not the bytes of the target.
-        """
-        entry = self.entries[name]
-        try:
-            if is_raw(target) and target.dtype == entry.dtype:
-                memory = bytes_of(target)
-                for begin in range(0, len(memory), CHUNK_BYTES):
-                    self._read(memory[begin : begin + CHUNK_BYTES], self._data + entry.begin + begin)
-            else:
-                for chunk, part in self._staged(entry, target.detach(), staging):
-                    chunk.copy_(part)
-        finally:
-            torch.autograd.graph.increment_version(target)
-
-    def parts(self, name: str, num_elements: int) -> Iterator[torch.Tensor]:
-        """Yield a tensor in row-major order, flat and a part at a time; each is overwritten by the next."""
-        entry = self.entries[name]
-        count = prod(entry.shape)
-        memory = scratch((min(num_elements, count),), entry.dtype)
-        for begin in range(0, count, num_elements):
-            part = memory[: count - begin]
-            self._read(bytes_of(part), self._data + entry.begin + begin * entry.dtype.itemsize)
-            yield part
-
-    def mapped(self, name: str) -> torch.Tensor | None:
-        """Return a tensor that shows the pages of the file, and takes memory only where it is written to.
-
-        It stays valid when the file is closed, and when its name is removed.
-
-        Returns:
-            A contiguous tensor; None where its bytes do not begin at a multiple of its elements' size.
-        """
-        entry = self.entries[name]
-        begin = self._data + entry.begin
-        if begin % entry.dtype.itemsize:
-            return None
+    def pages(self) -> Buffer:
+        """Return the pages of the file, mapped once."""
         if self._pages is None:
             try:
                 self._pages = pages_of_file(self._fd, os.fstat(self._fd).st_size)
             except OSError as error:
                 raise self._unreadable(error) from error
-        return self._pages.slice(begin, entry.nbytes).tensor(entry.shape, entry.dtype)
+        return self._pages
 
-    @torch.no_grad()
-    def holds(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has the bits that `read_into` would give it."""
-        read, mine, theirs = Staging(), Staging(), Staging()
-        for chunk, part in self._staged(self.entries[name], tensor.detach(), read):
-            both = [staging.like(chunk, chunk.dtype) for staging in (mine, theirs)]
-            both[0].copy_(chunk)
-            both[1].copy_(part)
-            if not torch.equal(*(flat.view(-1).view(torch.uint8) for flat in both)):
-                return False
-        return True
-
-    def _staged(
-        self, entry: TensorEntry, tensor: torch.Tensor, staging: Staging
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the chunks of a tensor, each with what the file has for it."""
-        offset = self._data + entry.begin
-        for chunk in chunks(tensor, CHUNK_BYTES // max(entry.dtype.itemsize, tensor.dtype.itemsize)):
-            part = staging.like(chunk, entry.dtype)
-            self._read(bytes_of(part), offset)
-            offset += part.nbytes
-            yield chunk, part
-
-    def _read(self, memory: memoryview, offset: int) -> None:
+    def read(self, memory: memoryview, offset: int) -> None:
+        """Fill memory from an offset in the file, which does not stay in the page cache."""
         done = 0
         while done < len(memory):
             try:
@@ -485,27 +472,32 @@ class TensorFile:
             done += count
         os.posix_fadvise(self._fd, offset, done, os.POSIX_FADV_DONTNEED)
 
-    def _read_header(self) -> tuple[int, list[TensorEntry], dict[str, str]]:
-        """Return where data begins, the tensors, and the metadata."""
-        size = os.fstat(self._fd).st_size
-        start = os.pread(self._fd, LENGTH_BYTES, 0)
-        length = int.from_bytes(start, "little")
-        if len(start) < LENGTH_BYTES:
-            raise ValueError(f"it has {size} bytes, too few for a safetensors file")
-        if length > MAX_HEADER_BYTES:
-            raise ValueError(
-                f"its header would have {length:,} bytes, of {MAX_HEADER_BYTES:,} allowed: no safetensors file"
-            )
-        data = LENGTH_BYTES + length
-        if data > size:
-            raise ValueError(f"its header has {length:,} bytes, the file {size:,}: the file is cut off")
-        entries, metadata = decode_header(os.pread(self._fd, length, LENGTH_BYTES), size - data)
-        return data, entries, metadata
-
     def _unreadable(self, error: Exception) -> CheckpointError:
         if isinstance(error, OSError):
             return CheckpointError(f"cannot read `{self.path}`: {error.strerror or error}.")
         return CheckpointError(f"cannot read `{self.path}`: {error}. Download or save it again.")
+
+
+def encode_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """Return length and header of a file that holds these tensors in this order."""
+    content: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    begin = 0
+    for name, dtype, shape in tensors:
+        if name == _METADATA or name in content:
+            raise CheckpointError(f"cannot write two tensors named {name!r} to one safetensors file; rename one")
+        if dtype not in _NAMES:
+            raise CheckpointError(f"safetensors files cannot hold {dtype}; they hold {', '.join(map(str, _NAMES))}")
+        end = begin + prod(shape) * dtype.itemsize
+        content[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)  # so that data is aligned
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"a header of {len(text):,} bytes for {len(tensors):,} tensors is more than the {MAX_HEADER_BYTES:,} that "
+            "safetensors allows: write more, smaller files"
+        )
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 class NamedTensor(NamedTuple):
@@ -648,133 +640,16 @@ def _check_names(files: Iterable[TensorFile], index: dict[str, str]) -> None:
             )
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a weight is read from: one tensor of a file, or several that make it up.
-
-
-class WeightSource(Protocol):
-    """Gives the values of one weight."""
-
-    @property
-    def name(self) -> str:
-        """In the files."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the values it gives."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the values it gives."""
-
-    def read_into(self, target: Tensor, staging: Staging) -> None:
-        """Fill a tensor of the same shape; see `TensorFile.read_into`."""
-
-    def parts(self, num_elements: int) -> Iterator[Tensor]:
-        """Yield the values in row-major order, flat and a part at a time; see `TensorFile.parts`."""
-
-    def mapped(self) -> Tensor | None:
-        """Return a tensor that shows the pages of a file; None where it must be read. See `TensorFile.mapped`."""
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor has the bits that `read_into` would give it."""
-
-
-Translate = Callable[[Sequence[WeightSource]], list[tuple[str, WeightSource]]]
-"""Returns for the tensors of files, in their order, the model's names and what is read for them."""
-
-
-class FileTensor(NamedTuple):
-    """One tensor of a file."""
-
-    file: TensorFile
-    entry: TensorEntry
-
-    @property
-    def name(self) -> str:
-        return self.entry.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.entry.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.entry.dtype
-
-    def read_into(self, target: Tensor, staging: Staging) -> None:
-        """Fill a tensor of the same shape; see `TensorFile.read_into`."""
-        self.file.read_into(self.name, target, staging)
-
-    def parts(self, num_elements: int) -> Iterator[Tensor]:
-        """Yield the values, flat and a part at a time; see `TensorFile.parts`."""
-        return self.file.parts(self.name, num_elements)
-
-    def mapped(self) -> Tensor | None:
-        """Return a tensor that shows the pages of the file; see `TensorFile.mapped`."""
-        return self.file.mapped(self.name)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor has the bits that `read_into` would give it."""
-        return self.file.holds(self.name, tensor)
-
-
 def tensors_of(files: Iterable[TensorFile]) -> list[WeightSource]:
     """Return every tensor of files, in their order."""
-    return [FileTensor(file, entry) for file in files for entry in file.entries.values()]
+    return [tensor for file in files for tensor in file.entries.values()]
 
 
-def values_of(source: WeightSource) -> Tensor:
+def values_of(source: WeightSource, staging: Staging | None = None) -> Tensor:
     """Return the values in memory of their own."""
     values = scratch(source.shape, source.dtype)
-    source.read_into(values, Staging())
+    source.read_into(values, staging or Staging())
     return values
-
-
-class MergedTensor:
-    """A weight that is computed from several tensors of files, which are in memory while that is done.
-
-    Args:
-        compute: from tensors like `sources`, which may be on the meta device; empties the list, to free them early.
-    """
-
-    def __init__(self, sources: Sequence[WeightSource], compute: Callable[[list[Tensor]], Tensor]) -> None:
-        self._sources = sources
-        self._compute = compute
-        like = compute([torch.empty(source.shape, dtype=source.dtype, device="meta") for source in sources])
-        self.name = sources[0].name
-        self.shape = tuple(like.shape)
-        self.dtype = like.dtype
-
-    def read_into(self, target: Tensor, staging: Staging) -> None:
-        """Fill a tensor of the same shape."""
-        with torch.no_grad():
-            target.copy_(self._merged(staging))
-        HeapTrimmer().trim_now()  # what `compute` took on the way
-
-    def parts(self, num_elements: int) -> Iterator[Tensor]:
-        """Yield the values, flat and a part at a time; all of them are in memory meanwhile."""
-        yield from torch.split(self._merged(Staging()).reshape(-1), num_elements)
-
-    def mapped(self) -> None:
-        """Return None: no file has these numbers."""
-
-    def from_pages(self) -> Callable[[], Tensor] | None:
-        """Return what computes the values, also when the files are closed; None where these cannot be mapped."""
-        pages = [source.mapped() for source in self._sources]
-        parts = [each for each in pages if each is not None]
-        return (lambda: self._compute(list(parts))) if len(parts) == len(pages) else None
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor has the numbers that `read_into` would give it."""
-        return torch.equal(self._merged(Staging()).to(tensor.dtype), tensor.detach().cpu())
-
-    def _merged(self, staging: Staging) -> Tensor:
-        parts = []
-        for source in self._sources:
-            parts.append(scratch(source.shape, source.dtype))
-            source.read_into(parts[-1], staging)
-        return self._compute(parts)
 
 
 def reader_of(source: WeightSource) -> Callable[[], Tensor] | None:
