@@ -128,7 +128,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def is_in_backward() -> bool:
-    """Return whether this thread runs within a backward."""
     return backward_id() is not None
 
 
@@ -152,7 +151,6 @@ find("torch.nn.utils.parametrize", "_cache_enabled", "know whether parametrizati
 
 
 def is_in_transform() -> bool:
-    """Return whether this thread runs in a transform of torch.func, such as ``vmap`` or ``grad``."""
     return _transforms() is not None
 
 
@@ -287,7 +285,6 @@ def loading_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[
 
 
 def share_hooks(source: Optimizer, target: Optimizer) -> None:
-    """Let `target` have all hooks of `source`, also those that are added to one of them later."""
     for name, hooks in zip(_HOOKS, _hooks_of(source), strict=True):
         setattr(target, name, hooks)
 

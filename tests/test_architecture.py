@@ -30,7 +30,7 @@ COMPILED = {
 OUTSIDE = {
     "errors": (), "config": (), "units": (), "cache": (), "storage": ("xxhash",), "tables": ("rich",),
     "torch_private": ("torch",),
-    "weights": ("torch", "transformers", "huggingface_hub", "bitsandbytes", "peft"),
+    "weights": ("torch", "safetensors", "transformers", "huggingface_hub", "bitsandbytes", "peft"),
     "machine": ("torch", "yaml"), "placement": (), "devices": ("torch",), "memory": ("torch",), "transfer": ("torch",),
     "streaming": ("torch",), "optim": ("torch",), "gradients": ("torch",), "updates": ("torch",),
     "inventory": ("torch",), "planning": ("torch",), "run": ("torch",), "sequences": ("torch", "transformers"),

@@ -236,7 +236,6 @@ class FinetuneCLI(LightningCLI):
             config.trainer.max_epochs = 1
 
     def after_fit(self) -> None:
-        """Print the summary (Lightning calls this after ``fit``)."""
         if self.trainer.is_global_zero:
             print(f"\n{self.summary.describe(self.trainer)}")
 

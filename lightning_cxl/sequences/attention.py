@@ -77,7 +77,6 @@ class _ReachedError(Exception):
 
 
 def _ask(model: nn.Module, implementation: str) -> str | None:
-    """See whether what the model's first block is given would keep sequences apart."""
     if not find_units(model):
         return "it has no repeated blocks, whose mask could be looked at"
     try:
@@ -188,7 +187,6 @@ def _windows(model: nn.Module, config: Any, tokens: int) -> Windows | None:
 
 
 def _candidates(config: Any, window: int | None) -> list[Windows]:
-    """Return windows that a model may have, as far as its config says."""
     kinds: set[str | None] = set(getattr(config, "layer_types", None) or ())
     if len(kinds) > 1:
         return [{kind: window if kind == "sliding_attention" else None for kind in kinds}]

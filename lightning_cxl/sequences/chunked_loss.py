@@ -113,7 +113,6 @@ class _ChunkedLoss:
         shift_labels: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """Return the loss, of `DeferredLogits` in chunks, of others as the model's own function does."""
         from transformers.loss.loss_utils import ForCausalLMLoss
 
         is_known = self._original is ForCausalLMLoss and ignore_index == IGNORED and vocab_size == logits.shape[-1]
@@ -138,7 +137,6 @@ class _ChunkedLoss:
             )
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        """Copy and pickle as the model's own function."""
         return _itself, (self._original,)
 
 

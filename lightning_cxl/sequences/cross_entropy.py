@@ -91,7 +91,6 @@ def is_autocast(kind: str) -> bool:
 
 
 def compute_type(hidden: Tensor) -> torch.dtype:
-    """Return the type that a linear layer computes `hidden` in."""
     kind = hidden.device.type
     chosen = is_autocast(kind) and hidden.dtype != torch.float64  # which autocast leaves alone
     return torch.get_autocast_dtype(kind) if chosen else hidden.dtype

@@ -77,7 +77,6 @@ class DeferredLogits(Tensor):
         return self
 
     def as_deferred(self) -> AbstractContextManager[Any]:
-        """Return a context with the autocast that the layer was called under."""
         if self._autocast is None:
             return nullcontext()
         dtype, enabled = self._autocast
@@ -100,7 +99,6 @@ class DeferredLogits(Tensor):
         return self.all_logits
 
     def scored(self, logits: Tensor) -> Tensor:
-        """Return what the steps make of some logits."""
         for step in self.steps:
             logits = step(logits)
         return logits

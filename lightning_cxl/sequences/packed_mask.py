@@ -45,7 +45,6 @@ class _Piece(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
         return sum(self.lengths)
 
 
@@ -81,11 +80,9 @@ class PackedMask(Tensor):
         return self._all
 
     def whole(self) -> Tensor:
-        """Return the mask as transformers has it."""
         return torch.stack([self._visible(each) for each in self._lengths])[:, None]
 
     def _visible(self, lengths: Sequence[int]) -> Tensor:
-        """Return which tokens of documents side by side see each other: bool ``(tokens, tokens)``."""
         counts = torch.tensor(lengths, device=self.device)
         document = torch.repeat_interleave(torch.arange(len(lengths), device=self.device), counts)
         visible = (document[:, None] == document).tril()
@@ -160,7 +157,6 @@ class PackedMask(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # a class method, as torch's own tests have it
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Make the mask for what comes here without a torch function, such as code in C++."""
         args, kwargs = tree_map(
             lambda each: each.made(str(func)) if isinstance(each, cls) else each, (args, kwargs or {})
         )

@@ -82,7 +82,6 @@ class OwnCheckpointing:
         self._has_told = False
 
     def switch_off(self, modules: Iterable[nn.Module]) -> None:
-        """Switch off the flag of these modules where it is on."""
         on = [module for module in modules if getattr(module, _FLAG, False) is True]
         if on and not self._switched:
             log.info(
@@ -94,7 +93,6 @@ class OwnCheckpointing:
         self._switched += on
 
     def restore(self) -> None:
-        """Switch on again what was on."""
         while self._switched:
             setattr(self._switched.pop(), _FLAG, True)
 
@@ -240,7 +238,6 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def is_cache(value: Any) -> bool:
-    """Return whether an argument is a key/value cache."""
     return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
 
 
@@ -399,7 +396,6 @@ class ActivationOffload:
 
     @contextmanager
     def running(self, phase: Phase) -> Iterator[None]:
-        """Set `phase` meanwhile."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -413,8 +409,6 @@ class ActivationOffload:
 
 
 class UnitForward(StandIn):
-    """Stands in for the forward of one attached unit."""
-
     def __init__(self, offload: ActivationOffload, name: str, module: nn.Module) -> None:
         super().__init__(module)
         self.offload = offload
@@ -424,7 +418,6 @@ class UnitForward(StandIn):
         self.is_observed = False
 
     def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the unit so that backward recomputes it; as it is where no gradient is asked for."""
         if not torch.is_grad_enabled() or is_in_transform() or caches_weights(self.module):
             return call_under(compiler, self.original, args, kwargs)
         leaves = leaves_of((args, kwargs))
@@ -565,7 +558,6 @@ class _UnitCall:
             each.let_go()
 
     def prefetch(self) -> None:
-        """Start bringing the inputs to the device."""
         for each in self._inputs:
             each.prefetch(self._unit.offload.engine)
 

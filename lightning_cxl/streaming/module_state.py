@@ -160,7 +160,6 @@ class _Draws:
         self._start = self._state()
 
     def has_moved(self) -> bool:
-        """Return whether the state is another one now."""
         state = self._state()
         return not (torch.equal(state, self._start) if isinstance(state, torch.Tensor) else state == self._start)
 

@@ -84,7 +84,6 @@ class Slot:
         self._users = self._engine.mark()
 
     def wait(self) -> None:
-        """Let device work queued from here on read the weights."""
         try:
             for transfer in self._transfers:
                 transfer.wait()
@@ -106,7 +105,6 @@ class SlotRing:
         self._slots = [Slot(engine, nbytes) for _ in range(num_slots)]
 
     def find(self, unit: UnitWeights) -> Slot | None:
-        """Return the slot that has or gets the present weights of `unit`."""
         return next((slot for slot in self._slots if slot.is_image_of(unit)), None)
 
     def fetch(self, unit: UnitWeights, versions: tuple[int, ...], keep: Collection[Slot]) -> Slot | None:
@@ -118,19 +116,16 @@ class SlotRing:
         return slot
 
     def forget(self, keep: Collection[Slot]) -> None:
-        """Mark every slot but those in `keep` as empty."""
         for slot in self._slots:
             if slot not in keep:
                 slot.unit = None
 
     def clear(self) -> None:
-        """Let go of the memory."""
         for slot in self._slots:
             slot.drop()
         self._slots.clear()
 
     def touch(self, slot: Slot) -> None:
-        """Make this slot the last one to be taken away."""
         self._slots.remove(slot)
         self._slots.append(slot)
 
@@ -196,7 +191,6 @@ class ParamStreamer:
         }
 
     def enter(self, unit: UnitWeights) -> None:
-        """Let the unit's parameters show weights on the device."""
         phase = self.phase()
         in_backward = _is_recompute(phase)
         unit.num_forwards += phase == "forward"
@@ -229,7 +223,6 @@ class ParamStreamer:
         self.fetch_ahead()
 
     def leave(self, unit: UnitWeights) -> None:
-        """Let the unit's parameters show their home again."""
         with self._lock:
             entered = self._entered.pop(id(unit), None)
             if entered is None:
@@ -299,7 +292,6 @@ class ParamStreamer:
             unit.attach(self._listener)
 
     def _occupy(self, unit: UnitWeights) -> Slot | None:
-        """Return the slot that the unit shows from now on; None if it shows one already."""
         if id(unit) in self._entered:
             return None
         slot = self._ring.find(unit)
@@ -331,8 +323,6 @@ class ParamStreamer:
 
 
 class _Visit(NamedTuple):
-    """A unit that computes, and in which direction."""
-
     unit: UnitWeights
     in_backward: bool
 
@@ -342,8 +332,6 @@ def _is_recompute(phase: str | None) -> bool:
 
 
 class _StreamedForward(StandIn):
-    """Stands in for the forward of one unit."""
-
     def __init__(self, streamer: ParamStreamer, unit: UnitWeights) -> None:
         if isinstance(unit.module.__dict__.get("forward"), _StreamedForward):
             raise ConfigError(f"unit `{unit.name}` is attached already: detach it first")
@@ -352,7 +340,6 @@ class _StreamedForward(StandIn):
         self._unit = unit
 
     def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the unit with its weights on the device."""
         streamer, unit = self._streamer, self._unit
         phase = streamer.phase()
         if caches_weights(unit.module) or (torch.is_grad_enabled() and is_in_transform()):

@@ -61,14 +61,12 @@ def companions(module: nn.Module, parameter: nn.Parameter) -> list[Companion]:
 
 
 def tensors_of(module: nn.Module, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return a parameter of `module` and the tensors beside it, by key."""
     found = [(each.key, each.get()) for each in companions(module, parameter)]
     beside = {key: tensor for key, tensor in found if tensor is not None and key != DATA}
     return {DATA: parameter, **beside}
 
 
 def show(module: nn.Module, parameter: nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """Let a parameter of `module` and its companions hold these tensors."""
     set_plain_data(parameter, tensors[DATA])
     for each in companions(module, parameter):
         if each.get() is not None:

@@ -85,7 +85,6 @@ class SavedBytes:
         self._bytes = self._peak = self._count = 0
 
     def add(self, nbytes: int) -> None:
-        """Count a new saved input."""
         self._drain()
         self._bytes += nbytes
         self._count += 1
@@ -326,7 +325,6 @@ class UnitInput:
             self._on_the_way = self._kept.fetch(engine)
 
     def load(self, engine: TransferEngine) -> torch.Tensor:
-        """Return the tensor as the forward was given it, cut off from the graph."""
         tensor = self._values(engine).detach()
         if self._requires_grad:
             tensor.requires_grad_()

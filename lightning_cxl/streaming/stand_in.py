@@ -79,12 +79,10 @@ class StandIn:
             self.module.__dict__["forward"] = self._had_own
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        """Copy and pickle as the plain forward."""
         return _same_object, (self.original,)
 
 
 def call_under(compiler: Compiler, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `function` under a compiler that a stand-in has set aside."""
     before = set_compiler(compiler)
     try:
         return function(*args, **kwargs)

@@ -38,14 +38,10 @@ class UnitListener(Protocol):
 class Nobody:
     """A `UnitListener` that does nothing: of units that are not trained."""
 
-    def recompute_begins(self) -> None:
-        """Do nothing."""
+    def _ignore(self, unit: Any = None) -> None:
+        pass
 
-    def unit_is_over(self, unit: Any) -> None:
-        """Do nothing."""
-
-    def someone_looks(self) -> None:
-        """Do nothing."""
+    recompute_begins = unit_is_over = someone_looks = _ignore
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -166,26 +162,17 @@ class InMemory:
 
     @contextmanager
     def filling(self) -> Iterator[Buffer]:
-        """Yield the memory itself."""
         yield self.buffer
 
     def fetch(
         self, engine: TransferEngine, flat: torch.Tensor, destination: torch.Tensor, after: list[Transfer]
     ) -> Transfer:
-        """Start the copy; see `Home.fetch`."""
         return engine.h2d(flat, destination, after=after)
 
-    def settle(self) -> None:
-        """Return at once: updates write here."""
+    def _ignore(self) -> None:
+        pass  # updates write here, so there is nothing to wait for
 
-    def looked_at(self) -> None:
-        """Return at once."""
-
-    def looks_are_over(self) -> None:
-        """Return at once."""
-
-    def update_begins(self) -> None:
-        """Return at once."""
+    settle = looked_at = looks_are_over = update_begins = _ignore
 
 
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
@@ -220,7 +207,6 @@ class Place(NamedTuple):
         return len(companions(self.module, self.parameter)) > 0
 
     def show(self, slot: torch.Tensor | None = None) -> None:
-        """Let the parameter show its copy in a slot, or its home."""
         tensors = self.homes
         if slot is not None:
             tensors = {key: _in_slot(slot, self.offsets[key], home) for key, home in tensors.items()}
@@ -317,7 +303,6 @@ class UnitWeights:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the homes that are in memory."""
         return sum(flat.numel() for _, flat, home in self.pieces if isinstance(home, InMemory))
 
     def attach(self, listener: UnitListener) -> None:
@@ -339,12 +324,10 @@ class UnitWeights:
         self.watch()
 
     def is_updating(self) -> bool:
-        """Return whether the homes are being written."""
         # not `done()`: its lock may have been held when this process was forked
         return self._update is not None and bool(self._running)
 
     def wait(self) -> None:
-        """Return when the homes have their new values."""
         update = self._update
         if update is None:
             return
@@ -365,7 +348,6 @@ class UnitWeights:
             guard(module, self._see)
 
     def unwatch(self) -> None:
-        """Stop noticing when someone looks at the parameters."""
         for module in self._holders:
             unguard(module)
 
@@ -435,7 +417,6 @@ class UnitWeights:
             parameter.copy_(data)
 
     def enter(self, slot: torch.Tensor) -> None:
-        """Let the parameters show a copy of the piece."""
         for place in self.places:
             place.show(slot)
         self._slot = slot
@@ -458,7 +439,6 @@ class UnitWeights:
                 set_plain_data(place.parameter, shown)
 
     def leave(self) -> None:
-        """Let the parameters show the piece on the host again."""
         slot, self._slot = self._slot, None
         replaced = [
             place for place in self.places if slot is not None and place.is_quantised and not place.put_back(slot)
@@ -519,7 +499,6 @@ os.register_at_fork(after_in_child=_hide_in_child)
 
 
 def piece_nbytes(unit: nn.Module, parameters: Sequence[nn.Parameter]) -> int:
-    """Return the bytes of a piece that holds these parameters of `unit` and what belongs to them."""
     module_of = owners_in(unit)
     return sum(aligned_nbytes(local(t)) for p in parameters for t in tensors_of(module_of[id(p)], p).values())
 
@@ -531,12 +510,10 @@ def tensors_by_parameter(module: nn.Module) -> dict[int, list[torch.Tensor]]:
 
 
 def owners_in(unit: nn.Module) -> dict[int, nn.Module]:
-    """Return the module that has each parameter itself, by the parameter's id."""
     return {id(p): module for module in unit.modules() for p in module.parameters(recurse=False)}
 
 
 def aligned_nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that a tensor takes in a piece."""
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

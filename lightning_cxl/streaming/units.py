@@ -88,7 +88,6 @@ def _containers(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[tuple[s
 
 
 def _outermost(units: NamedUnits) -> NamedUnits:
-    """Drop units that lie inside another one."""
     inner = {id(module) for _, unit in units for module in unit.modules() if module is not unit}
     return [(name, module) for name, module in units if id(module) not in inner]
 
@@ -129,7 +128,6 @@ def streamable(model: nn.Module, units: NamedUnits) -> Iterator[tuple[str, nn.Mo
 
 
 def _owners(model: nn.Module, units: NamedUnits) -> dict[int, set[str]]:
-    """Return the names of the units that use each parameter, by its id; ``""`` stands for the rest of the model."""
     unit_of = {id(module): name for name, unit in units for module in unit.modules()}
     owners: dict[int, set[str]] = {}
     for module in model.modules():

@@ -72,7 +72,6 @@ class UnreadWeight(Tensor):
     def __new__(
         cls, like: Tensor, dtype: torch.dtype, read: Callable[[], Tensor], device: torch.device = _CPU
     ) -> "UnreadWeight":
-        """Make a weight of these values."""
         weight: UnreadWeight = make_wrapper(cls, like.shape, strides=like.stride(), dtype=dtype, device=device)
         weight._read = read
         return weight
@@ -101,7 +100,6 @@ class UnreadWeight(Tensor):
         raise UnsupportedError(f"the memory of a weight is asked for, and {_WHY}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Return a weight in memory, as every copy is."""
         values = self.values()
         copy: Tensor = (
             torch.nn.Parameter(values, self.requires_grad) if isinstance(self, torch.nn.Parameter) else values
@@ -331,7 +329,6 @@ class FileTensor:
         return True
 
     def _staged(self, tensor: Tensor, staging: "Staging") -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the chunks of a tensor, each with what the file has for it."""
         offset = self.begin
         for chunk in chunks(tensor, CHUNK_BYTES // max(self.dtype.itemsize, tensor.dtype.itemsize)):
             part = staging.like(chunk, self.dtype)
@@ -444,14 +441,12 @@ class TensorFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # with the pages that two chunks shared
             os.close(fd)
 
     def pages(self) -> Buffer:
-        """Return the pages of the file, mapped once."""
         if self._pages is None:
             try:
                 self._pages = pages_of_file(self._fd, os.fstat(self._fd).st_size)
@@ -512,7 +507,6 @@ class NamedTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
         return self.tensor.numel() * self.dtype.itemsize
 
 
@@ -641,12 +635,10 @@ def _check_names(files: Iterable[TensorFile], index: dict[str, str]) -> None:
 
 
 def tensors_of(files: Iterable[TensorFile]) -> list[WeightSource]:
-    """Return every tensor of files, in their order."""
     return [tensor for file in files for tensor in file.entries.values()]
 
 
 def values_of(source: WeightSource, staging: Staging | None = None) -> Tensor:
-    """Return the values in memory of their own."""
     values = scratch(source.shape, source.dtype)
     source.read_into(values, staging or Staging())
     return values

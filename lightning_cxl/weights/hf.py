@@ -131,7 +131,6 @@ class Quantizer:
         model: Any,
         name: str,
     ) -> WeightSource:
-        """Return what a weight is made from, where it is quantised."""
         if meta is None or not isinstance(source, FileTensor):
             return source
         if self.is_saved:
@@ -334,7 +333,6 @@ def _load(
     strict: bool,
     mapped: bool | None,
 ) -> Any:
-    """Return the model with its weights, tied."""
     with empty_weights():
         model = build_model(model_class, config, dtype)
     if quantizer is not None:
@@ -425,7 +423,6 @@ def without_code(load: Callable[..., Any], name: str | Path, **options: Any) -> 
 
 
 def _config(model_class: Any, path: Path, overrides: dict[str, Any]) -> Any:
-    """Return the config in a folder, with fields replaced."""
     from transformers import AutoConfig
 
     if not (path / "config.json").is_file():
@@ -504,7 +501,6 @@ class FileNames:
         self._own = model.state_dict()
 
     def __call__(self, tensors: Sequence[WeightSource]) -> list[tuple[str, WeightSource]]:
-        """Return the model's names, and for each the tensor of a file or those it is computed from."""
         from transformers.core_model_loading import dot_natural_key, rename_source_key
 
         found: list[tuple[str, WeightSource]] = []
@@ -523,7 +519,6 @@ class FileNames:
         return found
 
     def _merged(self, name: str, group: list[tuple[WeightSource, str]]) -> list[tuple[str, WeightSource]]:
-        """Return the weights that are computed from a group of tensors."""
         sources, patterns = [tensor for tensor, _ in group], [pattern for _, pattern in group]
         converter = next(one for one in self._converters if patterns[0] in one.source_patterns)
 
@@ -544,7 +539,6 @@ class FileNames:
             ) from error
 
     def used(self) -> list[Any]:
-        """Return the translations that applied to a name."""
         return [conversion for conversion in self._all if conversion.was_used()]
 
 

@@ -122,11 +122,9 @@ class ModelWeight:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is a parameter, not a buffer."""
         return isinstance(self.tensor, nn.Parameter)
 
     def put(self, tensor: Tensor) -> None:
-        """Set a tensor in the place of the present one, everywhere."""
         for table, key in self.holders:
             table[key] = tensor
         self.tensor = tensor
@@ -158,7 +156,6 @@ def model_weights(model: nn.Module) -> dict[str, ModelWeight]:
 
 
 def distinct(weights: Mapping[str, ModelWeight]) -> list[ModelWeight]:
-    """Return each weight once, in the order of first names."""
     return list({id(weight): weight for weight in weights.values()}.values())
 
 
@@ -197,8 +194,6 @@ _SHOWN = 8
 
 
 class Read(NamedTuple):
-    """Where a weight comes from, and the weight."""
-
     source: WeightSource
     weight: ModelWeight
 
@@ -367,7 +362,6 @@ def quantised_on_meta(meta: Any) -> nn.Parameter:
 
 
 def placed(like: Tensor, spec: TierSpec | None) -> Tensor:
-    """Return uninitialised memory where a weight belongs, with the shape and type of a tensor."""
     return new_weight(like, like.dtype, spec)
 
 
@@ -400,7 +394,6 @@ def _four_bit(source: WeightSource, meta: Any, dtype: torch.dtype, spec: TierSpe
 def _four_bit_parameter(
     meta: Any, dtype: torch.dtype, codes: Tensor, code: Tensor, scales: Tensor, offset: Tensor | None, nested: Any
 ) -> nn.Parameter:
-    """Return the parameter, with its quantisation state, which its module gets, too."""
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn.modules import Params4bit
 
@@ -451,7 +444,6 @@ def _chunks(source: WeightSource, num_elements: int, dtype: torch.dtype) -> Iter
 
 
 def _moved(tensor: Tensor, spec: TierSpec | None) -> Tensor:
-    """Return a copy where a weight belongs."""
     return placed(tensor.to("meta"), spec).copy_(tensor)
 
 
@@ -556,7 +548,6 @@ class SavedQuantised:
         """Return None: see `parameter`."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a parameter has these codes."""
         with ordinary_memory():
             return self._weight.holds(tensor)
 
@@ -702,7 +693,6 @@ def _read_all(matches: Matches, dtype: torch.dtype | None, mapped: bool | None) 
 
 
 def _materialise(read: Read, dtype: torch.dtype | None, mapped: bool | None, staging: Staging) -> None:
-    """Give a weight without memory its values: memory with them, pages of the file, or what reads them later."""
     weight, meta = read.weight, read.weight.tensor
     wanted = dtype if dtype is not None and weight.is_parameter and meta.is_floating_point() else meta.dtype
     if isinstance(meta, nn.Parameter) and isinstance(read.source, SavedQuantised):

@@ -16,8 +16,6 @@ from lightning_cxl.errors import ConfigError
 
 
 class Published(NamedTuple):
-    """One architecture."""
-
     hub_id: str
     """Of its ``config.json`` on the Hugging Face hub."""
     config: Mapping[str, Any]

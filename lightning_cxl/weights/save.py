@@ -30,8 +30,6 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 class LaterValues(NamedTuple):
-    """Values of a weight that are read when they are written."""
-
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
 
@@ -113,7 +111,6 @@ def named_tensors(
 
 
 def save_tensors(tensors: Sequence[NamedTensor], path: Path, max_shard_bytes: int | str) -> list[Path]:
-    """Write tensors as `save_weights` does."""
     files, index = _files(path, tensors, _positive(max_shard_bytes))
     folder = files[0].final.parent
     try:
@@ -185,7 +182,6 @@ def _kept_name(weight: ModelWeight, declared: Sequence[str], ignored: set[str]) 
 
 
 def _files(path: Path, tensors: Sequence[NamedTensor], max_bytes: int) -> tuple[list[_File], dict[str, Any] | None]:
-    """Return the files to write, and the index when there are several."""
     if path.suffix == ".safetensors" and not path.is_dir():
         return [_File(_partial(path), path, tensors)], None
     if path.exists() and not path.is_dir():
