@@ -41,9 +41,13 @@ def every_pair(*columns: Iterable[Any], where: Callable[..., bool] = lambda *_: 
 
 
 def others_full(cases: Iterable[Any], stay: Iterable[Any]) -> list[Any]:
-    """Return cases of one argument; those that are not in `stay` are ``full``."""
+    """Return cases of one argument, or tuples of several; those that are not in `stay` are ``full``."""
     stay = list(stay)
-    return [case if case in stay else pytest.param(case, marks=pytest.mark.full) for case in cases]
+    return [case if case in stay else _param(case, pytest.mark.full) for case in cases]
+
+
+def _param(case: Any, marks: Any) -> Any:
+    return pytest.param(*case, marks=marks) if isinstance(case, tuple) else pytest.param(case, marks=marks)
 
 
 def _marked(cases: list[tuple[Any, ...]], together: int) -> list[Any]:

@@ -7,7 +7,6 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 import lightning_cxl
-from lightning_cxl.errors import ConfigError
 from tests.integration.accelerate_loop import (
     EXACT,
     PLAIN,
@@ -29,10 +28,6 @@ def steady(**arguments):
     return TinyTransformer(dropout=0.0, **arguments)
 
 
-def steady_bf16():
-    return steady().bfloat16()
-
-
 def start(offload, make_model=steady, **arguments):
     accelerator = make_accelerator(offload, **arguments)
     return accelerator, prepared(accelerator, make_model, data=lambda: token_data(BATCHES))
@@ -49,64 +44,12 @@ def close(accelerator):
     accelerator.free_memory()
 
 
-def interrupted(folder, first, then, **arguments):
-    """Train a half with one, save, load with the other and train the rest."""
-    accelerator, parts = start(first, **arguments)
-    losses = go_on(accelerator, parts, 0, HALF)
-    accelerator.save_state(str(folder))
-    close(accelerator)
-    accelerator, parts = start(then, **arguments)
-    accelerator.load_state(str(folder))
-    losses += go_on(accelerator, parts, HALF, BATCHES)
-    result = losses, weights_of(accelerator, parts[0])
-    close(accelerator)
-    return result
-
-
 def whole(offload, **arguments):
     accelerator, parts = start(offload, **arguments)
     losses = go_on(accelerator, parts, 0, BATCHES)
     result = losses, weights_of(accelerator, parts[0])
     close(accelerator)
     return result
-
-
-CASES = {
-    "torch": (STREAMED, steady),
-    "in place": ({"stream_weights": False, **EXACT}, steady),
-    "CPUAdam": ({}, steady),
-    "bf16 state": ({"state": "bf16"}, steady),
-    "8-bit state": ({"state": "8bit"}, steady),
-    "bf16 model": ({}, steady_bf16),
-    "bf16 model, float32 masters": ({"master": "fp32"}, steady_bf16),
-    "bf16 model, torch": (STREAMED, steady_bf16),
-    "bf16 model in place": ({"stream_weights": False, "accumulate": "bf16"}, steady_bf16),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_resumes_exactly(case, tmp_path):
-    offload, make_model = CASES[case]
-    resumed = interrupted(tmp_path, offload, offload, make_model=make_model)
-    assert_identical(whole(offload, make_model=make_model), resumed)
-
-
-@pytest.mark.on_cpu
-@pytest.mark.parametrize("case", ["torch", "bf16 model"])
-def test_resumes_exactly_on_the_cpu(case, tmp_path):
-    test_resumes_exactly(case, tmp_path)
-
-
-@pytest.mark.parametrize("precision", ["no", "fp16"])
-@pytest.mark.parametrize(("first", "then"), [(PLAIN, STREAMED), (STREAMED, PLAIN)], ids=["to ours", "from ours"])
-def test_files_are_those_of_plain_accelerate(first, then, precision, tmp_path):
-    arguments = {"mixed_precision": precision}
-    assert_identical(whole(PLAIN, **arguments), interrupted(tmp_path, first, then, **arguments))
-
-
-@pytest.mark.parametrize(("first", "then"), [(PLAIN, {}), ({}, PLAIN)], ids=["to ours", "from ours"])
-def test_files_of_cpu_adam_are_those_of_plain_accelerate(first, then, tmp_path):
-    assert_close(whole(PLAIN), interrupted(tmp_path, first, then))
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -218,21 +161,6 @@ def ssd(folder, **more):
     }
 
 
-def test_state_on_ssd(tmp_path):
-    (tmp_path / "drive").mkdir()
-    offload = ssd(tmp_path / "drive")
-    plain = whole({})
-    assert_identical(plain, whole(offload))
-    assert_identical(plain, interrupted(tmp_path / "to", offload, {}))
-    assert_identical(plain, interrupted(tmp_path / "from", {}, offload))
-    assert_close(whole(PLAIN), interrupted(tmp_path / "plain", offload, PLAIN))
-
-
-def test_references_to_ssd_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="checkpoint='copy'"):
-        make_accelerator(ssd(tmp_path, checkpoint="reference"))
-
-
 # -- state in formats of ours
 
 
@@ -261,14 +189,3 @@ def test_files_with_small_state_go_to_plain_accelerate(state, converts, tmp_path
 
 def wide():
     return steady(width=128)  # small tensors have no 8-bit state
-
-
-def test_8_bit_state_is_not_for_plain_torch(tmp_path):
-    accelerator, parts = start({"state": "8bit"}, make_model=wide)
-    go_on(accelerator, parts, 0, 2)
-    accelerator.save_state(str(tmp_path))
-    close(accelerator)
-    accelerator, parts = start(PLAIN, make_model=wide)
-    accelerator.load_state(str(tmp_path))
-    with pytest.raises(KeyError, match="exp_avg"):
-        go_on(accelerator, parts, 2, 4)

@@ -17,7 +17,6 @@ from tests import training_device
 from tests.integration.accelerate_loop import (
     EXACT,
     adamw,
-    assert_close,
     assert_identical,
     forget_accelerators,
     loss_of,
@@ -27,7 +26,6 @@ from tests.integration.accelerate_loop import (
     train,
     weights_of,
 )
-from tests.integration.llama import tiny_llama
 from tests.integration.test_unclosed import collect
 from tests.models import TinyTransformer, token_data
 
@@ -37,10 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
 ]
 STREAMED = {"stream_weights": True, **EXACT}
-
-
-def bf16(**arguments):
-    return TinyTransformer(**arguments).bfloat16()
 
 
 def compiled(model):
@@ -83,53 +77,6 @@ def test_a_model_that_accelerate_compiles(monkeypatch):
     assert_identical(plain, ours)
 
 
-def test_adapters_of_peft():
-    peft = pytest.importorskip("peft")
-
-    def adapted():
-        torch.manual_seed(1)
-        return peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-
-    def of_llama(model, batch):
-        return model(input_ids=batch[0], labels=batch[0]).loss
-
-    parts = {"make_model": adapted}
-    assert_identical(
-        train(parts=parts, loss_of=of_llama, num_batches=4),
-        train(STREAMED, parts=parts, loss_of=of_llama, num_batches=4),
-    )
-
-
-@pytest.mark.parametrize("offload", [{"stream_weights": True}, {"stream_weights": False}, {"master": "fp32"}], ids=str)
-def test_a_bfloat16_model_with_masters(offload):
-    """Rounds to bfloat16 once, where plain AdamW rounds state, too: not the same, but close to float32's."""
-    exact = train(parts={"make_model": TinyTransformer})
-    ours = train(offload, parts={"make_model": bf16})
-    assert_close(exact, ours, atol=0.05)
-    assert len(set(ours[0])) == 8
-
-
-def test_evaluation_between_steps():
-    def run(accelerator):
-        model, optimizer, data, scheduler = prepared(accelerator, data=lambda: token_data(2))
-        held_out = accelerator.prepare(token_data(2))
-        losses = []
-        for _ in range(2):
-            torch.manual_seed(6)
-            losses += steps(accelerator, model, optimizer, data, scheduler)
-            model.eval()
-            with torch.no_grad():
-                losses += [accelerator.gather_for_metrics(loss_of(model, batch)).sum().item() for batch in held_out]
-            model.train()
-        return losses, weights_of(accelerator, model)
-
-    plain = run(make_accelerator())
-    accelerator = make_accelerator(STREAMED)
-    ours = run(accelerator)
-    accelerator.free_memory()
-    assert_identical(plain, ours)
-
-
 def test_a_model_for_evaluation_alone():
     def run(accelerator):
         torch.manual_seed(5)
@@ -148,25 +95,6 @@ def test_a_model_for_evaluation_alone():
 # -- the end
 
 
-def test_nothing_is_left_after_free_memory():
-    before = training_device.held()
-    accelerator = make_accelerator({})
-    parts = prepared(accelerator, data=lambda: token_data(2))
-    list(steps(accelerator, *parts))
-    assert training_device.held() != before or training_device.current.type == "cpu"
-    model = weakref.ref(parts[0])
-    host = weakref.ref(accelerator.offload.session.host)
-    optimizer = weakref.ref(parts[1].optimizer)
-    assert active() is not None
-    parts = accelerator.free_memory(*parts)
-    parts = None
-    gc.collect()
-    assert model() is None and optimizer() is None and host() is None
-    assert active() is None
-    assert accelerator.offload.session.runs == []
-    assert training_device.held() == before, "the accelerator is still there"
-
-
 def test_nothing_is_left_where_nobody_frees():
     before = training_device.held()
     accelerator = make_accelerator({})
@@ -181,40 +109,6 @@ def test_nothing_is_left_where_nobody_frees():
     assert model() is None
     assert active() is None
     assert training_device.held() == before
-
-
-def test_what_is_trained_is_plain_after_free_memory():
-    accelerator = make_accelerator({"stream_weights": True})
-    torch.manual_seed(5)
-    model = TinyTransformer()
-    optimizer = adamw(model)
-    data = token_data(2)
-    prepared_ = accelerator.prepare(model, optimizer, data)
-    for batch in prepared_[2]:
-        accelerator.backward(loss_of(prepared_[0], batch))
-        prepared_[1].step()
-    accelerator.free_memory()
-    assert type(optimizer) is torch.optim.AdamW and len(optimizer.state) > 0
-    model.cpu()
-    before = model.head.weight.clone()
-    optimizer.zero_grad()
-    loss_of(model, next(iter(data))).backward()
-    optimizer.step()
-    assert not torch.equal(before, model.head.weight)
-
-
-def test_a_report():
-    accelerator = make_accelerator({"stream_weights": True})
-    assert accelerator.report()["state"] == "running"
-    parts = prepared(accelerator, data=lambda: token_data(2))
-    list(steps(accelerator, *parts))
-    report = accelerator.report()
-    assert report["num_parameters"] == sum(p.numel() for p in parts[0].parameters())
-    assert report["config"]["stream_weights"] == {"value": True, "origin": "argument"}
-    assert report["streamed"]["num_units"] == 3 and len(report["optimizers"]) == 1
-    accelerator.free_memory()
-    assert accelerator.report()["state"] == "finished"
-    assert accelerator.report()["num_parameters"] == report["num_parameters"]
 
 
 def test_copies_are_in_no_run():

@@ -12,8 +12,8 @@ import lightning_cxl
 from lightning_cxl.commands.export.export import export_checkpoint
 from lightning_cxl.errors import ConfigError
 from tests.integration import accelerate_loop, hf_trainer
+from tests.integration.fabric_loop import make_fabric
 from tests.integration.llama import LlamaTask, tiny_llama
-from tests.integration.test_fabric import make_fabric
 from tests.integration.training import make_trainer, offload
 from tests.models import token_data
 

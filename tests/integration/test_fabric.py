@@ -7,9 +7,6 @@ import weakref
 
 import pytest
 import torch
-from lightning.fabric import Fabric
-from lightning.fabric.plugins import MixedPrecision
-from lightning.fabric.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 
@@ -17,25 +14,12 @@ import lightning_cxl
 from lightning_cxl import CXLFabricStrategy
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
 from tests import training_device
-from tests.integration.test_parity import assert_close, assert_identical
+from tests.integration.fabric_loop import make_fabric
+from tests.integration.test_parity import assert_identical
 from tests.integration.training import EXACT
 from tests.models import TinyTransformer, token_data
 
 NUM_STEPS = 6
-
-
-def make_fabric(strategy="auto", precision=None):
-    device = training_device.current
-    plugins = []
-    if device.type == "apart":
-        strategy = SingleDeviceStrategy(device) if strategy == "auto" else strategy
-        if precision in ("bf16-mixed", "16-mixed"):
-            plugins, precision = [MixedPrecision(precision, device.type)], None
-    fabric = Fabric(
-        accelerator=training_device.accelerator(), devices=1, strategy=strategy, precision=precision, plugins=plugins
-    )
-    fabric.launch()
-    return fabric
 
 
 @pytest.fixture
@@ -99,29 +83,6 @@ def assert_same(ours, plain, compare=assert_identical):
     compare((plain.losses, plain.weights()), (ours.losses, ours.weights()))
 
 
-WAYS = {
-    "plainly": {},
-    "clipping by norm": {"clip": {"max_norm": 0.1}},
-    "clipping by value": {"clip": {"clip_val": 1e-3}},
-    "without accumulation": {"accumulate": 1},
-    "tied weights": {"tied": True},
-    "bf16-mixed": {"precision": "bf16-mixed"},
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_losses_are_those_of_fabric_bit_for_bit_with_the_same_optimizer(way, strategies):
-    ours = Loop(strategies(**EXACT), **WAYS[way]).run()
-    assert_same(ours, Loop(**WAYS[way]).run())
-
-
-@pytest.mark.parametrize("way", ["plainly", "clipping by norm", "tied weights"])
-def test_losses_with_cpu_adam_are_those_of_fabric(way, strategies):
-    ours = Loop(strategies(), **WAYS[way]).run()
-    assert "CPUAdam" in ours.fabric.strategy.report()["optimizers"][0]
-    assert_same(ours, Loop(**WAYS[way]).run(), assert_close)
-
-
 def test_the_optimizer_by_name(strategies):
     loop = Loop("cxl_offload").run(2)
     assert isinstance(loop.fabric.strategy, CXLFabricStrategy)
@@ -134,22 +95,6 @@ def test_a_loss_scaler_finds_gradients_on_the_host(strategies):
         pytest.skip("fabric has no float16 on the CPU")
     ours = Loop(strategies(**EXACT), "16-mixed", clip={"max_norm": 0.1}).run()
     assert_same(ours, Loop("auto", "16-mixed", clip={"max_norm": 0.1}).run())
-
-
-OPTIONS = [{}, {"state": "8bit"}, {"master": "fp32"}, {"stream_weights": False}, EXACT]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("precision", [None, "bf16-true"])
-def test_a_run_resumed_in_the_middle_goes_on_exactly(options, precision, strategies, tmp_path):
-    whole = Loop(strategies(**options), precision).run()
-    half = Loop(strategies(**options), precision).run(NUM_STEPS // 2)
-    half.fabric.save(tmp_path / "half.ckpt", half.state())
-    half.run(1)  # what a file holds must not change with the run
-    resumed = Loop(strategies(**options), precision).load(tmp_path / "half.ckpt").run(NUM_STEPS // 2)
-    assert resumed.losses == whole.losses[len(whole.losses) // 2 :]
-    for name, value in whole.weights().items():
-        assert torch.equal(value, resumed.weights()[name]), name
 
 
 def test_a_file_has_the_master_weights_of_its_own_optimizer_only(strategies):
@@ -173,38 +118,6 @@ def test_an_update_that_runs_behind_is_in_the_file(strategies):
     for key, entry in now["state"].items():
         assert all(torch.equal(value, saved["state"][key][name]) for name, value in entry.items()), key
     assert {float(entry["step"]) for entry in saved["state"].values()} == {2.0}
-
-
-def test_files_of_either_load_in_the_other(strategies, tmp_path):
-    ours, plain = Loop(strategies(**EXACT)).run(3), Loop().run(3)
-    ours.fabric.save(tmp_path / "ours.ckpt", ours.state())
-    plain.fabric.save(tmp_path / "plain.ckpt", plain.state())
-    there = Loop().load(tmp_path / "ours.ckpt").run(3)
-    back = Loop(strategies(**EXACT)).load(tmp_path / "plain.ckpt").run(3)
-    plain.losses.clear()
-    plain.run(3)
-    assert_same(there, plain)
-    assert_same(back, plain)
-
-
-def test_state_on_ssd_is_copied_to_files(strategies, tmp_path):
-    options = {
-        "tiers": {"ssd": {"path": str(tmp_path), "budget": "64MiB"}},
-        "tier_rules": {"*": {"optimizer_state": "ssd"}},
-    }
-    whole = Loop(strategies()).run()
-    half = Loop(strategies(**options)).run(NUM_STEPS // 2)
-    assert half.fabric.strategy.report()["tiers"]["ssd"]["peak_bytes"] > 0
-    half.fabric.save(tmp_path / "half.ckpt", half.state())
-    half.fabric.strategy.teardown()
-    resumed = Loop(strategies(**options)).load(tmp_path / "half.ckpt").run(NUM_STEPS // 2)
-    assert resumed.losses == whole.losses[len(whole.losses) // 2 :]
-
-
-def test_checkpoints_that_refer_to_ssd_are_refused(tmp_path, strategies):
-    ssd = {"path": str(tmp_path), "budget": "64MiB", "checkpoint": "reference"}
-    with pytest.raises(ConfigError, match="checkpoint='copy'"):
-        Loop(strategies(tiers={"ssd": ssd}))
 
 
 def adversaries(strategy):
@@ -302,17 +215,6 @@ def test_the_first_bad_gradient_is_named_although_clipping_spoils_all(strategies
         loop.optimizer.step()
 
 
-def test_parameters_that_join_later_are_trained(strategies):
-    loop = Loop(strategies(), accumulate=1).run(1)
-    model, device = loop.model.module, training_device.current
-    model.register_parameter("late", torch.nn.Parameter(torch.ones(3)))
-    loop.optimizer.add_param_group({"params": [model.late]})
-    loss = loop.model(torch.ones(1, 4, dtype=torch.long, device=device)).sum() * model.late.to(device).sum()
-    loop.fabric.backward(loss)
-    loop.optimizer.step()
-    assert not torch.equal(model.late.cpu(), torch.ones(3))
-
-
 def test_several_devices_need_a_launch(strategies):
     strategy = strategies()
     loop = Loop(strategy)
@@ -370,16 +272,6 @@ def test_copies_of_a_strategy_begin_anew(strategies):
 
 def test_the_strategy_in_the_signature_has_the_options():
     assert "tier_rules" in str(lightning_cxl.CXLFabricStrategy.__init__.__signature__)
-
-
-def test_the_warning_names_the_gradient_that_was_bad_before_clipping(strategies):
-    """Clipping by a norm that is not a number makes all gradients bad."""
-    loop = Loop(strategies(), accumulate=1, clip={"max_norm": 1.0, "error_if_nonfinite": False})
-    for name, parameter in loop.model.named_parameters():
-        if name.endswith("blocks.1.out.bias"):
-            parameter.register_hook(lambda grad: grad * float("nan"))
-    with pytest.warns(LightningCXLWarning, match="gradient of `blocks.1.out.bias`"):
-        loop.run(1)
 
 
 def test_gradients_are_complete_after_each_backward(strategies):

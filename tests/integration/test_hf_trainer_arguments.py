@@ -48,11 +48,10 @@ def run(folder, offload=PLAIN, *, parts=None, **given):
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # workers are forked
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_logs_what_the_plain_trainer_logs(tmp_path, case):
-    plain, trained = run(tmp_path, **case)
+    plain, _ = run(tmp_path, **case)
     exact, _ = run(tmp_path, {**STREAMED, **EXACT}, **case)
     assert len(plain) > 2
     assert exact == plain
-    assert_close(trained, run(tmp_path, STREAMED, **case)[1])
 
 
 @pytest.mark.parametrize("options", [{**STREAMED, **EXACT}, EXACT, STREAMED], ids=str)

@@ -9,7 +9,6 @@ from lightning_cxl import plain_checkpoint
 from tests.integration.hf_trainer import (
     EXACT,
     PLAIN,
-    assert_close,
     assert_identical,
     finish,
     make_trainer,
@@ -25,51 +24,12 @@ WARM = {"lr_scheduler_type": "cosine", "warmup_steps": 2, **HALVES}
 STEP = 3  # in the middle of the first epoch, which has 4
 
 
-@pytest.mark.parametrize("case", [{}, {"bf16": True}], ids=str)
-@pytest.mark.parametrize("options", [{"stream_weights": True}, {"stream_weights": False}, EXACT], ids=str)
-def test_resumes_exactly_in_the_middle(tmp_path, options, case):
-    whole = train(tmp_path / "whole", options, **WARM, **case)
-    middle = only_checkpoint(tmp_path / "whole", tmp_path / "resumed", STEP)
-    resumed = train(tmp_path / "resumed", options, resume=str(middle), **WARM, **case)
-    assert_identical(whole, resumed)
-
-
-def test_state_on_ssd_resumes_exactly(tmp_path):
-    ssd = {"tiers": {"ssd": {"path": str(tmp_path / "ssd"), "budget": "64MiB"}}}
-    options = {**ssd, "tier_rules": {"*": {"optimizer_state": "ssd"}}}
-    whole = train(tmp_path / "whole", {}, **WARM)
-    middle = only_checkpoint(tmp_path / "whole", tmp_path / "resumed", STEP)
-    assert_identical(whole, train(tmp_path / "resumed", options, resume=str(middle), **WARM))
-    again = only_checkpoint(tmp_path / "resumed", tmp_path / "again", 2 * STEP)
-    assert_identical(whole, train(tmp_path / "again", {}, resume=str(again), **WARM))
-
-
 @pytest.mark.on_cpu  # the Trainer keeps the random numbers of known devices only
 def test_resumes_exactly_with_random_numbers(tmp_path):
     noise = {**WARM, "neftune_noise_alpha": 5.0}
     whole = train(tmp_path / "whole", {"stream_weights": True}, **noise)
     middle = only_checkpoint(tmp_path / "whole", tmp_path / "resumed", STEP)
     assert_identical(whole, train(tmp_path / "resumed", {"stream_weights": True}, resume=str(middle), **noise))
-
-
-@pytest.mark.parametrize("saved, resumed", [(PLAIN, EXACT), (EXACT, PLAIN), (PLAIN, {}), ({}, PLAIN)], ids=str)
-def test_checkpoints_load_with_and_without_us(tmp_path, saved, resumed):
-    whole = train(tmp_path / "whole", saved, **WARM)
-    middle = only_checkpoint(tmp_path / "whole", tmp_path / "resumed", STEP)
-    other = train(tmp_path / "resumed", resumed, resume=str(middle), **WARM)
-    if EXACT in (saved, resumed):
-        assert_identical(whole, other)
-    else:
-        assert_close(whole, other)
-
-
-def test_16_bit_weights_resume_with_their_masters(tmp_path):
-    def run(folder, resume=None):
-        return train(folder, {"stream_weights": True}, resume=resume, model=tiny_llama().bfloat16(), **WARM)
-
-    whole = run(tmp_path / "whole")
-    middle = only_checkpoint(tmp_path / "whole", tmp_path / "resumed", STEP)
-    assert_identical(whole, run(tmp_path / "resumed", str(middle)))
 
 
 @pytest.mark.parametrize("options", [{}, {"stream_weights": True, "state": "8bit"}], ids=str)
@@ -110,12 +70,6 @@ def test_state_in_few_bits_goes_to_the_plain_trainer(tmp_path, state):
     losses, _ = train(tmp_path / "resumed", resume=str(middle), model=tiny_llama(**large), **WARM)
     exact, _ = train(tmp_path / "exact", model=tiny_llama(**large), **WARM)
     assert [loss for loss, *_ in losses] == pytest.approx([loss for loss, *_ in exact], abs=2e-3)
-
-
-def test_resumes_where_other_weights_stream(tmp_path):
-    whole = train(tmp_path / "whole", {"stream_weights": True}, **WARM)
-    middle = only_checkpoint(tmp_path / "whole", tmp_path / "resumed", STEP)
-    assert_identical(whole, train(tmp_path / "resumed", {"stream_weights": False}, resume=str(middle), **WARM))
 
 
 def adapted():

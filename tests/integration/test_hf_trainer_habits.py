@@ -42,14 +42,6 @@ def test_evaluates_and_predicts_without_training(tmp_path, options):
     assert np.array_equal(found["ours"][1], found["plain"][1])
 
 
-def test_an_evaluation_before_the_training_changes_nothing(tmp_path):
-    plain = train(tmp_path)
-    trainer = make_trainer(tmp_path, {**STREAMED, **EXACT}, parts=EVALUATED, eval_strategy="steps", eval_steps=2)
-    trainer.evaluate()
-    trainer.train()
-    assert_identical(plain, finish(trainer))
-
-
 def test_the_model_stays_on_the_host_until_it_is_trained(tmp_path):
     trainer = make_trainer(tmp_path, STREAMED)
     assert {p.device.type for p in trainer.model.parameters()} == {"cpu"}
@@ -67,13 +59,6 @@ def test_a_model_besides_the_trained_one_stays_prepared(tmp_path):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
         assert len(trainer.accelerator.offload.session.runs) == 2
     finish(trainer)
-
-
-def test_evaluates_beside_a_model_that_is_prepared(tmp_path):
-    plain, ours = make_trainer(tmp_path, parts=EVALUATED), make_trainer(tmp_path, STREAMED, parts=EVALUATED)
-    ours.accelerator.prepare_model(tiny_llama(), evaluation_mode=True)
-    assert ours.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
-    finish(ours)
 
 
 # -- several trainings -------------------------------------------------------------------------------------------------
@@ -116,30 +101,6 @@ def test_finds_a_batch_size(tmp_path):
     assert trainer.state.train_batch_size <= 2
     losses, _ = finish(trainer)
     assert len(losses) == 4
-
-
-class Fails(TrainerCallback):
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == 2:
-            raise RuntimeError("enough")
-
-
-def test_an_error_ends_the_run_and_the_next_training_begins_anew(tmp_path):
-    trainer = make_trainer(tmp_path, STREAMED, parts={"callbacks": [Fails()]})
-    with pytest.raises(RuntimeError, match="enough"):
-        trainer.train()
-    assert trainer.accelerator.offload.session.run is None
-    trainer.remove_callback(Fails)
-    trainer.train()
-    finish(trainer)
-
-
-def test_end_frees_what_is_held(tmp_path):
-    trainer = make_trainer(tmp_path, STREAMED)
-    trainer.train()
-    assert trainer.accelerator.offload.session.run is not None
-    trainer.end()
-    assert trainer.accelerator.offload.session.run is None
 
 
 # -- the user's own objects --------------------------------------------------------------------------------------------
@@ -272,40 +233,6 @@ def test_gradients_outside_of_the_optimizer_count_for_the_norm(tmp_path):
         part = torch.optim.AdamW(model.model.layers[1].parameters(), lr=1e-3)
         found.append(train(tmp_path, offload, model=model, parts={"optimizers": (part, None)}))
     assert_close(*found)
-
-
-class Edits(CXLTrainerMixin, Trainer):
-    """Changes gradients behind torch's back after every backward."""
-
-    def training_step(self, *arguments):
-        loss = super().training_step(*arguments)
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad.data.mul_(3.0)
-        return loss
-
-
-def test_gradients_that_a_subclass_edits_are_measured_again(tmp_path):
-    plain = train(tmp_path, max_grad_norm=1e9)
-    edited = train(tmp_path, STREAMED, ours=Edits, max_grad_norm=1e9)
-    assert edited[0][0][1] == pytest.approx(3 * plain[0][0][1], rel=1e-5)
-
-
-class Decays(TrainerCallback):
-    """Writes frozen weights between steps, behind torch's back, through references that it has kept."""
-
-    def on_train_begin(self, args, state, control, model, **_):
-        self.kept = list(model.model.layers.parameters())
-
-    def on_step_end(self, *_, **__):
-        for parameter in self.kept:
-            parameter.data.mul_(0.9)
-
-
-def test_weights_that_a_callback_writes_between_steps_are_used(tmp_path):
-    plain = train(tmp_path, model=frozen_blocks(), parts={"callbacks": [Decays()]})
-    ours = train(tmp_path, {**STREAMED, **EXACT}, model=frozen_blocks(), parts={"callbacks": [Decays()]})
-    assert_identical(plain, ours)
 
 
 def frozen_blocks():

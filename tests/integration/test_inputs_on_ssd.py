@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_cxl.errors import SpillWarning, StorageError, TierFullError
 from lightning_cxl.storage import store
 from lightning_cxl.storage.system import System
+from tests.cases import every_pair
 from tests.faulty_system import FaultySystem
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import make_trainer, offload, train
@@ -51,9 +52,9 @@ def assert_same(ours, theirs):
         assert torch.equal(ours[1][name], theirs[1][name]), name
 
 
-@pytest.mark.parametrize("rules", [INPUTS, ALL], ids=["inputs", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stream", [False, True], ids=["weights stay", "weights stream"])
+@pytest.mark.parametrize(
+    ("rules", "dtype", "stream"), every_pair([INPUTS, ALL], [torch.float32, torch.bfloat16], [False, True])
+)
 def test_training_is_that_of_inputs_in_memory(tmp_path, rules, dtype, stream):
     if not stream:
         rules = {"*": {field: tier for field, tier in rules["*"].items() if field != "weights"}}
@@ -229,7 +230,7 @@ def test_a_drive_that_fails_ends_the_run_with_its_error(tmp_path, monkeypatch, f
     system, theirs = run()
     moves = [number for number, name in enumerate(system.calls) if name in ("preadv", "pwritev")]
     outcomes = set()
-    for part in (0.2, 0.35, 0.5, 0.65, 0.8):
+    for part in (0.2, 0.5, 0.8):
         try:
             _, ours = run(fault, moves[int(part * len(moves))])
         except StorageError as error:

@@ -9,6 +9,7 @@ from torch import nn
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.optim.param_groups import AwaitedParams
 from tests import training_device
+from tests.cases import every_value
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -114,7 +115,7 @@ class Looks(Trainable):
         self.kinds = {type(group["params"]) for group in self.trainer.optimizers[0].param_groups}
 
 
-WAYS = pytest.mark.parametrize("way", ["add_param_group", "into a group", "a new group", "new groups"])
+WAYS = ["add_param_group", "into a group", "a new group", "new groups"]
 
 
 def train_and_save(options, way, folder, **trainer_args):
@@ -130,8 +131,7 @@ def train_and_save(options, way, folder, **trainer_args):
     return module
 
 
-@WAYS
-@pytest.mark.parametrize("options", [{}, EXACT], ids=["CPUAdam", "torch AdamW"])
+@pytest.mark.parametrize(("way", "options"), every_value(WAYS, [{}, EXACT]), ids=str)
 def test_parameters_that_join_are_trained_and_saved(tmp_path, way, options):
     ours = train_and_save(options, way, tmp_path)
     plain, _ = fit("auto", [Joins(way), ModelCheckpoint(tmp_path)], epochs=2)
@@ -140,9 +140,8 @@ def test_parameters_that_join_are_trained_and_saved(tmp_path, way, options):
         assert ours.kinds == {AwaitedParams}, "whoever reads them waits for updates that run behind"
 
 
-@WAYS
 @pytest.mark.on_cpu
-@pytest.mark.parametrize("options", [{}, EXACT], ids=["split masters", "separate masters"])
+@pytest.mark.parametrize(("way", "options"), every_value(WAYS, [{}, EXACT]), ids=str)
 def test_so_they_are_in_bfloat16(tmp_path, way, options):
     train_and_save(options, way, tmp_path, precision="bf16-true")
 

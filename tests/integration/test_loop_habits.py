@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
 from tests import training_device
+from tests.cases import every_value
 from tests.integration.accelerate_loop import (
     adamw,
     assert_close,
@@ -193,8 +194,9 @@ def accumulated_penalties(accelerator, model, optimizer, batch, at):
     return loss
 
 
-@pytest.mark.parametrize("arguments", [{}, {"mixed_precision": "bf16"}], ids=str)
-@pytest.mark.parametrize("step", [penalty_on_gradients, accumulated_penalties])
+@pytest.mark.parametrize(
+    ("step", "arguments"), [(penalty_on_gradients, {"mixed_precision": "bf16"}), (accumulated_penalties, {})], ids=str
+)
 def test_penalties_on_gradients_with_more_blocks_than_slots(step, arguments):
     compare(training(step, lambda: TinyTransformer(depth=6, dropout=0.0)), **arguments)
 
@@ -328,8 +330,7 @@ def test_an_evaluation_after_each_step(mode):
     compare(training(step))
 
 
-@pytest.mark.parametrize("change", [smaller, smaller_unseen])
-@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize(("change", "keeps"), every_value([smaller_unseen, smaller], [True, False]))
 def test_weights_changed_between_evaluations(change, keeps):
     """As where an average of weights takes their place for an evaluation; the loop may keep a list of them."""
 
@@ -397,8 +398,7 @@ class Headed(nn.Module):
         self.trunk, self.head = trunk, nn.Linear(16, 2)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("kind", ["a part", "a sibling"])
+@pytest.mark.parametrize(("kind", "options"), every_value(["a part", "a sibling"], OPTIONS[::2]), ids=str)
 def test_models_that_share_parameters_are_refused(kind, options):
     """Each would move them and receive their gradients."""
     accelerator = make_accelerator(options)

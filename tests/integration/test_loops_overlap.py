@@ -11,8 +11,8 @@ from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.run.checkpoint import entry_of
 from tests import training_device
 from tests.integration.accelerate_loop import adamw, loss_of, make_accelerator
+from tests.integration.fabric_loop import make_fabric
 from tests.integration.gate import Gate
-from tests.integration.test_fabric import make_fabric
 from tests.models import TinyTransformer, token_data
 
 pytestmark = [

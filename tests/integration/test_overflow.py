@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, seed_everything
 
 import lightning_cxl
 from lightning_cxl import GradientOverflowError
+from tests.cases import every_value
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -54,9 +55,7 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", PRECISIONS)
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(("kind", "accumulate", "clip"), every_value(PRECISIONS, [1, 2], [None, 0.5]))
 def test_a_step_is_left_out_and_nothing_changes(kind, accumulate, clip):
     precision, options = PRECISIONS[kind]
     arguments = {"precision": precision, "accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
@@ -159,11 +158,10 @@ class EditingCallback(Callback):
         pl_module.edit()
 
 
-@pytest.mark.parametrize(
-    "where",
-    ["on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "backward", "callback"],
-)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+PLACES = ["on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "backward", "callback"]
+
+
+@pytest.mark.parametrize(("where", "precision"), every_value(PLACES, ["32-true", "bf16-true"]))
 def test_edits_through_data_are_seen(where, precision):
     task = (lambda m: Edits(m, bad=())) if where == "callback" else _edits_in(where)
     callbacks = [EditingCallback()] if where == "callback" else []
@@ -249,17 +247,7 @@ def uses(make):
 OWNERS = {"own": OwnStep, "AdamW": OwnAdam, "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=1)}
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        ("own", "32-true"),
-        ("own", "bf16-true"),
-        ("AdamW", "32-true"),
-        ("AdamW", "bf16-true"),
-        ("LBFGS", "32-true"),
-        ("LBFGS", "bf16-true"),
-    ],
-)
+@pytest.mark.parametrize(("name", "precision"), every_value(OWNERS, ["bf16-true", "32-true"]))
 def test_an_optimizer_that_evaluates_its_closure_itself_is_guarded(name, precision):
     with pytest.warns(lightning_cxl.LightningCXLWarning, match="this step is left out"):
         module, _ = fit(offload(), uses(OWNERS[name]), precision=precision)

@@ -8,7 +8,6 @@ import torch
 from lightning.pytorch import seed_everything
 from torch import nn
 
-import lightning_cxl
 from tests.integration.training import EXACT, make_trainer, offload, train
 from tests.models import Task, TinyConvNet, TinyTransformer, image_data, token_data
 
@@ -38,21 +37,8 @@ def assert_close(plain, ours):
 
 MODELS = {
     "transformer": (TinyTransformer, token_data),
-    "tied": (lambda: TinyTransformer(tied=True), token_data),
-    "block twice": (lambda: TinyTransformer(twice=True), token_data),
     "convolution": (TinyConvNet, image_data),
 }
-
-
-# more models, schedules and precisions in test_parity_table.py
-@pytest.mark.parametrize("model", ["transformer", "convolution"])
-def test_momentum_of_sgd_is_bit_identical(model):
-    make_model, data = MODELS[model]
-    arguments = {
-        "data": data, "optimizer": "sgd", "steps": 6, "optimizer_args": {"momentum": 0.9},
-        "trainer_args": {"accumulate_grad_batches": 2},
-    }  # fmt: skip
-    assert_identical(train(make_model, "auto", **arguments), train(make_model, offload(**EXACT), **arguments))
 
 
 CLIPS = {"no clip": (None, None), "norm": (0.5, "norm"), "value": (0.01, "value")}
@@ -61,8 +47,10 @@ CLIPS = {"no clip": (None, None), "norm": (0.5, "norm"), "value": (0.01, "value"
 @pytest.mark.parametrize(
     ("model", "accumulate", "clip"),
     [
-        *itertools.product(["transformer"], [1, 8], CLIPS),
-        *itertools.product(["tied", "block twice", "convolution"], [2], ["norm"]),
+        ("transformer", 1, "no clip"),
+        ("transformer", 8, "norm"),
+        ("transformer", 1, "value"),
+        ("convolution", 2, "norm"),
     ],
 )
 def test_cpu_adam_follows_torch(model, accumulate, clip):
@@ -73,51 +61,15 @@ def test_cpu_adam_follows_torch(model, accumulate, clip):
         "trainer_args": {
             "accumulate_grad_batches": accumulate, "gradient_clip_val": value, "gradient_clip_algorithm": algorithm
         },
-        "steps": 20 // accumulate + 1,
+        "steps": 12 // accumulate + 1,
     }  # fmt: skip
     assert_close(train(make_model, "auto", **arguments), train(make_model, "cxl_offload", **arguments))
-
-
-@pytest.mark.parametrize("clip", [(0.5, "norm"), (0.01, "value")], ids=["norm", "value"])
-def test_clipping_is_bit_identical_with_the_users_optimizer(clip):
-    arguments = {
-        "trainer_args": {"gradient_clip_val": clip[0], "gradient_clip_algorithm": clip[1], "accumulate_grad_batches": 2}
-    }
-    assert_identical(train(TinyTransformer, "auto", **arguments), train(TinyTransformer, offload(**EXACT), **arguments))
 
 
 @pytest.mark.parametrize("optimizer", ["rmsprop", "adagrad", "adafactor", "adam"])
 def test_other_torch_optimizers_are_bit_identical(optimizer):
     arguments = {"optimizer": optimizer, "steps": 8}
     assert_identical(train(TinyTransformer, "auto", **arguments), train(TinyTransformer, offload(**EXACT), **arguments))
-
-
-def test_without_activation_offload():
-    arguments = {"steps": 8}
-    ours = train(TinyTransformer, "cxl_offload_optimizer", **arguments)
-    assert_close(train(TinyTransformer, "auto", **arguments), ours)
-
-
-def frozen_transformer():
-    model = TinyTransformer()
-    model.embed.requires_grad_(False)
-    model.blocks[1].requires_grad_(False)
-    model.blocks[2].mlp.requires_grad_(False)
-    return model
-
-
-@pytest.mark.parametrize("strategy", [EXACT, {}], ids=["torch AdamW", "CPUAdam"])
-def test_frozen_parts(strategy):
-    plain, ours = train(frozen_transformer, "auto", steps=10), train(frozen_transformer, offload(**strategy), steps=10)
-    (assert_identical if strategy else assert_close)(plain, ours)
-    untouched = frozen_transformer_names()
-    seed_everything(11, verbose=False)
-    start = Task(frozen_transformer()).state_dict()
-    assert all(torch.equal(start[name], ours[1][name]) for name in untouched)
-
-
-def frozen_transformer_names():
-    return [f"model.{name}" for name, p in frozen_transformer().named_parameters() if not p.requires_grad]
 
 
 class TwoOptimizers(Task):
@@ -161,7 +113,7 @@ class TwoOptimizers(Task):
     ("options", "check"), [(EXACT, assert_identical), ({}, assert_close)], ids=["torch AdamW", "CPUAdam"]
 )
 def test_manual_optimization_with_two_optimizers(options, check):
-    arguments = {"task": TwoOptimizers, "steps": 20}
+    arguments = {"task": TwoOptimizers, "steps": 8}
     check(train(TinyTransformer, "auto", **arguments), train(TinyTransformer, offload(**options), **arguments))
 
 
@@ -191,20 +143,6 @@ def test_schedulers_drive_the_swapped_optimizer():
     assert losses == pytest.approx(plain_losses, rel=1e-6)
 
 
-def test_single_update_within_two_ulp():
-    torch.manual_seed(0)
-    weights = torch.randn(4097)
-    for step in range(3):
-        mine, theirs = nn.Parameter(weights.clone()), nn.Parameter(weights.clone())
-        ours = lightning_cxl.CPUAdam([mine], lr=1e-3, weight_decay=0.1)
-        torchs = torch.optim.AdamW([theirs], lr=1e-3, weight_decay=0.1)
-        mine.grad = torch.randn(4097) * 10.0**-step
-        theirs.grad = mine.grad.clone()
-        ours.step(), torchs.step()
-        ulps = (mine.detach().view(torch.int32) - theirs.detach().view(torch.int32)).abs().max()
-        assert ulps <= 2
-
-
 @pytest.mark.on_cpu  # elsewhere gradients are on masters
 @pytest.mark.parametrize("offload_activations", [True, False])
 def test_every_gradient_is_counted(offload_activations):
@@ -227,23 +165,3 @@ def test_every_gradient_is_counted(offload_activations):
     assert module.grads.keys() == expected.keys() and "unused.weight" not in expected
     for name, grad in expected.items():
         assert torch.equal(module.grads[name], grad), name
-
-
-@pytest.mark.on_cpu
-def test_old_gradients_keep_their_values():
-    """Whoever holds a gradient across `zero_grad` keeps it, as with plain torch: its memory is not reused under it."""
-
-    class Keeper(Task):
-        def __init__(self, model):
-            super().__init__(model)
-            self.kept = []
-
-        def on_before_optimizer_step(self, optimizer):
-            grad = self.model.head.weight.grad
-            self.kept.append((grad, grad.clone()))
-
-    module = Keeper(TinyTransformer())
-    make_trainer("cxl_offload", max_steps=4).fit(module, token_data())
-    assert len(module.kept) == 4
-    for grad, copy_then in module.kept:
-        assert torch.equal(grad, copy_then)

@@ -11,6 +11,7 @@ from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.policies import POLICIES, Decision
 from lightning_cxl.run import run
 from lightning_cxl.run.residence import Residence
+from tests.cases import others_full
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -164,7 +165,7 @@ def test_a_machine_file_without_effect_is_said(speeds):
         fit(machine=speeds)
 
 
-@pytest.mark.parametrize("policy", ["by_role", *POLICIES])
+@pytest.mark.parametrize("policy", others_full(["by_role", *POLICIES], ["by_role", "bandwidth"]))
 def test_lazy_modules_under_every_policy(policy, speeds):
     class Lazy(torch.nn.Module):
         def __init__(self):

@@ -14,6 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import lightning_cxl
+from tests.cases import every_value
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -172,9 +173,10 @@ class Reads(Task):
 OPTIONS = [{}, {"stream_weights": False}, *SEPARATE]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+PRECISIONS = ["32-true", "bf16-true", "bf16-mixed"]
+
+
+@pytest.mark.parametrize(("accumulate", "precision", "options"), every_value([1, 2], PRECISIONS, OPTIONS), ids=str)
 def test_the_models_own_gradients_are_there_to_read(accumulate, precision, options):
     ours, plain = (
         run(Reads, strategy, precision=precision, accumulate_grad_batches=accumulate)[0]
@@ -245,8 +247,7 @@ class Surgery(Task):
         optimizer.step()
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize(("precision", "options"), every_value(PRECISIONS, OPTIONS), ids=str)
 def test_assigned_gradients_are_those_that_count(precision, options):
     ours, plain = run(Surgery, offload(**options), precision=precision)[0], run(Surgery, "auto", precision="32-true")[0]
     assert ours.losses == pytest.approx(plain.losses, rel=1e-5 if precision == "32-true" else 0.03)
@@ -275,8 +276,7 @@ class ClampAll(Task):
                 p.data = p.data * 0.95
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize(("precision", "options"), every_value(PRECISIONS, OPTIONS), ids=str)
 def test_writes_through_data_count_for_all_parameters(precision, options):
     ours, plain = (
         run(ClampAll, strategy, steps=8, precision=own)[0]
@@ -288,8 +288,7 @@ def test_writes_through_data_count_for_all_parameters(precision, options):
     assert all(type(p) is nn.Parameter for p in ours.parameters())
 
 
-@pytest.mark.parametrize("options", [{}, *SEPARATE], ids=str)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize(("precision", "options"), every_value(PRECISIONS[:2], [{}, *SEPARATE]), ids=str)
 def test_users_own_reference_steps_the_same_optimizer(precision, options):
     class Own(Task):
         def __init__(self):
@@ -317,8 +316,11 @@ def test_users_own_reference_steps_the_same_optimizer(precision, options):
     assert len(set(ours.losses)) == len(ours.losses)
 
 
-@pytest.mark.parametrize(("optimizer", "options"), [("adamw", {}), ("adamw", {"master": "fp32"}), ("sgd", {})], ids=str)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "options"),
+    [("32-true", "adamw", {}), ("bf16-true", "adamw", {"master": "fp32"}), ("bf16-true", "sgd", {})],
+    ids=str,
+)
 def test_an_optimizer_object_can_be_used_for_a_second_fit(precision, optimizer, options):
     class Cached(Task):
         def configure_optimizers(self):

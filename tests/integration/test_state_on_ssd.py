@@ -13,6 +13,7 @@ import lightning_cxl
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.optim.state_visits import StateVisits
+from tests.cases import every_pair
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import make_trainer, offload, train
 from tests.models import token_data
@@ -47,9 +48,9 @@ def assert_same(ours, theirs):
         assert torch.equal(ours[1][name], theirs[1][name]), name
 
 
-@pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("overlap", [False, True], ids=["whole", "overlap"])
+@pytest.mark.parametrize(
+    ("state", "dtype", "overlap"), every_pair(["fp32", "bf16", "8bit"], [torch.float32, torch.bfloat16], [False, True])
+)
 def test_training_is_that_of_state_in_memory(tmp_path, state, dtype, overlap):
     def make_model():
         return tiny_llama(hidden_size=64, intermediate_size=128).to(dtype)
@@ -101,8 +102,7 @@ def weights(module):
     return {name: value.cpu().clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("checkpoint", ["copy", "reference"])
-@pytest.mark.parametrize("state", ["fp32", "8bit"])
+@pytest.mark.parametrize(("checkpoint", "state"), [("copy", "8bit"), ("reference", "fp32"), ("reference", "8bit")])
 def test_a_run_resumes_exactly(tmp_path, checkpoint, state):
     options = {"ssd": {"checkpoint": checkpoint}, "state": state}
     straight = fit(offload(state=state), 7)
@@ -357,7 +357,7 @@ def test_residents_and_units_are_updated_at_the_same_time(tmp_path, in_backward)
         return tiny_llama(num_layers=6, hidden_size=128, intermediate_size=256)
 
     options = {"stream_weights": True, "overlap_step": True, "on_overflow": "ignore" if in_backward else "skip"}
-    for attempt in range(2):
+    for attempt in range(1 if in_backward else 2):
         ours = train(make_model, on_ssd(tmp_path / f"ssd{attempt}", **options), steps=12, task=LlamaTask)
         assert_same(ours, train(make_model, offload(**options), steps=12, task=LlamaTask))
 

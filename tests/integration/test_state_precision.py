@@ -8,7 +8,7 @@ from lightning.pytorch import seed_everything
 
 import lightning_cxl
 from lightning_cxl.optim.number_formats import join, num_blocks
-from tests.cases import every_pair
+from tests.cases import every_pair, every_value
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 from tests.numerics.reference.blockwise import dequantize
@@ -72,8 +72,7 @@ def float32_losses():
     return fit("fp32", 60, precision="32-true")[0].losses
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
-@pytest.mark.parametrize("state", ["bf16", "8bit"])
+@pytest.mark.parametrize(("state", "precision"), every_value(["bf16", "8bit"], ["32-true", "bf16-true"]))
 def test_training_stays_close_to_float32(state, precision, float32_losses):
     """Measured: differences of up to 0.02 % of what training gains; allowed: ten times that."""
     losses = fit(state, len(float32_losses), precision=precision)[0].losses
@@ -116,9 +115,11 @@ def test_formats_and_keys(state):
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"accumulate": "bf16"}, {"master": "fp32"}], ids=str)
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(
+    ("state", "options", "micro_batches"),
+    every_pair(STATES, [{}, {"accumulate": "bf16"}, {"master": "fp32"}], [1, 2]),
+    ids=str,
+)
 def test_memory_is_what_the_formula_says_and_what_was_planned(state, options, micro_batches):
     module, _ = fit(state, 3, micro_batches=micro_batches, **options)
     expected = dict.fromkeys(["compute_weights", "master_weights", "gradients", "momentum", "variance"], 0)
@@ -176,8 +177,7 @@ def losses_of_12(state):
     return fit(state, 12)[0].losses
 
 
-@pytest.mark.parametrize("second", STATES)
-@pytest.mark.parametrize("first", STATES)
+@pytest.mark.parametrize(("first", "second"), every_value(STATES, ["8bit", "fp32", "bf16"]))
 def test_checkpoints_convert_between_precisions(tmp_path, first, second):
     module, trainer = fit(first, 6, save=tmp_path / "six.ckpt")
     at_once, loaded = fit(second, 6, ckpt_path=tmp_path / "six.ckpt")
@@ -208,8 +208,7 @@ def test_results_do_not_depend_on_the_number_of_threads(state):
     assert_same(one, three)
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
-@pytest.mark.parametrize("target", ["torch", "plain"])
+@pytest.mark.parametrize(("target", "precision"), every_value(["torch", "plain"], ["bf16-true", "32-true"]))
 def test_torchs_optimizer_goes_on_from_8_bit_state(tmp_path, target, precision):
     """By itself under our strategy, in plain Lightning after a conversion."""
     module, trainer = fit("8bit", 6, save=tmp_path / "six.ckpt", precision=precision)

@@ -19,6 +19,7 @@ from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.storage import store
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.system import System
+from tests.cases import every_pair, every_value, others_full
 from tests.faulty_system import FaultySystem
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import make_trainer, offload, train
@@ -52,9 +53,9 @@ def assert_same(ours, theirs):
         assert torch.equal(ours[1][name], theirs[1][name]), name
 
 
-@pytest.mark.parametrize("rules", [WEIGHTS, ALL], ids=["weights", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("overlap", [False, True], ids=["whole", "overlap"])
+@pytest.mark.parametrize(
+    ("rules", "dtype", "overlap"), every_pair([WEIGHTS, ALL], [torch.float32, torch.bfloat16], [False, True])
+)
 def test_training_is_that_of_weights_in_memory(tmp_path, rules, dtype, overlap):
     def make_model():
         return tiny_llama(hidden_size=64, intermediate_size=128).to(dtype)
@@ -101,8 +102,7 @@ def test_weights_are_read_for_forward_backward_and_update_and_written_once(tmp_p
     assert report["peak_roles"].get("compute_weights", {}) == planned, "weights were in memory"
 
 
-@pytest.mark.parametrize("num_drives", [1, 3])
-@pytest.mark.parametrize("checkpoint", ["copy", "reference"])
+@pytest.mark.parametrize(("num_drives", "checkpoint"), [(1, "copy"), (3, "reference")])
 def test_a_run_takes_the_bytes_that_were_planned(tmp_path, monkeypatch, num_drives, checkpoint):
     records = planned_records(monkeypatch)
     paths = [str(tmp_path / f"ssd{drive}") for drive in range(num_drives)]
@@ -191,8 +191,7 @@ def test_validation_between_steps_sees_the_weights_of_now(tmp_path):
     both(tmp_path, trainer_args={"val_check_interval": 2, "limit_val_batches": 2}, task=Evaluated)
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
-@pytest.mark.parametrize("unseen", [False, True], ids=["counted", "by .data"])
+@pytest.mark.parametrize(("unseen", "overlap"), every_value([True, False], ["none", "forward", "backward"]))
 def test_what_a_user_writes_between_steps_counts(tmp_path, overlap, unseen):
     class Clipped(LlamaTask):
         def on_train_batch_end(self, *args):
@@ -254,8 +253,9 @@ def test_weights_outlive_the_run_and_move_again(tmp_path):
     assert_same((ours.losses, ours.state_dict()), (theirs.losses, theirs.state_dict()))
 
 
-@pytest.mark.parametrize("checkpoint", ["copy", "reference"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("checkpoint", "dtype"), [("copy", torch.float32), ("reference", torch.bfloat16)], ids=["copy", "reference"]
+)
 def test_a_run_resumes_exactly(tmp_path, checkpoint, dtype):
     def fit(strategy, steps, ckpt_path=None, save=None):
         seed_everything(11, verbose=False)
@@ -281,8 +281,7 @@ class Sequential(LlamaTask):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("fault", ["EIO", "EIO for good", "flip", "late"])
-@pytest.mark.parametrize("overlap", list(OVERLAPS))
+@pytest.mark.parametrize(("fault", "overlap"), every_value(["EIO", "EIO for good", "flip", "late"], OVERLAPS))
 def test_a_drive_that_fails_ends_the_run_with_its_error(tmp_path, monkeypatch, fault, overlap):
     def run(fault=None, at=-1):
         system = FaultyReads(fault, at) if fault == "flip" else FaultySystem(fault, at)
@@ -294,7 +293,7 @@ def test_a_drive_that_fails_ends_the_run_with_its_error(tmp_path, monkeypatch, f
     calls = [name for name in system.calls if name == "preadv" or fault != "flip"]
     moves = [number for number, name in enumerate(calls) if name in ("preadv", "pwritev")]
     outcomes = set()
-    for part in (0.2, 0.35, 0.5, 0.65, 0.8):
+    for part in (0.2, 0.5, 0.8):
         try:
             _, ours = run(fault, moves[int(part * len(moves))])
         except StorageError as error:
@@ -381,7 +380,7 @@ def test_what_hooks_of_a_step_see_and_write_counts(tmp_path, monkeypatch, overla
     both(tmp_path, lambda: tiny_llama(5), task=Hooked, **OVERLAPS[overlap])
 
 
-@pytest.mark.parametrize("overlap", list(OVERLAPS))
+@pytest.mark.parametrize("overlap", others_full(OVERLAPS, ["backward"]))
 def test_whoever_looks_through_the_optimizer_sees_the_weights_of_now(tmp_path, monkeypatch, overlap):
     class Held(LlamaTask):
         def on_train_batch_end(self, *args):
