@@ -7,7 +7,7 @@ import torch
 from accelerate.utils import find_executable_batch_size
 from torch import nn
 
-from lightning_cxl.errors import ConfigError, LightningCXLWarning, TierFullError, UnsupportedError
+from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
 from tests.cases import every_pair, every_value
 from tests.integration.accelerate_loop import (
     EXACT,
@@ -281,23 +281,6 @@ def test_gradients_pass_through_a_frozen_model():
     compare(run)
 
 
-@pytest.mark.usefixtures("late_copies")
-@pytest.mark.parametrize("precision", ["fp16"])
-def test_a_second_training_after_the_first(precision):
-    def run(accelerator):
-        losses, weights = [], {}
-        for seed in (5, 7):
-            model, optimizer = made(seed=seed)
-            model, optimizer, data = accelerator.prepare(model, optimizer, token_data(2))
-            more, weights = plain_steps(accelerator, model, optimizer, data)
-            losses += more
-            model, optimizer, data = accelerator.free_memory(model, optimizer, data)
-        return losses, weights
-
-    plain = run(make_accelerator(mixed_precision=precision))
-    assert_identical(plain, run(make_accelerator(STREAMED, mixed_precision=precision)))
-
-
 @pytest.mark.parametrize("options", [{}, {"cpu_adam": True}], ids=["torch", "CPUAdam"])
 def test_the_same_objects_again_after_free_memory(options):
     def run(accelerator):
@@ -355,25 +338,6 @@ def test_an_optimizer_for_two_models_is_refused():
     with pytest.raises(ConfigError, match="must become one for each model"):
         accelerator.prepare(generator, critic, optimizer)
     accelerator.free_memory()
-
-
-def test_accumulation_by_hand():
-    def run(accelerator):
-        model, optimizer = made()
-        model, optimizer, data = accelerator.prepare(model, optimizer, token_data(6))
-        torch.manual_seed(6)
-        losses = []
-        for index, batch in enumerate(data):
-            with accelerator.no_sync(model):
-                loss = loss_of(model, batch)
-                accelerator.backward(loss / 3)
-            losses.append(loss.item())
-            if index % 3 == 2:
-                optimizer.step()
-                model.zero_grad()
-        return losses, weights_of(accelerator, model)
-
-    compare(run)
 
 
 @pytest.mark.parametrize("kind", ["generator", "list", "tensor", "of the optimizer", "twice"])
@@ -476,17 +440,6 @@ def test_the_schedule_of_one_optimizer_does_not_wait_for_another():
     accelerator.free_memory()
 
 
-def test_a_model_that_does_not_fit_stays_the_user_s():
-    accelerator = make_accelerator({"tiers": {"dram": "64KiB"}, "on_tier_full": "error"})
-    model, optimizer = made()
-    with pytest.raises(TierFullError):
-        accelerator.prepare(model, optimizer)
-    accelerator.free_memory()
-    assert type(optimizer) is torch.optim.AdamW
-    losses = plain_steps(make_accelerator(), *make_accelerator().prepare(model, optimizer, token_data(2)))[0]
-    assert losses == plain_steps(make_accelerator(), *make_accelerator().prepare(*made(), token_data(2)))[0]
-
-
 def test_prepare_again_after_an_optimizer_was_refused():
     accelerator = make_accelerator({})
     torch.manual_seed(5)
@@ -497,31 +450,3 @@ def test_prepare_again_after_an_optimizer_was_refused():
     ours = plain_steps(accelerator, *accelerator.prepare(model, optimizer, token_data(2)))
     accelerator.free_memory()
     assert_close(plain_steps(make_accelerator(), *make_accelerator().prepare(*made(), token_data(2))), ours)
-
-
-@pytest.mark.parametrize("kind", ["LBFGS with a closure", "a group that joins"])
-def test_optimizers_of_other_shapes(kind):
-    def run(accelerator):
-        torch.manual_seed(5)
-        model = TinyTransformer(dropout=0.0)
-        if kind == "a group that joins":
-            optimizer = torch.optim.AdamW(model.blocks.parameters())
-        else:
-            optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
-        model, optimizer, data = accelerator.prepare(model, optimizer, token_data(3))
-        losses = []
-        for index, batch in enumerate(data):
-
-            def closure(batch=batch):
-                model.zero_grad()
-                loss = loss_of(model, batch)
-                accelerator.backward(loss)
-                losses.append(loss.item())
-                return loss
-
-            if kind == "a group that joins" and index == 1:
-                optimizer.add_param_group({"params": list(model.head.parameters())})
-            optimizer.step(closure)
-        return losses, weights_of(accelerator, model)
-
-    compare(run)

@@ -56,27 +56,6 @@ def test_a_model(kind):
     assert_identical(train(parts=parts, num_batches=4), train(STREAMED, parts=parts, num_batches=4))
 
 
-def test_a_model_that_accelerate_compiles(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
-    torch._dynamo.reset()
-
-    def run(accelerator):
-        mine = prepared(accelerator, lambda: TinyTransformer(dropout=0.0), data=lambda: token_data(4))
-        torch.manual_seed(6)
-        losses = list(steps(accelerator, *mine))
-        more = accelerator.prepare(token_data(1))  # looks at what is prepared
-        losses += list(steps(accelerator, mine[0], mine[1], more, mine[3]))
-        return losses, weights_of(accelerator, mine[0])
-
-    plain = run(make_accelerator(dynamo_backend="eager"))
-    accelerator = make_accelerator(STREAMED, dynamo_backend="eager")
-    torch._dynamo.reset()
-    ours = run(accelerator)
-    assert len(accelerator.offload.session.runs) == 1
-    accelerator.free_memory()
-    assert_identical(plain, ours)
-
-
 def test_a_model_for_evaluation_alone():
     def run(accelerator):
         torch.manual_seed(5)

@@ -179,25 +179,6 @@ def test_other_optimizers_are_clipped_at_once():
     assert module.losses == fit("auto")[0].losses
 
 
-def test_manual_optimization_clips_at_once():
-    class Manual(Recording):
-        automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.record(loss)
-            self.manual_backward(loss)
-            self.clip_gradients(optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm="norm")
-            assert norm(p.grad for p in self.parameters()) == pytest.approx(CLIP, rel=1e-4)
-            optimizer.step()
-
-    ours, plain = fit(task=Manual, gradient_clip_val=None)[0], fit("auto", Manual, gradient_clip_val=None)[0]
-    assert not ours.deferred and len(ours.losses) == 8
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
-
-
 def test_cpu_adams_own_clipping_in_manual_optimization():
     class Manual(Recording):
         automatic_optimization = False
@@ -225,13 +206,6 @@ def test_cpu_adams_own_clipping_in_manual_optimization():
     ours, plain = fit(task=Manual, gradient_clip_val=None)[0], fit("auto", Manual, gradient_clip_val=None)[0]
     assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
     assert ours.total == pytest.approx(plain.total, rel=1e-4)
-
-
-def test_clip_by_value_sees_the_gradients_themselves():
-    arguments = {"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value"}
-    ours, plain = fit(**arguments)[0], fit("auto", **arguments)[0]
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
-    assert ours.largest == pytest.approx(0.003)
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value", None])

@@ -237,13 +237,6 @@ def test_a_policy_that_needs_speeds_says_how_to_get_them(monkeypatch, tmp_path):
         fit(policy="bandwidth")
 
 
-def test_the_policy_comes_from_the_environment(monkeypatch):
-    monkeypatch.setenv("LIGHTNING_CXL_POLICY", "dram_only")
-    _, report = fit()
-    assert report["policy"] == "dram_only"
-    assert set(report["peak_roles"]["activations"]) == {"dram"}
-
-
 def test_an_object_is_a_policy():
     _, report = fit(policy=MomentumFar(), tiers={"cxl": "1GiB"})
     assert set(report["peak_roles"]["momentum"]) == {"cxl"}

@@ -3,8 +3,6 @@
 Here bfloat16 weights with `master="fp32"` or torch's optimizer; on a GPU, every precision.
 """
 
-import copy
-import pickle
 import warnings
 
 import pytest
@@ -66,30 +64,6 @@ def test_zero_grad_reaches_the_masters(zero):
                 optimizer.zero_grad(set_to_none=zero == "optimizer")
 
     assert run(Manual)[0].norms == pytest.approx(run(Manual, "auto")[0].norms, rel=0.02)
-
-
-def test_toggled_off_parameters_take_no_gradient():
-    class Toggle(Norms):
-        def __init__(self):
-            super().__init__(model())
-            self.automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            body, head = self.optimizers()
-            self.toggle_optimizer(body)
-            self.manual_backward(self.loss(batch))
-            self.untoggle_optimizer(body)
-            body.step()
-            head.step()  # the head must have no gradient
-            body.zero_grad()
-
-        def configure_optimizers(self):
-            body = [p for name, p in self.named_parameters() if "head" not in name]
-            return [torch.optim.SGD(body, lr=0.0), torch.optim.SGD(self.model.head.parameters(), lr=0.0)]
-
-    ours, plain = run(Toggle)[0].norms, run(Toggle, "auto")[0].norms
-    assert ours == pytest.approx(plain, rel=0.02)
-    assert ours[1::2] == [0.0] * len(ours[1::2])
 
 
 class Late(Task):
@@ -359,18 +333,6 @@ def test_a_refused_setup_leaves_the_users_optimizers_as_they_were():
     assert all("step" not in vars(opt) and "add_param_group" not in vars(opt) for opt in module.mine)
 
 
-def test_module_can_be_copied_and_pickled_during_a_run():
-    class Copies(Task):
-        def on_train_batch_end(self, *_):
-            self.copies = copy.deepcopy(self.model), pickle.loads(pickle.dumps(self.model))
-
-    module, _ = run(lambda: Copies(model()))
-    for other in module.copies:
-        other.zero_grad()
-        for name, value in module.model.state_dict().items():
-            assert torch.equal(other.state_dict()[name].cpu(), value)
-
-
 @pytest.mark.usefixtures("late_copies")
 @pytest.mark.parametrize("backward", ["manual_backward", "loss.backward"])
 def test_gradients_that_arrive_late_are_complete_when_backward_returns(backward):
@@ -416,32 +378,6 @@ def test_sparse_gradients_are_left_to_the_users_optimizer():
     assert ours.losses == plain.losses
 
 
-def test_optimizers_that_evaluate_the_closure_themselves():
-    class Twice(torch.optim.SGD):
-        """Two evaluations a step, as sharpness-aware minimisation does."""
-
-        def step(self, closure=None):
-            assert closure is not None, "needs closure"
-            closure()
-            super().step()
-            return closure()
-
-    class Uses(Task):
-        def configure_optimizers(self):
-            return Twice(self.parameters(), lr=0.1, momentum=0.9)
-
-        def on_train_batch_end(self, *_):
-            self.report = getattr(self.trainer.strategy, "report", dict)()
-
-    ours, _ = run(lambda: Uses(model()), precision="32-true")
-    plain, _ = run(lambda: Uses(model()), "auto", precision="32-true")
-    assert ours.losses == plain.losses and len(ours.losses) == 8
-    trained = sum(p.numel() * 4 for name, p in ours.named_parameters() if "unused" not in name)
-    assert ours.report["roles"]["momentum"] == {"dram": trained}, "its state is placed"
-    rounded, _ = run(lambda: Uses(model()))
-    assert rounded.losses == pytest.approx(plain.losses, rel=0.03)
-
-
 def test_a_failing_checkpoint_plugin_does_not_keep_the_run_alive(tmp_path):
     module = Task(model())
     trainer = make_trainer("cxl_offload", max_steps=1)
@@ -456,36 +392,3 @@ def test_a_failing_checkpoint_plugin_does_not_keep_the_run_alive(tmp_path):
     assert trainer.strategy._session.run is None
     assert all(not p._post_accumulate_grad_hooks for p in module.parameters())
     assert all("forward" not in vars(m) for m in module.modules())
-
-
-def test_lazy_modules_can_be_validated():
-    class Lazy(Task):
-        def __init__(self):
-            super().__init__(nn.Sequential(nn.Embedding(37, 16), nn.LazyLinear(37)))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch: lazy modules are new
-        module = Lazy()
-    result = make_trainer("cxl_offload").validate(module, token_data(), verbose=False)
-    assert result[0]["val_loss"] > 0
-
-
-def test_named_groups_resume_by_name(tmp_path):
-    class Named(Task):
-        order = 1
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(list(self.named_parameters())[:: self.order], lr=1e-2)
-
-    class Reversed(Named):
-        order = -1
-
-    _, trainer = run(lambda: Named(model()), steps=3, precision="32-true")
-    trainer.save_checkpoint(tmp_path / "named.ckpt")
-    resumed = Reversed(model())
-    again = make_trainer("cxl_offload", max_steps=4)
-    again.fit(resumed, token_data(), ckpt_path=tmp_path / "named.ckpt")
-    saved = torch.load(tmp_path / "named.ckpt", weights_only=True)["optimizer_states"][0]
-    steps = {int(state["step"]) for state in again.optimizers[0].state.values()}
-    assert steps == {4}
-    assert len(saved["state"]) == len(again.optimizers[0].state)

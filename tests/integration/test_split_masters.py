@@ -167,18 +167,3 @@ def test_which_parameters_are_split_beside_another_optimizer():
     module, _ = fit({}, task=Look, steps=2)
     assert not module.forms.pop("model.head.weight"), "SGD needs a float32 master"
     assert all(module.forms.values())
-
-
-def test_an_own_cpu_adam_is_taken_over_with_its_precision_and_seed():
-    class Own(Masters):
-        def configure_optimizers(self):
-            self.own = CPUAdam(self.parameters(), lr=3e-3, state="bf16", seed=7)
-            return self.own
-
-    split, trainer = fit({}, task=Own)
-    current = trainer.optimizers[0]
-    assert (current.state_precision, current.seed) == ("bf16", 7)
-    assert split.own.state is current.state
-    assert_same_training(split, fit({"master": "fp32"}, task=Own)[0])
-    state = current.state[split.model.blocks[0].mlp[0].weight]
-    assert state["exp_avg"].dtype == torch.bfloat16

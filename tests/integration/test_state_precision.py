@@ -200,14 +200,6 @@ def decoded(entry, key):
     return dequantize(entry[key], entry[f"absmax{key[-1]}"], unsigned=key == "state2")
 
 
-@pytest.mark.parametrize("state", ["bf16", "8bit"])
-def test_results_do_not_depend_on_the_number_of_threads(state):
-    one, _ = fit(state, 4, num_threads=1, micro_batches=2)
-    three, _ = fit(state, 4, num_threads=3, micro_batches=2)
-    assert one.losses == three.losses
-    assert_same(one, three)
-
-
 @pytest.mark.parametrize(("target", "precision"), every_value(["torch", "plain"], ["bf16-true", "32-true"]))
 def test_torchs_optimizer_goes_on_from_8_bit_state(tmp_path, target, precision):
     """By itself under our strategy, in plain Lightning after a conversion."""
