@@ -7,7 +7,8 @@ With more torch threads tiny models would spend their time in barriers.
   values, each of which another case has, too; and programs that take long. `make test-all` runs them as well.
 * Tests marked ``alone`` look at clocks, at the CPUs of threads, or at the memory of a control group. They run in one
   process, when the others are done.
-* Files with slow tests start first, so that no process waits long for the last one.
+* Files with slow tests start first, so that no process waits long for the last one. The files of tests/distributed run
+  in one process, which keeps the ranks that they share.
 * Examples of hypothesis are the same in every run of `make test`. `make test-all` tries others as well: see
   tests/hypothesis_profiles.py.
 * Kernels beyond 2^31 elements (tests/numerics/test_adam_large.py and test_grad_kernel_limits.py) are ``full``, too,
@@ -30,6 +31,8 @@ from tests import training_device
 # Lightning uses what jsonargparse deprecates; a filter by the warning's class would need the package
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
 
+DISTRIBUTED = "tests/distributed/"
+
 with contextlib.suppress(ImportError):  # `make gpu` takes the packages that are there
     from tests import hypothesis_profiles  # noqa: F401
 
@@ -47,9 +50,32 @@ def pytest_configure(config):
     training_device.choose(config.getoption("--device"))
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leave out the files without such tests where those that run alone are asked for: to import them takes long."""
+    asked = config.option.markexpr
+    if (
+        collection_path.suffix == ".py"
+        and asked.startswith("alone")
+        and "mark.alone" not in collection_path.read_text()
+    ):
+        return True
+    return None
+
+
 def pytest_collection_modifyitems(items):
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which `make gpu` does without
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneProcessForRanks(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return DISTRIBUTED if nodeid.startswith(DISTRIBUTED) else super()._split_scope(nodeid)
+
+    return OneProcessForRanks(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish():

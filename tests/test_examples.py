@@ -108,84 +108,93 @@ def test_the_batch_script_starts_what_exists_and_goes_back_to_the_queue(tmp_path
         assert values == {planned[planned.index(option) + 1]}
 
 
-@pytest.mark.slow
-def test_the_step_benchmark_writes_rows(tmp_path):
-    target = tmp_path / "rows.json"
-    contenders = ["lightning", "cxl_offload"]
-    command = [sys.executable, EXAMPLES / "bench" / "step.py", "--steps=3", "--size=tiny", "--json", target]
+PROGRAMS = [path for path in sorted(EXAMPLES.glob("bench/*.py")) if "argparse" in path.read_text()]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in PROGRAMS if "__main__" in path.read_text()], ids=lambda path: path.stem
+)
+def test_a_benchmark_finds_what_it_imports_and_tells_its_options(path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(path), run_name="__main__")
+    assert end.value.code in (0, None) and "usage: " in capsys.readouterr().out
+
+
+def run_benchmark(name, *options, succeeds=True):
+    """Run a program in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([*command, "--only", *contenders], env=environment, check=True, capture_output=True, timeout=200)
-    written = json.loads(target.read_text())
-    assert written["machine"]["cores"] >= 1
-    values = {row["name"]: row["value"] for row in written["rows"]}
+    command = [sys.executable, EXAMPLES / "bench" / f"{name}.py", *options]
+    return subprocess.run(command, env=environment, check=succeeds, capture_output=True, timeout=400)
+
+
+def rows_of(name, *options):
+    """Return the values that a benchmark writes, by name, and what it says of the machine."""
+    run_benchmark(name, *options, "--json", "rows.json")
+    written = json.loads(Path("rows.json").read_text())
+    return {row["name"]: row["value"] for row in written["rows"]}, written["machine"]
+
+
+@pytest.mark.slow
+def test_the_step_benchmark_writes_rows():
+    contenders = ["lightning", "cxl_offload"]
+    values, machine = rows_of("step", "--steps=3", "--size=tiny", "--only", *contenders)
+    assert machine["cores"] >= 1
     for name in contenders:
         assert values[f"{name}: step"] > 0 and values[f"{name}: peak"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_benchmark_of_state_on_ssd_writes_rows(tmp_path):
     """It compares losses itself."""
-    target = tmp_path / "rows.json"
-    command = [sys.executable, EXAMPLES / "bench" / "ssd_state.py", "--folder", tmp_path, "--size=tiny", "--rounds=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(
-        [*command, "--state=bf16", "--json", target], env=environment, check=True, capture_output=True, timeout=200
-    )
-    values = {row["name"].removeprefix("bf16: "): row["value"] for row in json.loads(target.read_text())["rows"]}
+    values, _ = rows_of("ssd_state", "--folder", tmp_path, "--size=tiny", "--rounds=2", "--state=bf16")
+    values = {name.removeprefix("bf16: "): value for name, value in values.items()}
     assert all(values[name] > 0 for name in ("read", "write", "compute", "update"))
     assert values["longest"] >= max(values[name] for name in ("read", "write", "compute"))
     assert values["bf16, memory: tensors of tiers of memory"] == pytest.approx(10, rel=0.01)
     assert os.listdir(tmp_path) == ["rows.json"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_benchmark_of_a_large_model_trains_it_from_its_files(tmp_path):
-    command = [sys.executable, EXAMPLES / "bench" / "ssd_largest.py", "--folder", tmp_path, "--size=tiny"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    options = ["--layers=6", "--steps=5", "--everything"]
-    done = subprocess.run([*command, *options], env=environment, check=True, capture_output=True, timeout=200)
+    size = ["--folder", tmp_path, "--size=tiny"]
+    done = run_benchmark("ssd_largest", *size, "--layers=6", "--steps=5", "--everything")
     moved = json.loads(done.stdout.splitlines()[-1])["ssd"]
     assert 0 < moved["written_bytes_per_step"] < moved["read_bytes_per_step"]
-    refused = subprocess.run([*command, "--layers=2", "--steps=2"], env=environment, capture_output=True, timeout=200)
+    refused = run_benchmark("ssd_largest", *size, "--layers=2", "--steps=2", succeeds=False)
     assert refused.returncode == 1 and b"memory is enough for this model" in refused.stderr
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_benchmark_of_qlora_writes_rows(tmp_path):
     """It compares losses itself."""
-    target = tmp_path / "rows.json"
-    command = [sys.executable, EXAMPLES / "bench" / "qlora.py", tmp_path / "model", "--size=tiny", "--json", target]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=400)
-    values = {row["name"]: row["value"] for row in json.loads(target.read_text())["rows"]}
+    values, _ = rows_of("qlora", tmp_path / "model", "--size=tiny")
     assert values["all roles, planned off by"] < 0.03
     assert values["train: without us"] > 0 and "load: more than the quantised weights" in values
 
 
+@pytest.mark.full
 @pytest.mark.slow
-def test_the_benchmark_of_several_ranks_writes_rows(tmp_path):
+def test_the_benchmark_of_several_ranks_writes_rows():
     """It compares first losses itself."""
-    target = tmp_path / "rows.json"
-    command = [sys.executable, EXAMPLES / "bench" / "several_ranks.py", "--size=tiny", "--ranks", "2", "--json", target]
-    few = ["--rounds=2", "--steps=1", "--only", "fsdp2", "ours"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([*command, *few], env=environment, check=True, capture_output=True, timeout=300)
-    values = {row["name"]: row["value"] for row in json.loads(target.read_text())["rows"]}
-    assert all(values[f"2 ranks, {name}: step"] > 0 for name in few[3:])
-    assert all(values[f"2 ranks, {name}: loss off"] < 0.01 for name in few[3:])
+    contenders = ["fsdp2", "ours"]
+    few = ["--rounds=2", "--steps=1", "--only", *contenders]
+    values, _ = rows_of("several_ranks", "--size=tiny", "--ranks", "2", *few)
+    assert all(values[f"2 ranks, {name}: step"] > 0 for name in contenders)
+    assert all(values[f"2 ranks, {name}: loss off"] < 0.01 for name in contenders)
     assert values["2 ranks, ours: grown"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
-def test_the_gpu_benchmark_runs_without_one_and_says_nothing_about_a_gpu(tmp_path):
-    target = tmp_path / "rows.json"
-    command = [sys.executable, EXAMPLES / "bench" / "gpu.py", "--shape=tiny", "--seq=64", "--device=cpu", "--steps=3"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    only = ["--only", "cxl_offload", "--json", target]
-    subprocess.run([*command, *only], env=environment, check=True, capture_output=True, timeout=200)
-    written = json.loads(target.read_text())
-    assert written["machine"]["device"] == "cpu"
-    values = {row["name"].removeprefix("cxl_offload: "): row["value"] for row in written["rows"]}
+def test_the_gpu_benchmark_runs_without_one_and_says_nothing_about_a_gpu():
+    few = ["--steps=3", "--only", "cxl_offload"]
+    values, machine = rows_of("gpu", "--shape=tiny", "--seq=64", "--device=cpu", *few)
+    assert machine["device"] == "cpu"
+    values = {name.removeprefix("cxl_offload: "): value for name, value in values.items()}
     assert values["step"] > 0 and values["host peak"] > 0 and values["profiled: host step"] > 0
     assert values["GPU peak"] is None and values["profiled: compute"] == 0 and "busy" not in values
 

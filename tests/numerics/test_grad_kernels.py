@@ -130,7 +130,7 @@ def test_equals_the_definition_around_the_size_of_a_piece(case):
                 assert now is None or same_bits(now, destination)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(
     case=st.sampled_from(CASES),
     size=st.integers(0, 300),
