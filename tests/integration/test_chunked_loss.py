@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_cxl
 from tests import training_device
+from tests.cases import every_value
 from tests.integration.llama import tiny_llama
 from tests.integration.test_parity import assert_identical
 from tests.integration.training import EXACT, offload, train
@@ -62,9 +63,12 @@ MODELS = {"plain": tiny_llama, "tied": tied, "frozen": frozen_head, "adapted": a
 HEAD_STREAMS = {"units": ["*.layers.?", "*.lm_head"], "stream_weights": True}
 
 
-@pytest.mark.parametrize("task", [ChunkedTask, AroundTheRun])
-@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in MODELS), ("plain", HEAD_STREAMS)])
-def test_is_the_plain_run(name, options, task):
+CASES = [*((name, {}) for name in MODELS), ("plain", HEAD_STREAMS)]
+
+
+@pytest.mark.parametrize(("case", "task"), every_value(CASES, [ChunkedTask, AroundTheRun]), ids=str)
+def test_is_the_plain_run(case, task):
+    name, options = case
     expected = train(MODELS[name], "auto", task=FullTask, steps=STEPS)
     plain = train(MODELS[name], "auto", task=task, steps=STEPS)
     ours = train(MODELS[name], offload(**EXACT, **options), task=task, steps=STEPS)

@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision, Precision
 
+from tests.cases import every_value
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -208,8 +209,7 @@ def test_cpu_adams_own_clipping_in_manual_optimization():
     assert ours.total == pytest.approx(plain.total, rel=1e-4)
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value", None])
-@pytest.mark.parametrize("task", [Recording, BeforeStep])
+@pytest.mark.parametrize(("algorithm", "task"), every_value(["norm", "value", None], [Recording, BeforeStep]))
 @pytest.mark.filterwarnings("ignore:.*this step is left out")
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_clipping_under_a_loss_scaler_that_overflows(task, algorithm):

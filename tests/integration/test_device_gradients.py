@@ -18,6 +18,7 @@ from lightning_cxl.optim.adam_step import AdamStep
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.transfer.engine import DeviceEngine
 from tests import training_device
+from tests.cases import every_pair, every_value
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Block, Task, TinyTransformer, token_data
 
@@ -50,8 +51,7 @@ def assert_same(one, other):
 # -- a buffer at the address of an old gradient ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(("optimizer", "accumulate"), every_value(["adamw", "sgd"], [1, 2]))
 def test_bfloat16_weights_under_torchs_own_optimizers(optimizer, accumulate):
     """Gradients of 16 bits land in staging memory, which may be where an old float32 gradient was."""
     arguments = {"optimizer": optimizer, "precision": "bf16-true", "accumulate_grad_batches": accumulate, "steps": 6}
@@ -85,8 +85,7 @@ class Shifted(TinyTransformer):
         return self.head(self.norm(x))
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("options", [EXACT, {}, IGNORE], ids=str)
+@pytest.mark.parametrize(("options", "accumulate"), every_value([EXACT, {}, IGNORE], [1, 3]), ids=str)
 def test_a_parameter_that_is_added_last(options, accumulate):
     arguments = {"make_model": Shifted, "accumulate_grad_batches": accumulate, "batch": 1}
     ours = fit(offload(**options), **arguments)
@@ -222,8 +221,7 @@ def of_units(landed):
     return [each.pair.name.split(".")[2] for each in landed if ".blocks." in each.pair.name]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("options", [{}, IGNORE], ids=str)
+@pytest.mark.parametrize(("options", "accumulate"), every_value([{}, IGNORE], [1, 2]), ids=str)
 def test_one_piece_one_event_and_one_fold_for_each_unit(options, accumulate, monkeypatch):
     num_copies, pieces, folded = [], [], []
     d2h_all, fold, like_all = DeviceEngine.d2h_all, GradientSums.fold, PlacedMemory.like_all
@@ -409,9 +407,12 @@ def test_a_gradient_that_comes_after_its_update_is_refused_and_not_lost():
     assert_same(fit(offload(), task=BackwardTwice), fit(offload(stream_weights=False), task=BackwardTwice))
 
 
-@pytest.mark.parametrize("late", ["to the device", "kernels"], indirect=True)
-@pytest.mark.parametrize("options", [{}, IGNORE, EXACT], ids=str)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize(
+    ("late", "options", "precision"),
+    every_pair(["to the device", "kernels"], [{}, IGNORE, EXACT], ["32-true", "bf16-true"]),
+    indirect=["late"],
+    ids=str,
+)
 def test_new_weights_are_on_the_device_before_they_are_read_and_masters_stay_until_then(options, precision, late):
     arguments = {"precision": precision, "steps": 5, "make_model": lambda: TinyTransformer(depth=1, dropout=0.0)}
     ours = fit(offload(**options), **arguments)
@@ -438,8 +439,7 @@ class ReadsInTheWindow(Task):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("options", [{}, EXACT], ids=str)
-@pytest.mark.parametrize("task", [ZeroesInTheWindow, ReadsInTheWindow])
+@pytest.mark.parametrize(("task", "options"), every_value([ZeroesInTheWindow, ReadsInTheWindow], [{}, EXACT]), ids=str)
 def test_who_looks_between_micro_batches_finds_gradients(task, options, late_copies):
     """Nobody has announced a look: gradients may be on their way when it comes."""
     arguments = {"task": task, "accumulate_grad_batches": 4, "steps": 3}

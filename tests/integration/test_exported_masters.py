@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 import lightning_cxl
 from lightning_cxl.commands.export.export import export_checkpoint
 from lightning_cxl.errors import ConfigError
+from tests.cases import every_value
 from tests.integration import accelerate_loop, hf_trainer
 from tests.integration.fabric_loop import make_fabric
 from tests.integration.llama import LlamaTask, tiny_llama
@@ -72,8 +73,7 @@ def trainer(folder, options):
     return path, as_lightning(load_file(path / "model.safetensors"), torch.load(path / "optimizer.pt"))
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("front_end", [lightning, fabric, accelerate, trainer], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(("front_end", "options"), every_value([lightning, fabric, accelerate, trainer], OPTIONS))
 def test_float32_is_written_from_master_weights(tmp_path, front_end, options):
     path, checkpoint = front_end(tmp_path, {"stream_weights": True, **OPTIONS[options]})
     model = llama(tied=front_end in (lightning, fabric))

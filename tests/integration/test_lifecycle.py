@@ -66,11 +66,11 @@ def resources():
         pytest.param(Interrupted, "32-true", id="ctrl-c"),
     ],
 )
-def test_twenty_cycles_leak_nothing(task, precision):
-    for _ in range(4):
+def test_ten_cycles_leak_nothing(task, precision):
+    for _ in range(3):
         cycle(task, precision)
     before = resources()
-    for _ in range(20):
+    for _ in range(10):
         cycle(task, precision)
     after = resources()
     assert after["on the device"] == before["on the device"], "with what is page-locked for it"

@@ -166,8 +166,9 @@ def test_exports_of_a_run_are_the_adapter_and_the_merged_model(folder, chats, tm
     assert all(torch.equal(value, alone.state_dict()[name]) for name, value in lora.items())
 
 
-@pytest.mark.parametrize("options", [EXACT, {"stream_weights": True, "on_overflow": "ignore"}], ids=str)
-@pytest.mark.parametrize("lora", [None, LORA], ids=["all", "lora"])
+@pytest.mark.parametrize(
+    ("lora", "options"), [(None, EXACT), (LORA, {"stream_weights": True, "on_overflow": "ignore"})], ids=["all", "lora"]
+)
 def test_samples_while_weights_stream_leave_the_run_as_it_is(folder, chats, lora, options, capsys):
     def run(*callbacks):
         model = CausalLM(str(folder), lora=lora, lr=1e-2)

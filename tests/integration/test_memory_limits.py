@@ -123,6 +123,7 @@ def test_what_just_fits_is_accepted_and_ends_well(group):
     assert end["working"] < ROOM < 0.25 * end["roles"], "a little above the plan"
 
 
+@pytest.mark.full  # in test_planned_ssd.py a budget is the limit
 def test_a_job_that_memory_cannot_hold_ends_well_with_the_tier_ssd(group, tmp_path):
     """In bfloat16 with float32 state; the run in memory has no limit."""
     folders = [tmp_path / name for name in ("free", "limited", "killed")]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from tests.cases import every_pair, every_value
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.test_parity import assert_identical
 from tests.integration.training import EXACT, offload, train
@@ -32,8 +33,7 @@ def count_forwards(model):
     return calls
 
 
-@pytest.mark.parametrize("streams", [True, False])
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(("use_reentrant", "streams"), every_value([False, True], [True, False]))
 def test_hugging_face_checkpointing_is_switched_off_while_ours_runs(use_reentrant, streams, caplog):
     plain = train(lambda: checkpointed_llama(use_reentrant), "auto", task=LlamaTask, steps=4)
     model = checkpointed_llama(use_reentrant)
@@ -76,9 +76,12 @@ class Checkpointing(TinyTransformer):
         return torch.sin(x) if self.more else x
 
 
-@pytest.mark.parametrize(("span", "streams"), [(1, True), (2, True), (4, True), (2, False)])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("more", [False, True])
+SPANS = [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("more", "use_reentrant", "span", "streams"), every_pair([False, True], [False, True], SPANS, [True, False])
+)
 def test_checkpoints_in_the_users_forward_nest_with_ours(more, use_reentrant, span, streams, caplog):
     """One that is not reentrant, and has units alone, computes none a third time: then nothing is told."""
     calls = []

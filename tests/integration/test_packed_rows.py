@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_cxl import packed_arguments
 from lightning_cxl.sequences.attention import separate
 from lightning_cxl.sequences.packing import without_first
+from tests.cases import every_value
 from tests.integration.llama import tiny_llama
 from tests.integration.test_parity import assert_identical
 from tests.integration.training import EXACT, offload, train
@@ -52,8 +53,7 @@ class AloneTask(PackedTask):
         return self.model(input_ids=ids, labels=labels, use_cache=False).loss
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize(("streams", "attention"), every_value([True, False], ["sdpa", "eager"]))
 def test_is_the_plain_run_and_knows_nothing_of_neighbours(streams, attention):
     def model():
         return tiny_llama(attn_implementation=attention)

@@ -17,6 +17,7 @@ from lightning_cxl.planning.settle_state import memory_bytes_of
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.session import format_report
 from lightning_cxl.run.state_on_ssd import SsdUse
+from tests.cases import others_full
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import offload, train
 from tests.models import TinyTransformer
@@ -78,7 +79,9 @@ def needed_bytes(planned):
     return memory_bytes_of(planned("1GiB")[1])
 
 
-@pytest.mark.parametrize("policy", ["auto", "dram_only", "interleave", "latency_first"])
+@pytest.mark.parametrize(
+    "policy", others_full(["auto", "dram_only", "interleave", "latency_first"], ["auto", "interleave"])
+)
 def test_state_goes_there_and_every_policy_has_room_for_the_rest(planned, policy):
     needed = needed_bytes(planned)
     host, inventory, decision = planned(needed, policy=policy)  # a plan may fill 7/8 of so little

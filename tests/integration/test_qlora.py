@@ -14,6 +14,7 @@ from lightning_cxl.streaming.params import NUM_SLOTS
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.transfer import engine
 from tests import training_device
+from tests.cases import every_value, others_full
 from tests.integration.test_parity import assert_identical
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import token_data
@@ -126,7 +127,7 @@ def under_us(folder, way, **options):
     return fit(module, strategy), strategy, module
 
 
-@pytest.mark.parametrize("way", FOUR_BIT)
+@pytest.mark.parametrize("way", others_full(FOUR_BIT, FOUR_BIT[1:]))
 def test_is_the_run_without_us(folder, way):
     expected = plain(folder, way)
     result, strategy, _ = under_us(folder, way)
@@ -136,8 +137,7 @@ def test_is_the_run_without_us(folder, way):
 
 
 @pytest.mark.on_cpu
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("way", "stream"), every_value(WAYS, [False, True]))
 def test_is_the_run_without_us_on_the_cpu(folder, way, stream):
     expected = plain(folder, way)
     result, strategy, _ = under_us(folder, way, stream_weights=stream)
@@ -159,7 +159,7 @@ def test_quantised_weights_are_on_their_tier_from_the_first_byte(folder):
 
 
 @pytest.mark.on_cpu
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", others_full(WAYS, ["nf4, nested", "8 bit"]))
 def test_what_belongs_to_a_weight_moves_with_it_where_the_cpu_computes(folder, way):
     """Weights that were loaded before the run lie in ordinary memory."""
     model, strategy = theirs(folder, way), offload(**EXACT)

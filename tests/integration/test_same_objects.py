@@ -5,6 +5,7 @@ import torch
 from lightning.pytorch import seed_everything
 from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, SequentialLR, StepLR
 
+from tests.cases import every_value
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -41,8 +42,7 @@ def fit_twice(make_strategy, scheduler, steps=3):
 
 
 @pytest.mark.filterwarnings("ignore:.*epoch parameter in `scheduler.step:UserWarning")
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("options", [{}, EXACT], ids=["CPUAdam", "torch AdamW"])
+@pytest.mark.parametrize(("scheduler", "options"), every_value(SCHEDULERS, [{}, EXACT]), ids=str)
 def test_the_second_fit_goes_on_with_the_same_optimizer_and_scheduler(options, scheduler):
     plain, ours = fit_twice(lambda: "auto", scheduler), fit_twice(lambda: offload(**options), scheduler)
     assert ours.lrs == plain.lrs and len(set(plain.lrs)) > 4

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.cases import others_full
 from tests.integration.several_ranks import LAUNCHERS, NUM_ROWS, start
 
 pytestmark = [pytest.mark.on_cpu, pytest.mark.slow]
@@ -38,7 +39,7 @@ def run(launcher, folder, *arguments, seconds=240):
             process.wait()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", others_full(LAUNCHERS, ["lightning", "slurm"]))
 def test_ranks_meet_share_the_data_and_agree(tmp_path, launcher):
     codes, logs, _ = run(launcher, tmp_path)
     assert set(codes) == {0}, logs[0][-3000:]
@@ -55,7 +56,7 @@ def test_ranks_meet_share_the_data_and_agree(tmp_path, launcher):
     assert own[0] != own[1] and means[0] == means[1] == pytest.approx(sum(own) / 2)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", others_full(LAUNCHERS, ["lightning", "torchrun"]))
 def test_a_rank_that_raises_is_shown_by_all(tmp_path, launcher):
     codes, logs, took = run(launcher, tmp_path, "--fail=raise")
     assert 0 not in codes and took < 120
@@ -70,7 +71,9 @@ def test_a_rank_that_raises_is_shown_by_all(tmp_path, launcher):
         assert lines[-1] in ends or "terminated with code 1" in lines[-1]
 
 
-@pytest.mark.parametrize(("launcher", "rank"), [("lightning", 1), ("machines", 0), ("torchrun", 1)])
+@pytest.mark.parametrize(
+    ("launcher", "rank"), others_full([("lightning", 1), ("machines", 0), ("torchrun", 1)], [("machines", 0)])
+)
 def test_a_rank_that_is_killed_is_named(tmp_path, launcher, rank):
     codes, logs, took = run(launcher, tmp_path, "--fail=kill", f"--rank={rank}", "--workers=1")
     assert 0 not in codes and took < 120
@@ -90,12 +93,14 @@ def test_a_rank_that_does_not_come_is_found_after_the_timeout(tmp_path):
     assert "Rank 1 has not failed" in logs[1] and "in sleep_for_ever" in logs[1] and "Rank 1 ends itself" in logs[1]
 
 
+@pytest.mark.full
 def test_memory_that_is_full_on_one_rank_ends_all_before_they_train(tmp_path):
     codes, logs, _ = run("slurm", tmp_path, "--fail=setup")
     assert codes == [1, 1]
     assert "The first failure of this run was on rank 1 " in logs[0] and "TierFullError: cannot place" in logs[0]
 
 
+@pytest.mark.full
 def test_more_processes_than_devices_are_refused(tmp_path):
     codes, logs, _ = run("torchrun", tmp_path, "--devices=1", "--machines=3")
     assert codes == [1] and "does not match the world size (2)" in logs[0]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
+from tests.cases import every_value
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -73,8 +74,7 @@ def test_keywords_arrive_and_what_is_returned_comes_back(how):
     assert [loss for loss, _ in seen] == ours.losses
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("options", [{}, EXACT], ids=["CPUAdam", "torch AdamW"])
+@pytest.mark.parametrize(("make", "options"), every_value([torch.optim.AdamW, torch.optim.SGD], [{}, EXACT]), ids=str)
 def test_torchs_own_steps_return_the_loss_and_refuse_keywords(options, make):
     module, _ = fit(offload(**options), STEPS["closure"], make)
     assert [loss.item() for loss in module.returned] == module.losses

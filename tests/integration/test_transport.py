@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_cxl.integrations.lightning.callbacks import OffloadProgressBar
-from tests.cases import every_pair
+from tests.cases import every_value
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -80,7 +80,7 @@ def works(trainer):
 WHEN = ("on_fit_start", "on_train_batch_end", "on_train_end")
 
 
-@pytest.mark.parametrize(("way", "when", "precision"), every_pair(WAYS, WHEN, ("32-true", "bf16-true")))
+@pytest.mark.parametrize(("way", "when", "precision"), every_value(WAYS, WHEN, ("32-true", "bf16-true")))
 def test_copies_made_during_a_run_have_its_weights_and_can_train(way, when, precision):
     callback = Travels(way, when)
     straight, _ = fit("cxl_offload", [], precision=precision)
@@ -105,8 +105,7 @@ def test_a_trainer_and_its_module_travel_after_a_run(way):
     assert works(way(trainer)) and works(trainer)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("bar", [TQDMProgressBar, OffloadProgressBar])
+@pytest.mark.parametrize(("way", "bar"), every_value(WAYS, [OffloadProgressBar, TQDMProgressBar]))
 def test_progress_bars_travel(way, bar):
     class Bar(Callback):
         def on_train_batch_end(self, trainer, *_):
