@@ -2,7 +2,7 @@
 """Reserve, place, populate and ask about host memory: the system calls of NUMA placement, without libnuma.
 
 Every `OSError` raised here carries the kernel's errno. Nothing here decides anything: the recipe that makes
-placement safe lives in `lightning_cxl/memory/numa.py`.
+placement safe lives in `lightning_cxl/memory/resource.py`.
 """
 
 cimport cython

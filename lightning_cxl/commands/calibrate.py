@@ -47,9 +47,8 @@ from lightning_cxl.machine.speeds import (
     save_calibration,
 )
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.numa import PAGE_BYTES, NumaResource
-from lightning_cxl.memory.resource import MemoryResource
-from lightning_cxl.memory.stacks import Pinner, make_pinner
+from lightning_cxl.memory.host_memory import Pinner, make_pinner
+from lightning_cxl.memory.resource import PAGE_BYTES, MemoryResource, NumaResource
 from lightning_cxl.native import _cpu, _membench
 from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.tables import table_lines

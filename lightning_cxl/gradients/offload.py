@@ -9,9 +9,9 @@ The way of one gradient. Each object calls the next one; `run/` builds them in t
 2. `GradientSink` decides by where the parameter and its master are (see [Note: Compute and master weights]). On the
    host it adds the gradient up at once (`GradientSums`):
 
-   * shared, always on the host: the gradient moves into memory of ours, which becomes ``p.grad``, unless it lies on its
-     tier already (*in place*). Autograd itself adds later ones to it in float32; in 16 bits we do (*set aside*).
-   * separate master, the host computes: it is kept, moved or added at once, and becomes ``master.grad``.
+   * shared, always on the host: the gradient moves into memory of ours, which becomes ``p.grad``.
+     Autograd itself adds later ones to it in float32; in 16 bits we do (*set aside*).
+   * separate master, the host computes: it is moved or added at once, and becomes ``master.grad``.
 
 3. From a device (streamed weights, or the master of what is on the device) it goes to `ArrivedGradients`,
    which keeps account of it until somebody gets it.
@@ -29,8 +29,6 @@ Details:
 
 * Whether a step is accumulating, ``.grad`` of the master alone says: None means that the next gradient is the first. So
   ``zero_grad``, ``p.grad = None`` and user code that edits gradients keep their meaning.
-* In place: where all memory is of the tier that a gradient belongs on, it stays where autograd has made it, and is only
-  counted. It moves where others can reach its memory: a larger tensor that it is a view of, or another gradient.
 * Set aside (`Aside`): 16-bit sums by autograd would be rounded to nearest every time and lose small
   gradients. So a hook before the accumulation takes ``p.grad`` away, autograd delivers the new one alone, and we add it
   in float32. Of sharded parameters, whose gradients FSDP2 delivers, all are taken away when a backward begins.
@@ -69,12 +67,11 @@ from torch.nn import Parameter
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.gradients.guard import ReplacedMethod
 from lightning_cxl.gradients.meter import Addition, GradientHooks, GradientMeter
-from lightning_cxl.memory.host_tensors import has_own_memory
 from lightning_cxl.optim.masters import WeightPair, is_on_host
-from lightning_cxl.optim.number_formats import is_flat_like, mix_key
+from lightning_cxl.optim.number_formats import mix_key
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.shards import is_replicated, is_sharded, local, sharded_like
-from lightning_cxl.torch_private import at_end_of_backward, backward_id, is_only_holder, plain_grad, set_plain_grad
+from lightning_cxl.torch_private import at_end_of_backward, backward_id, plain_grad, set_plain_grad
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 # ----------------------------------------------------------------------------------------------------
@@ -83,16 +80,6 @@ from lightning_cxl.transfer.engine import Transfer, TransferEngine
 AllocateAll = Callable[[Sequence[tuple[Parameter, torch.dtype]], TensorRole], list[torch.Tensor]]
 """Returns uninitialised host tensors like compute parameters, those of one placement in one piece of memory."""
 _HALF = (torch.bfloat16, torch.float16)
-
-
-class InPlace(Protocol):
-    """Knows which gradients of the host need not move: autograd has made them on their tier."""
-
-    def gradient_stays(self, parameter: torch.Tensor, role: TensorRole) -> bool:
-        """Whether a gradient like a compute parameter stays."""
-
-    def gradient_in_place(self, parameter: torch.Tensor, grad: torch.Tensor, role: TensorRole) -> object | None:
-        """Count a gradient that stays, until what is returned dies; None if it has to move."""
 
 
 class Landed(NamedTuple):
@@ -110,7 +97,6 @@ class GradientSums:
     """Adds gradients up: the first of a step is kept or moved into memory of ours, others are added to it.
 
     Args:
-        in_place: tells which gradients are kept in the memory that autograd took; None: all are moved.
         half_sums: whether bfloat16 gradients are added up in bfloat16 instead of float32.
     """
 
@@ -118,12 +104,10 @@ class GradientSums:
         self,
         allocate_all: AllocateAll,
         meter: GradientMeter,
-        in_place: InPlace | None = None,
         *,
         half_sums: bool = False,
     ) -> None:
         self._allocate_all = allocate_all
-        self._in_place = in_place
         self._meter = meter
         self._half_sums = half_sums
         self.so_far: dict[int, torch.Tensor] = {}
@@ -134,13 +118,6 @@ class GradientSums:
         """Return whether `grad` is the very tensor that was given out, or kept, last for the gradient of `pair`."""
         own = self._own.get(id(pair))
         return own is not None and own() is grad
-
-    def stays(self, pair: WeightPair) -> bool:
-        """Return whether the first gradient of a step, where autograd makes it on the host, needs no other memory."""
-        same_type = pair.is_shared or pair.grad_dtype is pair.compute.dtype
-        if self._in_place is None or not same_type or is_sharded(pair.compute):
-            return False
-        return self._in_place.gradient_stays(pair.compute, _role_of(pair))
 
     def new(self, pairs: Sequence[WeightPair], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Return memory where gradients stay."""
@@ -156,15 +133,8 @@ class GradientSums:
         return [memory[id(pair)] for pair in pairs]
 
     def first(self, pair: WeightPair, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the first gradient of a step, which autograd has made on the host: kept, or moved into our memory."""
-        counted = None
-        if self._in_place is not None and grad.dtype is dtype and _is_alone(grad) and is_flat_like(grad, pair.compute):
-            counted = self._in_place.gradient_in_place(pair.compute, grad, _role_of(pair))
-        if counted is None:
-            return self._moved([pair], [grad], [dtype])[0]
-        self._own[id(pair)] = weakref.ref(grad, partial(_let_go, counted))  # until it dies, or another one comes
-        self._meter.sums([grad])
-        return grad
+        """Return the first gradient of a step, which autograd has made on the host, in memory of ours."""
+        return self._moved([pair], [grad], [dtype])[0]
 
     def add(self, pair: WeightPair, before: torch.Tensor, grad: torch.Tensor, key: int) -> torch.Tensor:
         """Return `before` plus `grad`, in the memory of `before` or in wider memory."""
@@ -210,19 +180,6 @@ class GradientSums:
 
     def _keeps_half(self, grad: torch.Tensor) -> bool:
         return self._half_sums and grad.dtype is torch.bfloat16
-
-
-def _let_go(_counted: object, _reference: object) -> None:
-    """Drop what a weak reference has kept: its tensor is gone."""
-
-
-def _is_alone(grad: torch.Tensor) -> bool:
-    """Return whether torch's allocator gave the gradient its memory, and nothing else is there or can reach it.
-
-    Two parameters that are viewed and added get one gradient: in float32 torch itself would then add to both at once.
-    What FSDP2 delivers are views of the gradients of a whole unit.
-    """
-    return not is_sharded(grad) and has_own_memory(grad) and is_only_holder(grad)
 
 
 def _role_of(pair: WeightPair) -> TensorRole:
@@ -625,7 +582,7 @@ class GradientSink:
         new = [pair for pair in pairs if id(pair.compute) not in self._watched]
         reserved = [
             self._sums.new(group, [pair.grad_dtype for pair in group])
-            for group in self._by_unit(pair for pair in new if pair.compute.requires_grad and self._moves(pair))
+            for group in self._by_unit(pair for pair in new if pair.compute.requires_grad)
         ]
         for pair in new:
             half = pair.master.dtype in _HALF or pair.grad_dtype in _HALF
@@ -664,10 +621,6 @@ class GradientSink:
     def _leaves(self, pair: WeightPair) -> bool:
         """Whether gradients come from the device."""
         return id(pair.compute) in self._streamed or not (pair.is_shared or self._engine.computes_on_host)
-
-    def _moves(self, pair: WeightPair) -> bool:
-        """Whether the first gradient of a step moves into memory of ours."""
-        return self._leaves(pair) or not self._sums.stays(pair)
 
     def _receive_shared(self, pair: WeightPair) -> None:
         grad, before, key = pair.compute.grad, self._aside.pop(pair), self._next_key()

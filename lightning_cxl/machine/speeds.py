@@ -411,7 +411,7 @@ def _together(tier: Tier, speeds: Sequence[float | None]) -> float | None:
     """Return the speed of near nodes, each at its part of a stripe: who ends last decides. None when one is not known.
 
     A tier's stripes have parts in proportion to rated read bandwidths where all nodes have one, else equal parts
-    (`lightning_cxl.memory.numa.make_leaf`).
+    (`lightning_cxl.memory.resource.make_leaf`).
     """
     ratings = [node.read_bytes_per_s for node in tier.near_nodes]
     parts = [rating or 1.0 for rating in ratings] if all(ratings) else [1.0] * len(ratings)

@@ -9,7 +9,7 @@ import torch
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.memory import hook as scope
-from lightning_cxl.memory import residency as kernel
+from lightning_cxl.memory import host_memory as kernel
 from lightning_cxl.memory.hook import HostAllocationMode
 from lightning_cxl.placement.decorators import constructing_spec
 from lightning_cxl.placement.placement import TensorRole

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.placement.decorators import TierSpec, constructing, constructing_spec
 from lightning_cxl.placement.placement import RoleHomePolicy, TensorRole
 from lightning_cxl.placement.placer import Placer

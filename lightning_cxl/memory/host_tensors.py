@@ -54,12 +54,6 @@ def storage_extent(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def has_own_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has its storage for itself, in memory that torch's own allocator gave."""
-    storage = tensor.untyped_storage()
-    return storage.nbytes() <= storage_extent(tensor) * tensor.element_size() and storage.resizable()
-
-
 @torch.no_grad()
 def copy_bytes(source: Buffer, destination: Buffer) -> None:
     """Copy all bytes of a buffer to the beginning of another one."""

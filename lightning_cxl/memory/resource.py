@@ -1,4 +1,12 @@
-"""The memory vocabulary: `Buffer` (bytes with a known home) and `MemoryResource` (two verbs).
+"""Host memory as small resources that stack: pages of a node, striped, within a budget, page-locked, pooled.
+
+===================  ================================================================
+`NumaResource`       pages of one node, from the OS
+`StripedResource`    one range over several nodes or tiers, each with its share
+`BudgetResource`     pages of another one, as long as the tier's `Budget` allows it
+`PinnedResource`     buffers of another one, page-locked for the device
+`PoolResource`       buffers of another one, kept when they die and cut to size
+===================  ================================================================
 
 [Note: Life of a Buffer]
 A tensor made by `Buffer.tensor` holds a small native object (`_numa.Range`) that exports the bytes and holds the
@@ -6,18 +14,42 @@ A tensor made by `Buffer.tensor` holds a small native object (`_numa.Range`) tha
 `resource.deallocate`. That may happen on any thread and inside the garbage collector, so `deallocate` must not take
 a lock that user code can hold: pools only append to a deque there and drain it at the next `allocate`. Nothing is
 ever closed under a living tensor: closing a resource gives back what is free and lets the rest follow by itself.
+
+[Note: Placing Pages Safely]
+``MPOL_BIND`` to a node that is too full ends a process with SIGKILL, and ``MPOL_PREFERRED`` goes elsewhere without a
+word. So every range of pages goes through `NumaResource.back`: compare the request with what the node has free,
+prefer the node, populate in steps, and after each step ask the kernel where the pages are. Pages that lie elsewhere
+are moved over (that makes the kernel drop file cache on the node, and never kills); if some still do, the whole range
+is given back and `TierFullError` raised. Memory is page-locked after all this, see `PinnedResource`.
 """
 
+import contextlib
+import errno
 import mmap
+import os
 import sys
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+import threading
+import warnings
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from lightning_cxl.native._numa import Mapping, Range
+from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError, PlacementError, TierFullError
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.native._numa import NOWHERE, Mapping, Range, gather_pages, page_nodes
+from lightning_cxl.units import format_bytes
+
+PAGE_BYTES = mmap.PAGESIZE
+HUGE_PAGE_BYTES = 2 * 2**20
+
+PageNodes = Callable[[int, int], dict[int, int]]
+"""Where the pages of (address, nbytes) are: bytes per node id."""
+Parts = list[tuple[int, int]]
+"""(offset, nbytes) of parts of a mapping, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +62,12 @@ class Span:
     nbytes: int
 
 
-class MemoryResource(Protocol):
-    """Something that owns or adapts byte-addressable memory."""
+class MemoryResource:
+    """Owns or adapts byte-addressable memory."""
 
-    def allocate(self, nbytes: int, *, alignment: int = mmap.PAGESIZE) -> "Buffer":
+    def allocate(self, nbytes: int, *, alignment: int = PAGE_BYTES) -> "Buffer":
         """Return a buffer of exactly `nbytes` bytes (contents undefined)."""
+        raise NotImplementedError
 
     def deallocate(self, buffer: "Buffer") -> None:
         """Take the bytes of a dying buffer back. See [Note: Life of a Buffer]."""
@@ -102,10 +135,6 @@ def _span_offset(span: Span) -> int:
     return span.offset
 
 
-# ----------------------------------------------------------------------------------------------------
-# `pages_of_file`: a file's pages as memory, which takes none.
-
-
 def pages_of_file(fd: int, nbytes: int) -> Buffer:
     """Return a buffer that shows a file; what is written to it becomes memory of this process, and never the file's.
 
@@ -115,3 +144,757 @@ def pages_of_file(fd: int, nbytes: int) -> Buffer:
     mapping = Mapping(nbytes, inherit=True)
     mapping.show(0, mapping.nbytes, fd, 0)
     return Buffer(mapping.address, nbytes, (), None, mapping)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Sources of pages: memory of the OS, on nodes that are asked for.
+
+
+class PageSource(MemoryResource):
+    """Backs ranges of a mapping with pages of one node, or of several in stripes."""
+
+    tier_name: str
+    inherit: bool
+    """Whether forked children see the pages."""
+
+    def free_bytes(self) -> int:
+        """Return how much could be backed now without hurting anyone."""
+        raise NotImplementedError
+
+    def back(self, mapping: Mapping, parts: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
+        """Back several (offset, nbytes) of `mapping` now, or raise.
+
+        Where it raises, parts may stay backed until the mapping goes, and count for nobody.
+        """
+        raise NotImplementedError
+
+    def release(self, spans: Sequence[Span]) -> None:
+        """Note that what was backed is not any more. Takes no lock, see [Note: Life of a Buffer]."""
+
+    def allocate(self, nbytes: int, *, alignment: int = PAGE_BYTES, fd: int = -1) -> "Buffer":
+        """Return a mapping of its own, backed; from 2 MiB on it is aligned to a transparent huge page.
+
+        With `fd`, a file of memory in whole pages, the bytes are those of the file, which other processes may map, too.
+        """
+        if nbytes == 0:
+            return Buffer(0, 0, (), None)
+        whole = whole_pages(nbytes)
+        page = HUGE_PAGE_BYTES if whole >= HUGE_PAGE_BYTES else PAGE_BYTES
+        try:
+            mapping = Mapping(whole, max(alignment, page), self.inherit, fd)
+        except (OSError, OverflowError) as error:
+            raise TierFullError(
+                f"cannot reserve {format_bytes(whole)} of addresses for tier `{self.tier_name}` ({error}). Use a "
+                f"smaller job, raise `ulimit -v` and `vm.overcommit_memory`, or lower the budget of `{self.tier_name}`."
+            ) from error
+        spans = self.back(mapping, [(0, whole)])
+        last = spans[-1]
+        spans = (*spans[:-1], Span(last.tier, last.node_id, last.offset, nbytes - last.offset))
+        return Buffer(mapping.address, nbytes, spans, self, mapping)
+
+    def deallocate(self, buffer: "Buffer") -> None:
+        self.release(buffer.spans)  # the mapping dies with its buffer
+
+
+_STEP_BYTES = 256 * 2**20
+_NUM_MOVES = 2
+
+
+class NumaResource(PageSource):
+    """Pages of one node, populated and verified. See [Note: Placing Pages Safely].
+
+    Args:
+        free_bytes: replaces the topology's answer to "how much is free on the node".
+        where: replaces the kernel's answer to "where are these pages"; by default it is asked only when the machine
+            has more than one node.
+    """
+
+    def __init__(
+        self,
+        tier_name: str,
+        node_id: int,
+        topology: Topology,
+        *,
+        inherit: bool = False,
+        free_bytes: Callable[[], int] | None = None,
+        where: PageNodes | None = None,
+    ) -> None:
+        self.tier_name = tier_name
+        self.node_id = node_id
+        self.inherit = inherit
+        self._topology = topology
+        self._free_bytes = free_bytes
+        self._single_node = num_nodes(topology) == 1
+        self._where = where if where is not None else (None if self._single_node else page_nodes)
+
+    def free_bytes(self) -> int:
+        """Return what the node and the process's limits leave, head-room subtracted."""
+        if self._free_bytes is not None:
+            return self._free_bytes()
+        return self._topology.node_free_bytes(self.node_id)
+
+    def back(self, mapping: Mapping, parts: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
+        wanted, free = sum(nbytes for _, nbytes in parts), self.free_bytes()
+        if wanted > free:
+            raise TierFullError(
+                f"cannot place {format_bytes(wanted)} on node {self.node_id} of tier `{self.tier_name}`: "
+                f"{format_bytes(free)} free. Use a smaller job, or allow another tier."
+            )
+        return tuple(self._back_part(mapping, offset, nbytes) for offset, nbytes in parts)
+
+    def _back_part(self, mapping: Mapping, offset: int, nbytes: int) -> Span:
+        try:
+            mapping.prefer(offset, nbytes, self.node_id)
+        except OSError as error:
+            if not self._single_node:  # else a container without mbind: there is only one place the pages can go
+                raise PlacementError(
+                    f"the kernel refused to place memory on node {self.node_id} of tier `{self.tier_name}` ({error}). "
+                    "In a container allow the system calls mbind and move_pages (CAP_SYS_NICE), and check the cpuset."
+                ) from error
+        huge = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if huge:
+            mapping.advise_huge(offset, huge)
+        try:
+            for begin in range(offset, offset + nbytes, _STEP_BYTES):
+                self._populate(mapping, begin, min(_STEP_BYTES, offset + nbytes - begin))
+        except BaseException:
+            mapping.discard(offset, nbytes)
+            raise
+        return Span(self.tier_name, self.node_id, offset, nbytes)
+
+    def _populate(self, mapping: Mapping, offset: int, nbytes: int) -> None:
+        self._touch(mapping, offset, nbytes)
+        if self._where is None:
+            return
+        misplaced = self._misplaced(mapping, offset, nbytes)
+        # Linux 6.12 splits a huge page that it could not move and leaves its zero-filled pages unbacked; as small pages
+        # they can be moved in a second round, which drops as much file cache as it needs
+        for _ in range(_NUM_MOVES if misplaced else 0):
+            with contextlib.suppress(OSError):  # a best effort: the next question to the kernel decides
+                gather_pages(mapping.address + offset, nbytes, self.node_id)
+            self._touch(mapping, offset, nbytes)
+            misplaced = self._misplaced(mapping, offset, nbytes)
+            if not misplaced:
+                return
+        if misplaced:
+            nodes = ", ".join(
+                f"{format_bytes(size)} {'nowhere' if node == NOWHERE else f'on node {node}'}"
+                for node, size in sorted(misplaced.items())
+            )
+            raise TierFullError(
+                f"node {self.node_id} of tier `{self.tier_name}` is full: of {format_bytes(nbytes)} the kernel put "
+                f"{nodes}. They were given back. Free memory on that node, or allow another tier."
+            )
+
+    def _touch(self, mapping: Mapping, offset: int, nbytes: int) -> None:
+        try:
+            mapping.populate(offset, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOMEM, errno.EFAULT):
+                raise
+            raise TierFullError(
+                f"the kernel has no memory for {format_bytes(nbytes)} on tier `{self.tier_name}` ({error}). "
+                f"Use a smaller job, or raise the memory limit of this process (ulimit, cgroup)."
+            ) from error
+
+    def _misplaced(self, mapping: Mapping, offset: int, nbytes: int) -> dict[int, int]:
+        """Return the bytes that are not on the node, per node they are on."""
+        assert self._where is not None
+        nodes = ask_nodes(self._where, mapping.address + offset, nbytes)
+        return {node: size for node, size in nodes.items() if node != self.node_id}
+
+
+def ask_nodes(where: PageNodes, address: int, nbytes: int) -> dict[int, int]:
+    """Return what the kernel says about pages; raises PlacementError where it may not be asked."""
+    try:
+        return where(address, nbytes)
+    except OSError as error:
+        raise PlacementError(
+            f"the kernel refuses to say where pages are ({error}). In a container allow the system call move_pages."
+        ) from error
+
+
+def node_at(address: int) -> int | None:
+    """Return the node of the page at an address; None where no page backs it yet."""
+    return next((node for node in page_nodes(address, 1) if node != NOWHERE), None)
+
+
+def num_nodes(topology: Topology) -> int:
+    return len({node for tier in topology.tiers for node in tier.node_ids})
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return `nbytes` rounded up to whole 4 KiB pages, what the OS really gives."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class ShareFullError(TierFullError):
+    """One tier of a split has no room for its share."""
+
+    def __init__(self, message: str, tier: str) -> None:
+        super().__init__(message)
+        self.tier = tier
+
+
+class StripedResource(PageSource):
+    """One contiguous range per buffer; each child backs its weighted share of the stripes.
+
+    The kernel's own weighted interleave needs root and one system-wide set of weights; preferring a node for each
+    stripe needs neither, but each border costs the kernel an entry of a limited table (see `stripe_bytes_for`). The
+    children's turns run on from one range to the next, so small ranges are spread too.
+
+    Args:
+        children: what backs the stripes, and weights. They share inheritance. Those of one tier have nothing to
+            release; those that have are of a tier each.
+        strict: raise `ShareFullError` where a child has no room for its share. Otherwise the others take its share.
+        turns: not for strict ones, a number for each child: those with a higher one get a stripe when all with a lower
+            one have no room for it. None: all take part from the start.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[tuple[PageSource, float]],
+        stripe_bytes: int = HUGE_PAGE_BYTES,
+        *,
+        strict: bool = False,
+        turns: Sequence[int] | None = None,
+    ) -> None:
+        if not children or any(not weight > 0 for _, weight in children):
+            raise ValueError("a StripedResource needs at least one child, and weights above zero")
+        if stripe_bytes < HUGE_PAGE_BYTES or stripe_bytes % HUGE_PAGE_BYTES:
+            raise ValueError(f"stripe_bytes must be a multiple of {HUGE_PAGE_BYTES}, got {stripe_bytes}")
+        self._children = [child for child, _ in children]
+        self._of_tier = {child.tier_name: child for child in self._children}
+        self.tier_name = "` and `".join(self._of_tier)
+        self.inherit = self._children[0].inherit
+        total = sum(weight for _, weight in children)
+        self._shares = [weight / total for _, weight in children]
+        self._stripe_bytes = stripe_bytes
+        self._strict = strict
+        self._turns = [0] * len(children) if turns is None else list(turns)
+        self._credit = [0.0] * len(children)  # bytes each child is behind its share, over all ranges so far
+        self._lock = threading.Lock()
+
+    def free_bytes(self) -> int:
+        """Return what all children have free together."""
+        return sum(child.free_bytes() for child in self._children)
+
+    def release(self, spans: Sequence[Span]) -> None:
+        for span in spans:
+            self._of_tier[span.tier].release((span,))
+
+    def back(self, mapping: Mapping, parts: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
+        free = [child.free_bytes() for child in self._children]
+        while True:
+            plan, gained = self._plan(parts, free)
+            child, spans = 0, list[Span]()
+            try:
+                for child, own in enumerate(plan):
+                    spans += self._children[child].back(mapping, own) if own else ()
+            except BaseException as error:
+                for offset, nbytes in parts:
+                    mapping.discard(offset, nbytes)
+                self.release(spans)
+                if not isinstance(error, TierFullError):
+                    raise
+                if self._strict:
+                    raise ShareFullError(str(error), self._children[child].tier_name) from error
+                free[child] = 0  # one child fewer each time, so this ends
+            else:
+                break
+        with self._lock:
+            self._credit = [before + more for before, more in zip(self._credit, gained, strict=True)]
+        return tuple(sorted(spans, key=lambda span: span.offset))
+
+    def _plan(self, parts: Sequence[tuple[int, int]], free: Sequence[int]) -> tuple[list[Parts], list[float]]:
+        """Give each stripe to the child furthest behind its share.
+
+        Returns:
+            The parts of each child, and how far each falls behind by that.
+        """
+        left, start = list(free), self._credit
+        credit = list(start)
+        plan: list[Parts] = [[] for _ in left]
+        for position, end in ((offset, offset + nbytes) for offset, nbytes in parts):
+            while position < end:
+                size = min(self._stripe_bytes - position % self._stripe_bytes, end - position)
+                able = [child for child in range(len(left)) if self._strict or left[child] >= size]
+                turn = min((self._turns[child] for child in able), default=0)
+                able = [child for child in able if self._turns[child] == turn]
+                share = sum(self._shares[child] for child in able)
+                for index in able:
+                    credit[index] += size * self._shares[index] / share
+                child = max(able, key=credit.__getitem__, default=0)
+                if left[child] < size:
+                    raise ShareFullError(
+                        f"cannot place {format_bytes(sum(nbytes for _, nbytes in parts))} on tier `{self.tier_name}`: "
+                        f"its parts have {', '.join(format_bytes(room) for room in free)} free. Use a smaller job, or "
+                        "allow another tier.",
+                        self._children[child].tier_name,
+                    )
+                credit[child] -= size
+                left[child] -= size
+                if plan[child] and sum(plan[child][-1]) == position:
+                    plan[child][-1] = (plan[child][-1][0], plan[child][-1][1] + size)
+                else:
+                    plan[child].append((position, size))
+                position += size
+        return plan, [after - before for after, before in zip(credit, start, strict=True)]
+
+
+def stripe_bytes_for(capacity_bytes: int, max_stripes: int = 32768) -> int:
+    """Return the smallest stripe that keeps memory of `capacity_bytes` within `max_stripes` stripes.
+
+    Each stripe is a mapping entry of the process, and ``vm.max_map_count`` is 65530 by default. So the capacity is that
+    of all tiers together, however buffers are divided over them; half of the table is left for everything else.
+    """
+    return max(1, -(-capacity_bytes // (max_stripes * HUGE_PAGE_BYTES))) * HUGE_PAGE_BYTES
+
+
+class BudgetFullError(TierFullError):
+    """A tier's budget is what a request does not fit in."""
+
+
+class Budget:
+    """How many bytes of one tier may be held from the OS, and are; shared by all resources of the tier.
+
+    Thread-safe. `credit` takes no lock: it is called by dying buffers, see [Note: Life of a Buffer].
+    """
+
+    def __init__(self, tier: str, limit_bytes: int) -> None:
+        self.tier = tier
+        self.limit_bytes = limit_bytes
+        self._held_bytes = 0
+        self._returned: deque[int] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held from the OS now."""
+        with self._lock:
+            return self._drain()
+
+    def charge(self, nbytes: int) -> None:
+        """Count `nbytes` as held."""
+        with self._lock:
+            held = self._drain()
+            if held + nbytes <= self.limit_bytes:
+                self._held_bytes = held + nbytes
+                return
+        raise BudgetFullError(
+            f"cannot place {format_bytes(nbytes)} on tier `{self.tier}`: {format_bytes(self.limit_bytes - held)} of "
+            f"{format_bytes(self.limit_bytes)} free. Raise the budget of `{self.tier}`, or allow another tier."
+        )
+
+    def credit(self, nbytes: int) -> None:
+        """Count `nbytes` as given back."""
+        self._returned.append(nbytes)
+
+    def _drain(self) -> int:
+        while self._returned:
+            self._held_bytes -= self._returned.popleft()
+        return self._held_bytes
+
+
+class BudgetResource(PageSource):
+    """Charges a budget for all that `upstream` backs, in whole pages.
+
+    Args:
+        node_fraction: of the free memory of `upstream`, what this may use: tiers on the same nodes divide it.
+    """
+
+    def __init__(self, upstream: PageSource, budget: Budget, node_fraction: float = 1.0) -> None:
+        self.tier_name = upstream.tier_name
+        self.inherit = upstream.inherit
+        self._upstream = upstream
+        self._budget = budget
+        self._node_fraction = node_fraction
+
+    def free_bytes(self) -> int:
+        """Return what both the budget and `upstream` have free."""
+        rest = self._budget.limit_bytes - self._budget.held_bytes
+        return min(rest, int(self._upstream.free_bytes() * self._node_fraction))
+
+    def back(self, mapping: Mapping, parts: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
+        nbytes = sum(nbytes for _, nbytes in parts)
+        self._budget.charge(nbytes)
+        try:
+            return self._upstream.back(mapping, parts)
+        except BaseException:
+            self._budget.credit(nbytes)
+            raise
+
+    def release(self, spans: Sequence[Span]) -> None:
+        self._budget.credit(sum(whole_pages(span.nbytes) for span in spans))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Page-lock memory and register it with the device's driver, so that copies can run beside compute.
+#
+# Pin after placing: see [Note: Placing Pages Safely]. A long-term pin moves pages out of a zone of movable memory,
+# which CXL memory often is, silently to another node; so the kernel is asked again afterwards.
+
+# One copy must not cross the border of two registrations, so a chunk is larger than any sane tensor; the driver fails
+# above 128 GiB, where the size of its page tables no longer fits an int (open-gpu-kernel-modules, PR 1234).
+_CHUNK_BYTES = 16 * 2**30
+
+
+class PinnedResource(MemoryResource):
+    """Page-locks every buffer of `upstream`; put a pool above it, for this is slow.
+
+    The first failure makes it pass on pageable memory from then on, with one warning.
+
+    Args:
+        where: asks where pages are, after pinning; None on a machine where they can only be in one place.
+    """
+
+    def __init__(
+        self,
+        upstream: MemoryResource,
+        register: Callable[[int, int], None],
+        unregister: Callable[[int], None],
+        *,
+        required: bool = False,
+        where: PageNodes | None = page_nodes,
+        chunk_bytes: int = _CHUNK_BYTES,
+    ) -> None:
+        self.failure = ""
+        """Why memory stays pageable from now on; empty as long as it is page-locked."""
+        self._upstream = upstream
+        self._required = required
+        self._register = register
+        self._unregister = unregister
+        self._where = where
+        self._chunk_bytes = chunk_bytes
+        self._chunks: dict[int, list[int]] = {}  # buffer address -> addresses registered
+        self._pid = os.getpid()
+
+    def allocate(self, nbytes: int, *, alignment: int = PAGE_BYTES) -> Buffer:
+        """Return a pinned buffer, or a pageable one after a failure."""
+        if not self.failure and nbytes:
+            try:
+                return self._allocate_pinned(nbytes, alignment)
+            except PinnedMemoryError as error:
+                if self._required:
+                    raise
+                self.failure = str(error)
+            warnings.warn(
+                f"{self.failure} Memory stays pageable: copies to and from it wait.", LightningCXLWarning, stacklevel=2
+            )
+        return self._upstream.allocate(nbytes, alignment=alignment)
+
+    def deallocate(self, buffer: Buffer) -> None:
+        """Unregister a dying buffer; `upstream` gets its own buffer back afterwards by itself."""
+        for address in self._chunks.pop(buffer.address, ()):
+            if os.getpid() == self._pid:  # a forked child has neither the memory nor the driver
+                self._unregister(address)
+
+    def _allocate_pinned(self, nbytes: int, alignment: int) -> Buffer:
+        inner = self._upstream.allocate(nbytes, alignment=max(alignment, PAGE_BYTES))
+        # from here on the new buffer's death unregisters what was registered
+        chunks = self._chunks[inner.address] = []
+        buffer = Buffer(inner.address, nbytes, inner.spans, self, inner)
+        for offset in range(0, nbytes, self._chunk_bytes):
+            with page_locking(nbytes):
+                self._register(buffer.address + offset, min(self._chunk_bytes, nbytes - offset))
+            chunks.append(buffer.address + offset)
+        check_nodes(buffer, self._where)
+        return buffer
+
+
+@contextmanager
+def page_locking(nbytes: int) -> Iterator[None]:
+    """Return a region in which `nbytes` are page-locked: a refusal says there how much, and what to do."""
+    try:
+        yield
+    except PinnedMemoryError as error:
+        raise PinnedMemoryError(
+            f"cannot page-lock {format_bytes(nbytes)} for the device: {error}. Raise the limit `ulimit -l` (of a "
+            "container `--ulimit memlock=-1`) or the memory of the container or of WSL, or set pin_memory=False."
+        ) from error
+
+
+def check_nodes(buffer: Buffer, where: PageNodes | None) -> None:
+    """Check that a buffer that has been page-locked lies where it did before.
+
+    Args:
+        where: asks where pages are; None where they can only be in one place.
+    """
+    if where is None:
+        return
+    nodes = Counter[int]()
+    for span in buffer.spans:
+        nodes[span.node_id] += span.nbytes
+    found = where(buffer.address, buffer.nbytes)
+    moved = {node: size - nodes[node] for node, size in found.items() if size > nodes[node]}
+    if moved:
+        raise PinnedMemoryError(
+            f"page-locking moved {format_bytes(sum(moved.values()))} of {format_bytes(buffer.nbytes)} on nodes "
+            f"{sorted(nodes)} to nodes {sorted(moved)}: their memory is online as movable. Bring it online with "
+            f"`daxctl online-memory --no-movable`, or set pin_memory=False."
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Which parts of one or more address ranges are free: the book-keeping of pools and arenas, no memory involved.
+
+_GRANULE_BYTES = 64  # a cache line; without it gaps of a few bytes would pile up between blocks
+
+
+class BlockList:
+    """Offsets handed out from ranges in multiples of 64 bytes, coalesced when they come back.
+
+    Neighbouring ranges are never merged: a block always lies in one range. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._by_size: list[tuple[int, int]] = []  # (nbytes, offset) of free blocks, sorted
+        self._size_at: dict[int, int] = {}  # free block: offset -> nbytes
+        self._start_of: dict[int, int] = {}  # free block: end -> offset
+        self._used: dict[int, int] = {}  # handed out: offset -> nbytes
+        self._ranges: dict[int, int] = {}  # offset -> nbytes
+
+    def add_range(self, offset: int, nbytes: int) -> None:
+        """Add ``[offset, offset + nbytes)``, all free."""
+        self._ranges[offset] = nbytes
+        self._insert(offset, nbytes)
+
+    def extend_range(self, offset: int, nbytes: int) -> None:
+        """Add `nbytes`, all free, at the end of the range that begins at `offset`."""
+        end = offset + self._ranges[offset]
+        self._ranges[offset] += nbytes
+        self._used[end] = nbytes
+        self.free(end)
+
+    def free_ranges(self) -> list[int]:
+        """Return the offsets of ranges of which nothing is in use."""
+        return [offset for offset, nbytes in self._ranges.items() if self._size_at.get(offset) == nbytes]
+
+    def drop_range(self, offset: int) -> int:
+        """Forget a wholly free range and return its size."""
+        nbytes = self._ranges[offset]
+        if self._size_at.get(offset) != nbytes:
+            raise ValueError(f"the range at {offset} is in use")
+        self._remove(offset, nbytes)
+        return self._ranges.pop(offset)
+
+    def allocate(self, nbytes: int, alignment: int, *, lowest: bool = False) -> int | None:
+        """Take `nbytes` (at least 1) from the tightest free block, or from the lowest one.
+
+        Returns:
+            An offset that is a multiple of `alignment`, or None when no free block is large enough.
+        """
+        nbytes = -(-nbytes // _GRANULE_BYTES) * _GRANULE_BYTES
+        found = self._lowest(nbytes, alignment) if lowest else self._tightest(nbytes, alignment)
+        if found is None:
+            return None
+        block, size = found
+        offset = -(-block // alignment) * alignment
+        self._remove(block, size)
+        if offset > block:
+            self._insert(block, offset - block)
+        if block + size > offset + nbytes:
+            self._insert(offset + nbytes, block + size - offset - nbytes)
+        self._used[offset] = nbytes
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Take back what `allocate` returned."""
+        nbytes = self._used.pop(offset)
+        before = self._start_of.get(offset)
+        if before is not None and offset not in self._ranges:
+            size = self._size_at[before]
+            self._remove(before, size)
+            offset, nbytes = before, nbytes + size
+        end = offset + nbytes
+        after = self._size_at.get(end)
+        if after is not None and end not in self._ranges:
+            self._remove(end, after)
+            nbytes += after
+        self._insert(offset, nbytes)
+
+    def _tightest(self, nbytes: int, alignment: int) -> tuple[int, int] | None:
+        for index in range(bisect_left(self._by_size, (nbytes, -1)), len(self._by_size)):
+            size, block = self._by_size[index]
+            if size - (-block % alignment) >= nbytes:
+                return block, size
+        return None
+
+    def _lowest(self, nbytes: int, alignment: int) -> tuple[int, int] | None:
+        fitting = (item for item in self._size_at.items() if item[1] - (-item[0] % alignment) >= nbytes)
+        return min(fitting, default=None)
+
+    def _insert(self, offset: int, nbytes: int) -> None:
+        insort(self._by_size, (nbytes, offset))
+        self._size_at[offset] = nbytes
+        self._start_of[offset + nbytes] = offset
+
+    def _remove(self, offset: int, nbytes: int) -> None:
+        del self._by_size[bisect_left(self._by_size, (nbytes, offset))]
+        del self._size_at[offset]
+        del self._start_of[offset + nbytes]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The pool.
+
+
+class _Slabs:
+    """Cuts requests from the tightest free block of any slab; neighbours that come back are one block again.
+
+    Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._blocks = BlockList()  # offsets are addresses
+        self._slabs: dict[int, Buffer] = {}  # by address
+        self._starts: list[int] = []  # sorted
+
+    def add(self, slab: Buffer) -> None:
+        """Add a slab from which buffers are cut."""
+        self._slabs[slab.address] = slab
+        insort(self._starts, slab.address)
+        self._blocks.add_range(slab.address, slab.nbytes)
+
+    def take(self, nbytes: int, alignment: int, resource: MemoryResource) -> Buffer | None:
+        """Return a buffer of `nbytes` that goes back to `resource`; None where no free block is large enough."""
+        address = self._blocks.allocate(nbytes, alignment)
+        if address is None:
+            return None
+        slab = self._slabs[self._starts[bisect_right(self._starts, address) - 1]]
+        return Buffer(address, nbytes, cut_spans(slab.spans, address - slab.address, nbytes), resource)
+
+    def take_back(self, address: int) -> None:
+        """Make the bytes of a buffer free again."""
+        self._blocks.free(address)
+
+    def drop_largest(self) -> int:
+        """Let go of the largest slab of which nothing is in use and return its size; 0 where there is none."""
+        free = self._blocks.free_ranges()
+        if not free:
+            return 0
+        address = max(free, key=lambda address: self._slabs[address].nbytes)
+        self._starts.remove(address)
+        del self._slabs[address]
+        return self._blocks.drop_range(address)
+
+
+_SLACK_FRACTION = 0.125
+_UNLUCKY_FRACTION = 0.5
+
+
+class PoolResource(MemoryResource):
+    """Pools the buffers ("slabs") of `upstream`.
+
+    Small requests are cut from shared slabs. One of at least a quarter of `slab_bytes` is cut from the tightest free
+    block that earlier large ones have left behind, and gets a slab of exactly its size where none is large enough. So
+    once the largest sizes have been there, smaller ones of any size need nothing new: where memory is pinned, a slab
+    costs far more than what is cut from it.
+
+    Free slabs are kept. At a new peak of use they give way to a new slab where the pool would otherwise hold more than
+    12.5 % and one shared slab above that peak. Below it a new slab means that the free ones were cut unluckily, and
+    they give way at 50 % only: less would give back and take the same slabs in every step. `trim` gives all of them
+    back, and so does a request that `upstream` could not serve otherwise. Thread-safe.
+    """
+
+    def __init__(self, upstream: MemoryResource, slab_bytes: int = 16 * 2**20) -> None:
+        self._lock = threading.Lock()
+        self._dead: deque[tuple[int, int]] = deque()  # (address, nbytes); noted without the lock
+        self._closed = False
+        self._upstream = upstream
+        self._slab_bytes = slab_bytes
+        self._large_bytes = slab_bytes // 4
+        self._small, self._large = _Slabs(), _Slabs()
+        self._used_bytes = self._held_bytes = self._peak_bytes = 0
+
+    def allocate(self, nbytes: int, *, alignment: int = 64) -> Buffer:
+        """Return exactly `nbytes`, aligned."""
+        if nbytes == 0:
+            return Buffer(0, 0, (), None)
+        with self._lock:
+            self._drain()
+            is_large = nbytes >= self._large_bytes
+            slabs = self._large if is_large else self._small
+            buffer = slabs.take(nbytes, alignment, self)
+            if buffer is None:
+                slabs.add(self._new_slab(nbytes, alignment) if is_large else self._new_shared_slab(nbytes, alignment))
+                buffer = slabs.take(nbytes, alignment, self)
+                assert buffer is not None
+            self._used_bytes += nbytes
+            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+            return buffer
+
+    def usage(self) -> tuple[int, int]:
+        """Return the bytes in living buffers and the bytes held from `upstream`."""
+        with self._lock:
+            self._drain()
+            return self._used_bytes, self._held_bytes
+
+    def deallocate(self, buffer: Buffer) -> None:
+        self._dead.append((buffer.address, buffer.nbytes))
+        if self._closed:  # nobody may ever call again
+            self._reclaim_late()
+
+    def trim(self) -> None:
+        """Give everything that is free back to where it came from."""
+        with self._lock:
+            self._drain()
+            self._release_free()
+
+    def close(self) -> None:
+        """Give back what is free now, and the rest as its last buffers die. Living buffers stay valid."""
+        self._closed = True
+        self.trim()
+        self._reclaim_late()
+
+    def _reclaim_late(self) -> None:
+        # A thread that holds the lock reads the deque again after letting go, so a failed attempt loses nothing;
+        # waiting here could wait for this very thread.
+        while self._dead and self._lock.acquire(blocking=False):
+            try:
+                self._drain()
+                self._release_free()
+            finally:
+                self._lock.release()
+
+    def _drain(self) -> None:
+        while self._dead:
+            address, nbytes = self._dead.popleft()
+            self._used_bytes -= nbytes
+            (self._large if nbytes >= self._large_bytes else self._small).take_back(address)
+
+    def _new_shared_slab(self, nbytes: int, alignment: int) -> Buffer:
+        for size in (self._slab_bytes, self._large_bytes):
+            try:
+                return self._new_slab(size, max(alignment, PAGE_BYTES))
+            except TierFullError:
+                continue
+        return self._new_slab(nbytes, max(alignment, PAGE_BYTES))  # the end of a budget may still hold the request
+
+    def _new_slab(self, nbytes: int, alignment: int) -> Buffer:
+        nbytes = whole_pages(nbytes)
+        wanted = self._used_bytes + nbytes
+        slack = _SLACK_FRACTION if wanted > self._peak_bytes else _UNLUCKY_FRACTION
+        allowed = int(max(self._peak_bytes, wanted) * (1 + slack)) + self._slab_bytes
+        while self._held_bytes + nbytes > allowed and self._release_one():
+            pass
+        try:
+            slab = self._upstream.allocate(nbytes, alignment=alignment)
+        except TierFullError:
+            held = self._held_bytes
+            self._release_free()
+            if self._held_bytes == held:
+                raise
+            slab = self._upstream.allocate(nbytes, alignment=alignment)
+        self._held_bytes += slab.nbytes
+        return slab
+
+    def _release_one(self) -> bool:
+        """Give a free slab back, the largest first, shared ones last; return whether there was one."""
+        nbytes = self._large.drop_largest() or self._small.drop_largest()
+        self._held_bytes -= nbytes
+        return nbytes > 0
+
+    def _release_free(self) -> None:
+        while self._release_one():
+            pass

@@ -22,8 +22,8 @@ from lightning_cxl.inventory.tensors import HostTensor
 from lightning_cxl.machine.machine import MachineSsd, check_split
 from lightning_cxl.machine.speeds import machine_of, machine_without_speeds, with_new_tiers
 from lightning_cxl.machine.topology import Topology
+from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.memory.host_tensors import anonymous_bytes, is_ordinary
-from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.placement.placement import Placement, PlacementPolicy, RoleHomePolicy, TensorRole
 from lightning_cxl.placement.placer import Placer
 from lightning_cxl.planning.job import MemoryClass, model_job

@@ -19,7 +19,7 @@ from lightning_cxl.machine.binding import RankBinding
 from lightning_cxl.machine.speeds import ssd_of
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.hook import HostAllocationMode, activate
-from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.placement.placement import PlacementPolicy, TensorRole
 from lightning_cxl.placement.placer import Placer
 from lightning_cxl.placement.rules import resolve

@@ -13,9 +13,9 @@ from lightning_cxl.errors import SpillWarning, TierFullError
 from lightning_cxl.inventory.inventory import Inventory
 from lightning_cxl.inventory.tensors import SLOTS_OWNER
 from lightning_cxl.memory.heap import HeapTrimmer
+from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.memory.host_tensors import is_dense, is_ordinary, laid_out_as, mirror
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.memory.stacks import HostMemory
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.planning.decide import Plan
@@ -49,7 +49,6 @@ class PlacedMemory:
         self.placements = placements
         self._heap = heap
         self._units = units
-        self._keeps_in_place = False
         self.on_ssd: StateOnSsd | None = None
         """What does not lie in memory: optimizer state, weights, inputs of units."""
         self._warned_of_ssd = False
@@ -134,25 +133,6 @@ class PlacedMemory:
             return None
         self._plan_activation(nbytes, unit, placement)
         return place
-
-    def activation_in_place(self, tensor: torch.Tensor, nbytes: int, unit: str) -> object | None:
-        """Count an input of a unit that lies on its tier already; None if it does not. See `ActivationOffload`."""
-        placement = self.placements.place(unit, TensorRole.ACTIVATIONS, nbytes)
-        counted = self.memory.count_in_place(tensor.data_ptr(), nbytes, placement, TensorRole.ACTIVATIONS)
-        if counted is not None and not self._keeps_in_place:
-            self._keeps_in_place = True
-            self.memory.trim()  # what copies of inputs have used in the steps before
-        return counted
-
-    def gradient_stays(self, parameter: torch.Tensor, role: TensorRole) -> bool:
-        """Whether a gradient that autograd makes on the host, like this parameter of the model, is where it belongs."""
-        nbytes = parameter.numel() * parameter.element_size()
-        return self.memory.is_everywhere(self.placements.place(parameter, role, nbytes))
-
-    def gradient_in_place(self, parameter: torch.Tensor, grad: torch.Tensor, role: TensorRole) -> object | None:
-        """Count a gradient that is where it belongs already, until what is returned dies; None if it is not."""
-        placement = self.placements.place(parameter, role, grad.nbytes)
-        return self.memory.count_in_place(grad.data_ptr(), grad.nbytes, placement, role)
 
     def forward_is_over(self) -> None:
         """Note that the first forward is over: no more inputs are added to the planned bytes."""

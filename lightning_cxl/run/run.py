@@ -101,14 +101,13 @@ class Run:
                 self._placed.activation,
                 min_bytes=self.min_activation_bytes,
                 place_on_ssd=self._placed.activation_on_ssd,
-                keep_in_place=self._placed.activation_in_place,
             )
             streamer = self._residence.stream(lambda: activations.phase)
             overlaps = streamer is not None and inventory.overlap != "none"
             worker = ThreadPoolExecutor(1, "lightning_cxl", engine.use_in_this_thread) if overlaps else None
             # what a gradient passes, the last first: [Note: Life of a gradient]
             half_sums = config.accumulate == "bf16"
-            sums = GradientSums(self._placed.like_all, self.meter, self._placed, half_sums=half_sums)
+            sums = GradientSums(self._placed.like_all, self.meter, half_sums=half_sums)
             arrived = ArrivedGradients(LeavingGradients(engine, self._placed.like_all, sums, worker), sums)
             if worker is None or streamer is None:
                 self._updates = WholeUpdates(units, self.masters)
@@ -221,7 +220,6 @@ class Run:
 
     def end_step(self) -> None:
         """Note that a training step is over."""
-        self._host.memory.end_step()
         if self._placed.on_ssd is not None:
             self._placed.on_ssd.note_pace(self.guard.num_steps // max(1, len(self.optimizers)))
         self.code_has_run()

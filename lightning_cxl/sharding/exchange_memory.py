@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_cxl.memory.pool import PoolResource
-from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.memory.resource import Buffer, MemoryResource, PoolResource
 from lightning_cxl.sharding.torch_private import fsdp_units
 
 
@@ -51,14 +50,11 @@ def pooled_exchanges(model: nn.Module) -> Iterator[None]:
         pool.close()
 
 
-class _Pages:
+class _Pages(MemoryResource):
     """New pages of this process, which lie where its threads first write them, as torch's own memory does."""
 
     def allocate(self, nbytes: int, *, alignment: int = mmap.PAGESIZE) -> Buffer:
         # not shared, or a forked child would have the pages, too, and keep them
         own = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages = torch.frombuffer(own, dtype=torch.uint8)  # keeps them
-        return Buffer(pages.data_ptr(), nbytes, (), None, pages)
-
-    def deallocate(self, buffer: Buffer) -> None:
-        """Nothing to do: the pages go with the tensor that keeps them."""
+        pages = torch.frombuffer(own, dtype=torch.uint8)
+        return Buffer(pages.data_ptr(), nbytes, (), None, pages)  # which keeps them

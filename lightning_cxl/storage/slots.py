@@ -18,8 +18,7 @@ from functools import wraps
 from queue import SimpleQueue
 from typing import ParamSpec, TypeVar
 
-from lightning_cxl.memory.pool import BlockList
-from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.memory.resource import BlockList, Buffer
 from lightning_cxl.storage.drive import BLOCK_BYTES
 
 _P = ParamSpec("_P")

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, TierFullError
-from lightning_cxl.memory.pool import BlockList
-from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.memory.resource import BlockList, Buffer
 from lightning_cxl.storage.drive import BLOCK_BYTES, HEAD_BYTES
 from lightning_cxl.storage.engine import CHUNK_BYTES, Engine, StorageTransfer
 from lightning_cxl.storage.generations import Generations, Places

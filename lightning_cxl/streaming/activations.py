@@ -31,21 +31,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
-from lightning_cxl.memory.host_tensors import has_own_memory
 from lightning_cxl.streaming.module_state import ModuleState
 from lightning_cxl.streaming.saved_inputs import (
     Allocate,
     HeldInput,
-    History,
-    InPlaceInput,
-    KeepInPlace,
     PlaceOnSsd,
     SavedBytes,
     StoredInput,
     UnitInput,
     all_in_memory,
     can_store,
-    input_bytes,
 )
 from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
 from lightning_cxl.streaming.unit_weights import peek
@@ -287,8 +282,6 @@ class ActivationOffload:
         allocate: gives host memory for ``(nbytes, unit_name)``; the bytes are free again when the last tensor over
             them has died. Its errors reach the caller of the unit.
         place_on_ssd: gives a place on SSD for the same; None for what lies in memory.
-        keep_in_place: says which inputs lie on their tier already, for a device that computes on host memory; None
-            where all are to be copied.
     """
 
     def __init__(
@@ -298,7 +291,6 @@ class ActivationOffload:
         *,
         min_bytes: int = DEFAULT_MIN_BYTES,
         place_on_ssd: PlaceOnSsd = all_in_memory,
-        keep_in_place: KeepInPlace | None = None,
     ) -> None:
         self.engine = engine
         self.placeholder = torch.empty(0, device=engine.device)
@@ -307,9 +299,6 @@ class ActivationOffload:
         self._min_bytes = min_bytes
         self._saved = SavedBytes()
         self._stored: weakref.WeakValueDictionary[int, StoredInput] = weakref.WeakValueDictionary()  # by id of source
-        self._in_place: weakref.WeakValueDictionary[int, InPlaceInput] = weakref.WeakValueDictionary()  # likewise
-        self._keep_in_place = keep_in_place if engine.computes_on_host else None
-        self._watched: weakref.WeakSet[StoredInput] = weakref.WeakSet()
         self.phase: Phase | None = None
         """Why a unit's own forward runs now: for the first time, to be repeated; again, in a backward, and in one that
         is to be differentiated itself (``create_graph=True``); or neither."""
@@ -344,24 +333,10 @@ class ActivationOffload:
         """Return ``saved_bytes`` and ``num_saved`` (inputs on the tier now) and ``peak_saved_bytes``."""
         return self._saved.stats()
 
-    @property
-    def may_keep_in_place(self) -> bool:
-        """Whether some inputs may stay where they are. See [Note: Inputs kept in place]."""
-        return self._keep_in_place is not None
-
-    def store(
-        self, tensor: torch.Tensor, unit: str, *, lasted: History | None = None
-    ) -> StoredInput | InPlaceInput | None:
-        """Return the image of `tensor` on the tier, made now or found again; None if it does not belong there.
-
-        Args:
-            lasted: why nobody is expected to change the tensor, which may therefore be its own image; or None.
-        """
+    def store(self, tensor: torch.Tensor, unit: str) -> StoredInput | None:
+        """Return the image of `tensor` on the tier, made now or found again; None if it does not belong there."""
         if not can_store(tensor, self.engine.device, self._min_bytes):
             return None
-        in_place = self._stay(tensor, unit, lasted) if lasted else None
-        if in_place is not None:
-            return in_place
         stored = self._stored.get(id(tensor))
         if stored is None or not stored.is_image_of(tensor) or not self._has_bits_of(stored, tensor):
             stored = StoredInput(tensor, self.engine, self._allocate, unit, self._saved, self._place_on_ssd)
@@ -371,28 +346,6 @@ class ActivationOffload:
     def _has_bits_of(self, stored: StoredInput, tensor: torch.Tensor) -> bool:
         """Compare where that is cheap: a write between two units may have had no version."""
         return not self.engine.computes_on_host or stored.has_bits_of(tensor)
-
-    def _stay(self, tensor: torch.Tensor, unit: str, lasted: History) -> InPlaceInput | None:
-        """Return `tensor` as its own image; None where it must be copied."""
-        if self._keep_in_place is None or not has_own_memory(tensor):
-            return None
-        kept = self._in_place.get(id(tensor))
-        if kept is None or not kept.is_of(tensor):
-            count = self._keep_in_place(tensor, input_bytes(tensor), unit)
-            if count is None:
-                return None
-            self._in_place[id(tensor)] = kept = InPlaceInput(tensor, unit, count, self._saved, lasted)
-        return kept
-
-    def watch(self, stored: StoredInput, tensor: torch.Tensor) -> None:
-        """Be able to tell whether somebody changes a stored tensor. See [Note: Inputs kept in place]."""
-        stored.watch(tensor)
-        self._watched.add(stored)
-
-    def end_watches(self) -> None:
-        """Free the watched tensors that nobody else holds any more."""
-        for stored in [each for each in self._watched if each.end_watch()]:
-            self._watched.discard(stored)
 
     @contextmanager
     def running(self, phase: Phase) -> Iterator[None]:
@@ -414,7 +367,6 @@ class UnitForward(StandIn):
         self.offload = offload
         self.name = name
         self.changed_inputs: set[int] = set()  # positions among the tensors of a call; see UnitInput
-        self.lasted: dict[int, int] = {}  # recomputes by position, 0 once it was changed: [Note: Inputs kept in place]
         self.is_observed = False
 
     def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -448,25 +400,8 @@ class UnitForward(StandIn):
     def keep(self, tensor: torch.Tensor, position: int) -> UnitInput:
         """Keep a tensor that a call is given; `position` counts the different tensors of the call."""
         cautious = not self.is_observed or position in self.changed_inputs
-        times = self.lasted.get(position)
-        lasted = History(position, times) if times and not cautious else None
-        stored = self.offload.store(tensor, self.name, lasted=lasted)
-        watched = isinstance(stored, InPlaceInput)
-        if (
-            isinstance(stored, StoredInput)
-            and not stored.is_on_ssd
-            and times is None
-            and self.offload.may_keep_in_place
-            and has_own_memory(tensor)
-        ):
-            self.offload.watch(stored, tensor)
-            watched = True
-        return UnitInput(tensor, stored or HeldInput(tensor, self.name), self.name, cautious=cautious, watched=watched)
-
-    def learn(self, position: int, has_lasted: bool) -> None:
-        """Note whether an input had its values still when it was needed again."""
-        before = self.lasted.get(position)
-        self.lasted[position] = (before or 0) + 1 if has_lasted and before != 0 else 0
+        stored = self.offload.store(tensor, self.name)
+        return UnitInput(tensor, stored or HeldInput(tensor, self.name), self.name, cautious=cautious)
 
 
 class _UnitCall:
@@ -482,7 +417,6 @@ class _UnitCall:
     ) -> None:
         self._unit = unit
         self._compiler = compiler  # See [Note: Compiled units]
-        unit.offload.end_watches()  # before memory for this call's inputs is taken
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = args, kwargs  # gone when the forward starts
         self._inputs: list[UnitInput] = []
         self._kept: tuple[tuple[Any, ...], dict[str, Any]] = rebuilt((args, kwargs), self._keep)
@@ -540,10 +474,6 @@ class _UnitCall:
 
     def _recompute(self) -> Any:
         engine = self._unit.offload.engine
-        for position, each in enumerate(self._inputs):
-            has_lasted = each.has_lasted()
-            if has_lasted is not None:
-                self._unit.learn(position, has_lasted)
         tensors = {id(each): each.load(engine) for each in self._inputs}
         before = self._before()
         if before is not None:

@@ -13,20 +13,18 @@
 * On SSD where it belongs there: the copy lands in a host slot and is written. See [Note: Inputs on SSD].
 * Held (masks, position embeddings, ids, small or sparse tensors): a detached alias, and its version is checked.
   Holding the tensor itself could close a cycle through the graph that no garbage collector sees.
-* Kept where it lies (on its tier already): held, too. See [Note: Inputs kept in place].
 """
 
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.host_tensors import storage_extent
 from lightning_cxl.streaming.inputs_on_ssd import InputOnSsd
-from lightning_cxl.torch_private import is_only_holder
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 # ----------------------------------------------------------------------------------------------------
@@ -129,8 +127,6 @@ class StoredInput:
         self.source = weakref.ref(tensor)
         self.version = version_of(tensor)
         self._address = tensor.data_ptr()
-        self._watched: torch.Tensor | None = None  # shares memory and version with the source
-        self._has_lasted = True
         self._saved = saved
         saved.add(self.nbytes)
 
@@ -145,25 +141,6 @@ class StoredInput:
         is_known = self.source() is tensor and self.version == version_of(tensor)
         return is_known and self._address == tensor.data_ptr()  # another one where `.data` has been replaced
 
-    def watch(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of `tensor`, the source, so that `has_lasted` can compare values. On the host only."""
-        if self._watched is None and self._has_lasted:
-            self._watched = tensor.detach()
-
-    def has_lasted(self) -> bool:
-        """Return whether the source has been the same whenever this was asked: its version, and every bit."""
-        if self._watched is not None and not self._is_unchanged(self._watched):
-            self._has_lasted = False
-            self._watched = None
-        return self._has_lasted
-
-    def end_watch(self) -> bool:
-        """Compare for the last time and free the source where nobody else can reach it; return whether that is done."""
-        if self._watched is not None and is_only_holder(self._watched):
-            self.has_lasted()
-            self._watched = None
-        return self._watched is None
-
     def has_bits_of(self, tensor: torch.Tensor) -> bool:
         """Return whether the image equals `tensor`, which has its shape. On the host only."""
         return same_bits(tensor, self.shape_like_source(self.on_host()))
@@ -176,9 +153,6 @@ class StoredInput:
     def must_move(self, engine: TransferEngine) -> bool:
         """Return whether a recompute needs a copy of the image."""
         return self.is_on_ssd or not engine.computes_on_host
-
-    def _is_unchanged(self, tensor: torch.Tensor) -> bool:
-        return version_of(tensor) == self.version and self.has_bits_of(tensor)
 
     def fetch(self, engine: TransferEngine) -> tuple[torch.Tensor, Transfer]:
         """Start bringing the image to the device; once the transfer is waited for, `shape_like_source` it."""
@@ -218,16 +192,8 @@ class HeldInput:
         version = version_of(self._alias)
         if version != self._version:
             what = f"an input of unit `{self._unit}`, shape {tuple(self._alias.shape)} and {self._alias.dtype},"
-            raise stale_error(what, version, self._version, *filter(None, [self.why_no_copy()]))
+            raise stale_error(what, version, self._version)
         return self._alias
-
-    def has_lasted(self) -> bool:
-        """Return whether nobody has changed the tensor since the forward, as far as torch counts writes."""
-        return version_of(self._alias) == self._version
-
-    def why_no_copy(self) -> str:
-        """Return why there is no copy, and what to do about it; empty where the tensor is always held."""
-        return ""
 
 
 class UnitInput:
@@ -248,7 +214,6 @@ class UnitInput:
         "_spare",
         "_unit",
         "_version",
-        "_watched",
     )
 
     def __init__(
@@ -258,13 +223,11 @@ class UnitInput:
         unit: str,
         *,
         cautious: bool,
-        watched: bool = False,
     ) -> None:
         self._kept = kept
         self._unit = unit
         self._requires_grad = tensor.requires_grad
         self._version = version_of(tensor)
-        self._watched = watched
         self._alias: torch.Tensor | None = tensor.detach()  # shares the version counter
         self._spare: torch.Tensor | None = None
         self._on_the_way: tuple[torch.Tensor, Transfer] | None = None
@@ -292,19 +255,14 @@ class UnitInput:
             return False
         return self._alias.untyped_storage().data_ptr() == other._alias.untyped_storage().data_ptr()
 
-    def has_lasted(self) -> bool | None:
-        """Return whether nobody has changed the tensor since the forward was given it; None where it is not watched."""
-        return self._kept.has_lasted() if self._watched else None
-
     def release(self, engine: TransferEngine) -> None:
         """Keep what a recompute needs and drop the rest."""
         assert self._alias is not None
         if self._is_changed and not self._is_safe:
-            why = self._kept.why_no_copy() if isinstance(self._kept, HeldInput) else ""
             raise UnsupportedError(
                 f"unit `{self._unit}` changed an input in place (shape {tuple(self._alias.shape)}) in this call, but "
-                f"not in its first, before its values were saved. {why or 'Let it work on a clone.'} Or leave the unit "
-                "out of `units`."
+                f"not in its first, before its values were saved. Let it work on a clone, or leave the unit out of "
+                "`units`."
             )
         if self._is_changed and self._spare is not None:
             self._kept = HeldInput(self._spare, self._unit)
@@ -354,84 +312,3 @@ def can_store(tensor: torch.Tensor, device: torch.device, min_bytes: int) -> boo
         return False
     nbytes = tensor.numel() * tensor.element_size()
     return 0 < nbytes >= min_bytes and storage_extent(tensor) <= 2 * tensor.numel()
-
-
-# ----------------------------------------------------------------------------------------------------
-# `InPlaceInput`: an input that lies on its tier already and is kept where it lies, without a copy.
-#
-# [Note: Inputs kept in place]
-# A device that computes on host memory is given inputs that may lie on their tier already: all memory of a machine with
-# one kind of memory does. A copy of such an input takes time and memory, and has one use: it has the old values when
-# the model writes to the tensor after the unit (``y = block(x); x.add_(y)``). So an input is copied until a backward
-# has shown that nobody writes to it, and is kept where it lies from then on:
-#
-# * Position by position among the tensors of a unit's calls. `UnitForward.lasted` counts for each position the
-#   recomputes at which the input was the same as in its forward. One at which it was not is enough to copy that
-#   position for good.
-# * The first recompute compares versions and every bit of copy and source: `x.data.zero_()` and writes through numpy or
-#   DLPack have no version. The source's memory is kept for that. The model may drop it much earlier, so before each
-#   unit's call every source is looked at that only this package holds: nobody can write to it any more. It is compared
-#   then, and freed. One input at most lives longer than without the comparison.
-# * Later only versions are compared, which costs nothing. A write that begins late is an error at the recompute, like a
-#   write to a tensor that autograd has saved, and the position is copied from then on. The same holds where the unit
-#   writes to its own input, see [Note: Life of a saved input]. A late write that has no version is not seen, as in
-#   `torch.utils.checkpoint`: the gradients are then those of the new values.
-# * Only a tensor that has its storage for itself stays: of a small view all of the storage would be kept. And only
-#   ordinary memory: what lies in other memory, such as a file's, has an owner who may write to it unseen.
-# * Bytes kept where they lie count for the report like copied ones, but for no budget: nothing is taken from the system
-#   for them. A tier with a budget of the user's gets copies, which keep to it.
-
-KeepInPlace = Callable[[torch.Tensor, int, str], object | None]
-"""Takes a tensor, its bytes and the unit's name. Returns what counts these bytes as long as it lives. None where the
-tensor must be copied: its memory is not known to be that of the unit's tier, or is the package's own; the unit's inputs
-are spread over several tiers, or wanted in page-locked memory; the tier has a budget, or DRAM stands in for it; or the
-run's memory is closed."""
-
-
-class History(NamedTuple):
-    """Why an input is expected to keep its values."""
-
-    position: int
-    """Which one of the different tensors of the unit's call it is, from 0."""
-    times: int
-    """At how many recomputes the input of this position was unchanged so far."""
-
-
-class InPlaceInput(HeldInput):
-    """An input of units that is kept where it lies. See [Note: Inputs kept in place]."""
-
-    __slots__ = ("__weakref__", "_address", "_count", "_lasted", "_nbytes", "_saved", "_source")
-
-    def __init__(self, tensor: torch.Tensor, unit: str, count: object, saved: SavedBytes, lasted: History) -> None:
-        super().__init__(tensor, unit)
-        self._lasted = lasted
-        self._address = tensor.data_ptr()
-        self._source = weakref.ref(tensor)
-        self._count = count
-        self._nbytes = input_bytes(tensor)
-        self._saved = saved
-        saved.add(self._nbytes)
-
-    def __del__(self) -> None:
-        """Take the bytes off the sum, unless construction failed before they were added."""
-        saved = getattr(self, "_saved", None)
-        if saved is not None:
-            saved.freed.append(self._nbytes)
-
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether this keeps `tensor` with the values that it has now."""
-        is_known = self._source() is tensor and self._version == version_of(tensor)
-        return is_known and self._address == tensor.data_ptr()  # another one where `.data` has been replaced
-
-    def why_no_copy(self) -> str:
-        """Return why there is no copy, and what to do about it."""
-        return (
-            f"It (tensor {self._lasted.position} of the call, counted from 0) was kept without a copy since it had not "
-            f"been changed in {self._lasted.times} calls before. Change a clone instead: `x = x.clone()` before the "
-            "write."
-        )
-
-
-def input_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first to the last element of a tensor."""
-    return storage_extent(tensor) * tensor.element_size()

@@ -1,4 +1,4 @@
-"""What every memory resource and every canonical stack promises."""
+"""What every memory resource promises."""
 
 import gc
 import threading
@@ -10,12 +10,17 @@ import torch
 
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.numa import Budget, BudgetResource, NumaResource, PinnedResource, StripedResource, TierPages
-from lightning_cxl.memory.pool import ArenaResource, PoolResource
-from lightning_cxl.memory.resource import Buffer, MemoryResource
-from lightning_cxl.memory.stacks import SplitStacks
+from lightning_cxl.memory.resource import (
+    Budget,
+    BudgetResource,
+    Buffer,
+    MemoryResource,
+    NumaResource,
+    PinnedResource,
+    PoolResource,
+    StripedResource,
+)
 from lightning_cxl.native._numa import page_nodes
-from lightning_cxl.placement.placement import TensorRole
 
 MIB = 2**20
 LIMIT = 64 * MIB
@@ -44,28 +49,14 @@ def pin(upstream: MemoryResource) -> PinnedResource:
     )
 
 
-def make_stack(topology: Topology, kind: str, leaf: NumaResource | StripedResource) -> Case:
-    pages = {"cxl": TierPages(topology.tier("cxl"), lambda tier, *, inherit=False: leaf, LIMIT)}
-    return make_case(SplitStacks(pages, {"cxl": 1.0}, pin), pages, kind)
-
-
-def make_split(topology: Topology, kind: str) -> Case:
-    """Both tiers of this machine, of which `cxl` has two children that pretend to be nodes."""
-    leaves = {"dram": NumaResource("dram", 0, topology, free_bytes=lambda: 2 * LIMIT), "cxl": striped(topology)}
-    limits = {"dram": LIMIT * 3 // 4, "cxl": LIMIT // 4}
-    pages = {
-        name: TierPages(topology.tier(name), lambda tier, *, inherit=False: leaves[tier.name], limits[name])
-        for name in leaves
-    }
-    case = make_case(SplitStacks(pages, {"dram": 0.75, "cxl": 0.25}, pin), pages, kind)
-    case.tiers = {"dram", "cxl"}
-    return case
-
-
-def make_case(stacks: SplitStacks, pages: dict[str, TierPages], kind: str) -> Case:
-    role = TensorRole.ACTIVATIONS if kind == "activations" else TensorRole.COMPUTE_GRADS
-    held = lambda: sum(each.budget.held_bytes for each in pages.values())  # noqa: E731
-    return Case(stacks.stack(role, kind == "pinned", nbytes=MIB), lambda: (stacks.trim(), held())[1])
+def make_split(topology: Topology) -> Case:
+    """A pool over a budgeted split of both tiers, of which `cxl` has two children that pretend to be nodes."""
+    budgets = {"dram": Budget("dram", LIMIT * 3 // 4), "cxl": Budget("cxl", LIMIT // 4)}
+    dram = BudgetResource(NumaResource("dram", 0, topology, free_bytes=lambda: 2 * LIMIT), budgets["dram"])
+    cxl = BudgetResource(striped(topology), budgets["cxl"])
+    pool = PoolResource(pin(StripedResource([(dram, 0.75), (cxl, 0.25)], strict=True)))
+    held = lambda: sum(each.held_bytes for each in budgets.values())  # noqa: E731
+    return Case(pool, lambda: (pool.trim(), held())[1], {"dram", "cxl"})
 
 
 def make_budgeted(topology: Topology) -> Case:
@@ -79,16 +70,7 @@ CASES: dict[str, Callable[[Topology], Case]] = {
     "budget": make_budgeted,
     "pinned": lambda topology: Case(pin(numa(topology))),
     "pool": lambda topology: Case(PoolResource(numa(topology), slab_bytes=MIB)),
-    "arena": lambda topology: Case(ArenaResource(numa(topology), LIMIT)),
-    "stack pageable": lambda topology: make_stack(topology, "pageable", numa(topology)),
-    "stack pinned": lambda topology: make_stack(topology, "pinned", numa(topology)),
-    "stack activations": lambda topology: make_stack(topology, "activations", numa(topology)),
-    "stack striped pageable": lambda topology: make_stack(topology, "pageable", striped(topology)),
-    "stack striped pinned": lambda topology: make_stack(topology, "pinned", striped(topology)),
-    "stack striped activations": lambda topology: make_stack(topology, "activations", striped(topology)),
-    "stack split pageable": lambda topology: make_split(topology, "pageable"),
-    "stack split pinned": lambda topology: make_split(topology, "pinned"),
-    "stack split activations": lambda topology: make_split(topology, "activations"),
+    "split": make_split,
 }
 
 
@@ -97,12 +79,7 @@ def topology() -> Topology:
     return Topology.detect()
 
 
-# what these stack together, the others do, too
-FULL = {"stack pageable", "stack striped pageable", "stack striped pinned", "stack striped activations"}
-FULL |= {"stack split pageable", "stack pinned"}
-
-
-@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.full] * (name in FULL)) for name in CASES])
+@pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest, topology: Topology) -> Iterator[Case]:
     yield CASES[request.param](topology)
 
@@ -216,7 +193,7 @@ def test_buffers_may_die_on_any_thread_and_inside_the_garbage_collector(case: Ca
 
 
 def test_concurrent_allocations_get_disjoint_memory(topology: Topology) -> None:
-    for name in ("pool", "arena", "stack pinned", "stack activations", "stack split activations"):
+    for name in ("pool", "split"):
         resource = CASES[name](topology).resource
         wrong: list[int] = []
 

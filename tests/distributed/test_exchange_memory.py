@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_cxl.memory.pool import PoolResource
-from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.memory.resource import Buffer, PoolResource
 from lightning_cxl.run.session import Session
 from lightning_cxl.sharding import exchange_memory
 from lightning_cxl.sharding.exchange_memory import PooledCollective, pooled_exchanges

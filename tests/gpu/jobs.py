@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_cxl.devices.device_type import device_type_of
-from lightning_cxl.memory.pool import PoolResource
+from lightning_cxl.memory.resource import PoolResource
 from lightning_cxl.optim.adam_step import AdamStep
 from lightning_cxl.run import run
 from lightning_cxl.updates.step import UnitUpdates

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError
-from lightning_cxl.memory.pool import PoolResource
+from lightning_cxl.memory.resource import PoolResource
 from lightning_cxl.placement.placement import Placement, TensorRole
 from tests import training_device
 from tests.apart.test_fork import in_child

@@ -12,7 +12,7 @@ from lightning.fabric import Fabric
 
 import lightning_cxl
 from lightning_cxl.memory.hook import active
-from lightning_cxl.memory.pool import PoolResource
+from lightning_cxl.memory.resource import PoolResource
 from lightning_cxl.run import session as unclosed
 from lightning_cxl.run.session import close_garbage
 from lightning_cxl.run.user_loop import UserLoop

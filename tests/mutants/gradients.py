@@ -65,21 +65,6 @@ MUTATIONS = {
             "return",
             "own is not None and own().data_ptr() == grad.data_ptr()",
         ),
-        Mutation(
-            "a gradient that is kept in place is no part of a larger tensor",
-            "gradients: GradientSums.first",
-            WITHOUT,
-            "_is_alone",
-        ),
-        Mutation(
-            "a gradient that is kept in place has no other holder", "gradients: _is_alone", WITHOUT, "is_only_holder"
-        ),
-        Mutation(
-            "a gradient that is kept in place has its parameter's layout",
-            "gradients: GradientSums.first",
-            WITHOUT,
-            "is_flat_like",
-        ),
     ),
     "integration/test_streamed_hazards.py::test_the_real_error_of_a_gradient_is_raised": (
         Mutation("an error of accumulation reaches the update", "gradients: ArrivedGradients.take", DELETE, "result"),

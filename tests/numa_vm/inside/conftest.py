@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_cxl import Topology
-from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.memory.host_memory import HostMemory
 from tests.numa_vm import machine as machines
 from tests.numa_vm.inside.located import Recorder
 

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_cxl import Placement, TensorRole, Topology
-from lightning_cxl.memory.numa import HUGE_PAGE_BYTES
-from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.memory.resource import HUGE_PAGE_BYTES, Buffer
 from lightning_cxl.native._numa import page_nodes
 
 STRIPE_BYTES = HUGE_PAGE_BYTES

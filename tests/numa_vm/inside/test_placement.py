@@ -5,7 +5,7 @@ import random
 import pytest
 
 from lightning_cxl import Placement, TensorRole
-from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.native._numa import page_nodes
 from tests.numa_vm.inside.located import STRIPE_BYTES, bytes_by_tier, check_placement, check_spans
 
@@ -78,7 +78,7 @@ def test_arena_grows_and_shrinks_on_its_cards(memory, topology):
             check_spans(buffer)
             assert bytes_by_tier(buffer, topology) == {"cxl": buffer.nbytes}
         del step, buffer
-        memory.end_step()
+        memory.trim()
         held_bytes.append(memory.stats()["tiers"]["cxl"]["held_bytes"])
     assert held_bytes[1] >= 12 * 7 * MIB
     assert held_bytes[-1] < held_bytes[1], "pages that four steps did not need went back"

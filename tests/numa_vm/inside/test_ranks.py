@@ -16,7 +16,7 @@ import lightning_cxl
 from lightning_cxl import CPUAdam, OffloadConfig, Placement, TensorRole, Topology
 from lightning_cxl.devices import device_type
 from lightning_cxl.machine.binding import bind_rank
-from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.native._numa import page_nodes
 from lightning_cxl.run.host import Host
 

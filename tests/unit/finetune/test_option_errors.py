@@ -87,7 +87,7 @@ def test_a_bug_that_follows_one_of_our_errors_stays_as_it_is(raising):
 
 
 def test_only_files_that_the_main_job_itself_reads_are_about_options(raising):
-    training = raising("lightning_cxl.memory.numa", "raise OSError('no page')")
+    training = raising("lightning_cxl.memory.resource", "raise OSError('no page')")
     with pytest.raises(OSError, match="no page"), option_errors():
         raising("lightning_cxl.finetune.model", "training()", training=training)()
     with pytest.raises(ConfigError, match="no text"), option_errors():

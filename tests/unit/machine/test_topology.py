@@ -11,7 +11,7 @@ import lightning_cxl
 from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundError
 from lightning_cxl.machine.topology import TierKind, Topology
 from lightning_cxl.memory import hook as scope
-from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.placement.placement import RoleHomePolicy
 from lightning_cxl.placement.placer import Placer
 from lightning_cxl.ssd_options import SsdOptions

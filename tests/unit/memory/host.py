@@ -5,9 +5,8 @@ from torch import nn
 
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.hook import HostAllocationMode
-from lightning_cxl.memory.numa import PinnedResource
-from lightning_cxl.memory.residency import residency
-from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.memory.host_memory import HostMemory, residency
+from lightning_cxl.memory.resource import PinnedResource
 from lightning_cxl.placement.placement import RoleHomePolicy, TensorRole
 from lightning_cxl.placement.placer import Placer
 

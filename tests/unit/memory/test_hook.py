@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.stacks import make_pinner
+from lightning_cxl.memory.host_memory import make_pinner
 from lightning_cxl.placement.placement import TensorRole
 from tests.unit.memory.host import Host
 

@@ -8,7 +8,7 @@ import torch
 
 from lightning_cxl.errors import PlacementError, TierFullError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.numa import NumaResource
+from lightning_cxl.memory.resource import NumaResource
 from lightning_cxl.native._numa import NOWHERE, Mapping, Range, gather_pages, page_nodes
 
 MIB = 2**20
@@ -121,7 +121,7 @@ def test_pages_that_stay_elsewhere_are_given_back(topology: Topology) -> None:
     mapping = Mapping(4 * MIB)
 
     with pytest.raises(TierFullError, match=r"8\.0 KiB on node 1\. They were given back"):
-        resource.commit(mapping, MIB, 2 * MIB)
+        resource.back(mapping, [(MIB, 2 * MIB)])
     assert page_nodes(mapping.address, mapping.nbytes) == {NOWHERE: 4 * MIB}
 
 
@@ -137,7 +137,7 @@ def test_pages_that_a_failed_move_left_unbacked_are_populated_again(topology: To
         return found
 
     asked: list[dict[int, int]] = []
-    NumaResource("dram", 0, topology, where=where).commit(mapping, 0, 4 * MIB)
+    NumaResource("dram", 0, topology, where=where).back(mapping, [(0, 4 * MIB)])
 
     assert asked == [{0: 4 * MIB}] * 2
 
@@ -183,7 +183,7 @@ LARGE_PAGES = """
 import mmap, sys
 mmap.PAGESIZE = 65536  # as on some aarch64 machines
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.numa import NumaResource
+from lightning_cxl.memory.resource import NumaResource
 from lightning_cxl.native._numa import Mapping, page_nodes
 from lightning_cxl.storage.store import Store
 from tests.storage_cases import bytes_of, folders, get, put

@@ -4,7 +4,7 @@ import torch
 from lightning_cxl.devices.cuda import CudaDevices
 from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.numa import Budget, BudgetResource, NumaResource, PinnedResource
+from lightning_cxl.memory.resource import Budget, BudgetResource, NumaResource, PinnedResource
 
 MIB = 2**20
 

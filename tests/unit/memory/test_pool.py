@@ -8,9 +8,15 @@ import torch
 
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.numa import Budget, BudgetResource, NumaResource
-from lightning_cxl.memory.pool import PoolResource
-from lightning_cxl.memory.resource import Buffer, MemoryResource, Span
+from lightning_cxl.memory.resource import (
+    Budget,
+    BudgetResource,
+    Buffer,
+    MemoryResource,
+    NumaResource,
+    PoolResource,
+    Span,
+)
 from lightning_cxl.native._numa import Mapping
 
 MIB = 2**20

@@ -5,8 +5,7 @@ import pytest
 
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.numa import NumaResource, StripedResource, stripe_bytes_for
-from lightning_cxl.memory.resource import Span
+from lightning_cxl.memory.resource import NumaResource, Span, StripedResource, stripe_bytes_for
 from lightning_cxl.native._numa import NOWHERE, Mapping, page_nodes
 
 MIB = 2**20
@@ -66,7 +65,7 @@ def test_when_all_are_full_nothing_stays_backed() -> None:
     mapping = Mapping(8 * MIB)
 
     with pytest.raises(TierFullError, match=r"cannot place 8\.0 MiB on tier `cxl`"):
-        resource.commit(mapping, 0, 8 * MIB)
+        resource.back(mapping, [(0, 8 * MIB)])
     assert page_nodes(mapping.address, mapping.nbytes) == {NOWHERE: 8 * MIB}
 
 

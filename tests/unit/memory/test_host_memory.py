@@ -19,9 +19,8 @@ from lightning_cxl.errors import (
     UnsupportedError,
 )
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.numa import PinnedResource
-from lightning_cxl.memory.residency import residency
-from lightning_cxl.memory.stacks import HostMemory
+from lightning_cxl.memory.host_memory import HostMemory, residency
+from lightning_cxl.memory.resource import PinnedResource
 from lightning_cxl.native._numa import page_nodes
 from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.ssd_options import SsdOptions
@@ -79,22 +78,15 @@ def test_accounts_go_up_and_down_and_remember_the_peak(memory) -> None:
     del kept
 
 
-def test_one_budget_counts_pools_and_arena_together(memory) -> None:
-    kept = [
-        memory.allocate(12 * MIB, Placement(("cxl",)), role) for role in (TensorRole.MOMENTUM, TensorRole.ACTIVATIONS)
-    ]
-
+def test_one_budget_counts_all_pools_and_what_one_keeps_unused_serves_another(memory) -> None:
+    cxl = Placement(("cxl",))
+    memory.allocate(30 * MIB, cxl, TensorRole.MOMENTUM)
+    kept = memory.allocate(30 * MIB, cxl, TensorRole.COMPUTE_WEIGHTS)
     with pytest.raises(TierFullError):
-        memory.allocate(9 * MIB, Placement(("cxl",)), TensorRole.MASTER_GRADS)
+        memory.allocate(9 * MIB, cxl, TensorRole.MOMENTUM)
     assert memory.stats()["tiers"]["cxl"]["held_bytes"] <= 32 * MIB
-    assert len(kept) == 2
-
-
-def test_what_one_stack_keeps_unused_serves_another(memory) -> None:
-    memory.allocate(30 * MIB, Placement(("cxl",)), TensorRole.MOMENTUM)
-
-    assert memory.allocate(30 * MIB, Placement(("cxl",)), TensorRole.ACTIVATIONS).nbytes == 30 * MIB
-    assert memory.allocate(30 * MIB, Placement(("cxl",)), TensorRole.MOMENTUM).nbytes == 30 * MIB
+    del kept
+    assert memory.allocate(30 * MIB, cxl, TensorRole.MOMENTUM).nbytes == 30 * MIB
 
 
 def test_spilling_warns_once_per_role_and_tier(memory) -> None:
@@ -255,15 +247,6 @@ def test_only_pinned_placements_are_pinned_and_only_when_pinning_is_on(topology)
     assert registered == [20 * MIB]  # the second one reuses the first one's slab
 
 
-def test_end_of_step_lets_the_activation_arena_shrink(memory) -> None:
-    memory.allocate(30 * MIB, DRAM, TensorRole.ACTIVATIONS)
-    held = memory.stats()["tiers"]["dram"]["held_bytes"]
-    for _ in range(6):
-        memory.end_step()
-
-    assert memory.stats()["tiers"]["dram"]["held_bytes"] < held
-
-
 @pytest.mark.parametrize("role", [ROLE, TensorRole.ACTIVATIONS])
 def test_a_forked_child_has_memory_of_its_own(memory, role) -> None:
     tensor = memory.tensor((100,), torch.float32, DRAM, role).fill_(1.0)
@@ -369,48 +352,6 @@ def reads_in_child(tensor: torch.Tensor) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def one_kind(**arguments) -> HostMemory:
-    return HostMemory(Topology.fake(dram=("1GiB", "1GiB"), cxl=()), **arguments)
-
-
-def test_bytes_in_place_count_for_their_role_until_they_are_let_go() -> None:
-    memory = one_kind()
-    tensor = torch.ones(1000)
-    counted = memory.count_in_place(tensor.data_ptr(), 4000, DRAM, TensorRole.ACTIVATIONS)
-    again = memory.count_in_place(tensor.data_ptr(), 4000, DRAM, TensorRole.ACTIVATIONS)
-    assert memory.stats()["roles"]["activations"]["dram"] == 8000
-    del counted
-    assert memory.stats()["roles"]["activations"]["dram"] == 4000
-    del again
-    stats = memory.stats()
-    assert stats["roles"]["activations"]["dram"] == 0 and stats["peak_roles"]["activations"]["dram"] == 8000
-    assert stats["tiers"]["dram"]["peak_bytes"] == stats["tiers"]["dram"]["held_bytes"] == 0
-
-
-@pytest.mark.parametrize("tiers", [("dram",), ("cxl", "dram")])
-def test_where_there_are_two_kinds_of_memory_nothing_is_known_to_be_in_place(tiers) -> None:
-    memory = HostMemory(Topology.fake(dram=("1GiB",), cxl=("1GiB",)))
-    address = torch.ones(1000).data_ptr()
-    assert memory.count_in_place(address, 4000, Placement(tiers), TensorRole.ACTIVATIONS) is None
-
-
-def test_a_split_a_budget_page_locked_memory_and_our_own_keep_bytes_from_being_in_place() -> None:
-    address, role = torch.ones(1000).data_ptr(), TensorRole.ACTIVATIONS
-    halves = Placement(("dram", "cxl"), shares=(0.5, 0.5))
-    two_kinds = HostMemory(Topology.fake(dram=("1GiB",), cxl=("1GiB",)))
-    assert two_kinds.count_in_place(address, 4000, halves, role) is None
-    assert one_kind(budgets={"dram": MIB}).count_in_place(address, 4000, DRAM, role) is None
-    assert one_kind(budgets={"cxl": MIB}).count_in_place(address, 4000, DRAM, role) is not None
-    pinned = Placement(("dram",), pinned=True)
-    assert one_kind(pin=True).count_in_place(address, 4000, pinned, role) is None
-    assert one_kind().count_in_place(address, 4000, pinned, role) is not None, "nothing is page-locked there"
-    memory = HostMemory(Topology.detect())
-    ours = memory.tensor((1000,), torch.float32, DRAM, ROLE)
-    assert memory.count_in_place(ours.data_ptr() + 400, 400, DRAM, role) is None
-    memory.close()
-    assert memory.count_in_place(address, 4000, DRAM, role) is None
-
-
 def test_no_memory_is_had_from_the_tier_ssd(topology):
     with_ssd = topology.with_ssd(SsdOptions((Path("/nvme/run"),), MIB))
     memory = HostMemory(with_ssd, budgets={"dram": MIB})
@@ -419,3 +360,22 @@ def test_no_memory_is_had_from_the_tier_ssd(topology):
         with pytest.raises(UnsupportedError, match="momentum on tier 'ssd': it is made of files"):
             memory.tensor((8,), torch.float32, Placement(tiers), ROLE)
     memory.close()
+
+
+def budgets(memory):
+    return {name: tier["budget_bytes"] for name, tier in memory.stats()["tiers"].items()}
+
+
+def test_a_budget_wins_over_the_part_of_a_shared_machine_and_that_over_the_capacity():
+    topology = Topology.fake(dram=("8GiB",), cxl=("4GiB",))
+    memory = HostMemory(topology, budgets={"dram": MIB}, room={"dram": 2 * MIB, "cxl": 3 * MIB})
+    assert budgets(memory) == {"dram": MIB, "cxl": 3 * MIB}
+    assert budgets(HostMemory(topology))["cxl"] == 4 * 2**30
+
+
+def test_dram_that_stands_in_for_a_card_is_limited_as_dram():
+    topology = Topology.fake(dram=("8GiB",), cxl=())
+    with pytest.warns(match="backed by DRAM"):
+        topology.tier("cxl")
+    assert budgets(HostMemory(topology, room={"dram": 2 * MIB}))["cxl"] == 2 * MIB
+    assert budgets(HostMemory(topology, budgets={"dram": MIB}))["cxl"] == 8 * 2**30, "is for bytes under its name"

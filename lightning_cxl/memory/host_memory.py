@@ -1,13 +1,15 @@
-"""The host memory of one process: the stacks of tiers and splits, spilling from one to the next, and the accounts."""
+"""`HostMemory`: the host memory of one process, by tier and role, with spilling and accounts."""
 
 import os
 import threading
+import time
 import warnings
 from bisect import bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Any, Literal
 
@@ -16,25 +18,31 @@ import torch
 from lightning_cxl.devices.device_type import process_device_type
 from lightning_cxl.errors import ConfigError, LightningCXLError, SpillWarning, TierFullError, UnsupportedError
 from lightning_cxl.machine.topology import Tier, TierKind, Topology
-from lightning_cxl.memory.numa import (
-    HUGE_PAGE_BYTES,
+from lightning_cxl.memory.resource import (
+    Budget,
     BudgetFullError,
     BudgetResource,
-    MakeLeaf,
+    Buffer,
+    MemoryResource,
+    NumaResource,
+    PageNodes,
+    PageSource,
     PinnedResource,
+    PoolResource,
+    ShareFullError,
+    Span,
     StripedResource,
-    TierPages,
-    make_leaf,
+    ask_nodes,
+    cut_spans,
+    num_nodes,
     stripe_bytes_for,
 )
-from lightning_cxl.memory.pool import STEP_BYTES, ArenaResource, PoolResource
-from lightning_cxl.memory.resource import Buffer, MemoryResource, Span, cut_spans
-from lightning_cxl.native._numa import page_nodes
+from lightning_cxl.native._numa import NOWHERE, page_nodes
 from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.units import format_bytes
 
 # ----------------------------------------------------------------------------------------------------
-# Who holds what: the living buffers of a `HostMemory`, counted by tensor role and tier.
+# `Ledger`: the living buffers of a `HostMemory`, counted by tensor role and tier.
 
 SplitKey = tuple[tuple[str, float], ...]
 """Tiers and their shares of a buffer; equal splits are equal tuples."""
@@ -59,21 +67,7 @@ class _Entry:
     split: SplitKey | None
 
 
-class Counted:
-    """Bytes that a `Ledger` counts while this lives; nobody owns them here."""
-
-    __slots__ = ("_gone", "_what")
-
-    def __init__(self, gone: deque[tuple[TensorRole, str, int]], what: tuple[TensorRole, str, int]) -> None:
-        self._gone = gone
-        self._what = what
-
-    def __del__(self) -> None:
-        """Note the death; without a lock, as of a buffer."""
-        self._gone.append(self._what)
-
-
-class Ledger:
+class Ledger(MemoryResource):
     """Counts bytes by their spans from `record` until the returned buffer dies, and finds the buffer at an address.
 
     Thread-safe. Deaths are noted without a lock and booked at the next call, see [Note: Life of a Buffer].
@@ -82,7 +76,6 @@ class Ledger:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._dead: deque[int] = deque()
-        self._gone: deque[tuple[TensorRole, str, int]] = deque()
         self._starts: list[int] = []  # addresses of living buffers, sorted
         self._entries: dict[int, _Entry] = {}  # by address
         self._tiers: dict[str, _Count] = {}
@@ -105,20 +98,9 @@ class Ledger:
             self._count(entry, 1)
         return Buffer(inner.address, inner.nbytes, inner.spans, self, inner)
 
-    def count(self, nbytes: int, role: TensorRole, tier: str) -> "Counted":
-        """Count bytes of a role that lie on a tier in memory of others, until what is returned dies."""
-        with self._lock:
-            self._settle()
-            self._roles.setdefault((role, tier), _Count()).add(nbytes)
-        return Counted(self._gone, (role, tier, nbytes))
-
     def deallocate(self, buffer: Buffer) -> None:
         """Note a dying buffer."""
         self._dead.append(buffer.address)
-
-    def allocate(self, nbytes: int, *, alignment: int = 64) -> Buffer:
-        """Refuse: a ledger owns no memory, it only counts what others hand out."""
-        raise NotImplementedError("a Ledger counts buffers, allocate from a MemoryResource and record the buffer here")
 
     def tier_at(self, address: int) -> str | None:
         """Return the tier of the byte at `address`, None when no living buffer has it."""
@@ -191,115 +173,92 @@ class Ledger:
             address = self._dead.popleft()
             del self._starts[bisect_right(self._starts, address) - 1]
             self._count(self._entries.pop(address), -1)
-        while self._gone:
-            role, tier, nbytes = self._gone.popleft()
-            self._roles[role, tier].add(-nbytes)
 
 
 # ----------------------------------------------------------------------------------------------------
-# `TierLimits`: the most bytes that one process holds of each tier, and which of these limits a user has set.
+# Pools: what serves the requests on one tier, or on one split of several.
 
+_FREE_MAX_AGE_S = 0.5  # reading /proc for every placement would cost more than the allocation
 
-class TierLimits:
-    """Limits by tier.
-
-    Args:
-        room: what this process may take of a tier without a budget, where others share the machine; None: all.
-    """
-
-    def __init__(
-        self, topology: Topology, budgets: Mapping[str, int] | None = None, room: Mapping[str, int] | None = None
-    ) -> None:
-        self._topology = topology
-        self._budgets = dict(budgets or {})
-        self._room = dict(room or {})
-        for name, budget in self._budgets.items():
-            topology.tier(name)
-            if budget < 0:
-                raise ConfigError(f"the budget of tier `{name}` must not be negative, got {budget}")
-
-    def has_budget(self, tier: Tier) -> bool:
-        """Return whether the user has limited a tier."""
-        return tier.name in self._budgets
-
-    def of(self, tier: Tier) -> int:
-        """Return the most bytes of a tier; of one that DRAM stands in for, as of DRAM."""
-        if tier.name in self._budgets:
-            return self._budgets[tier.name]
-        behind = self._topology.node_tier(tier.node_ids[0]) if tier.emulated else tier
-        return self._room.get(tier.name if behind is None else behind.name, tier.capacity_bytes)
-
-
-# ----------------------------------------------------------------------------------------------------
-# The canonical stacks of one split, built in this one place: what lies over what, and which budgets are charged.
-
+MakeLeaf = Callable[[Tier, bool], PageSource]
+"""Makes the source of a tier's pages, which forked children inherit or not."""
 Pinner = Callable[[MemoryResource], PinnedResource]
 """Puts page-locking on a resource."""
 
-_KINDS = {
-    TensorRole.ACTIVATIONS: "activations",
-    TensorRole.COMPUTE_WEIGHTS: "inherited",
-    TensorRole.STAGING: "inherited",
-}
+
+class _TierPages:
+    """The pages of one tier, under its one budget."""
+
+    def __init__(self, tier: Tier, leaf: MakeLeaf, budget_bytes: int) -> None:
+        self.tier = tier
+        self.budget = Budget(tier.name, budget_bytes)
+        self.leaves = {inherit: leaf(tier, inherit) for inherit in (False, True)}
+        self._os_free = (float("-inf"), 0)  # when, bytes
+        self._held_then = 0
+
+    def free_bytes(self, used_bytes: int, held_by_neighbours: int) -> int:
+        """Return what could still be allocated: the budget's rest or the nodes', and what pools keep unused.
+
+        Args:
+            held_by_neighbours: bytes held by all tiers on the same nodes, this one included. The OS is asked twice a
+                second at most; in between, growth of this number is subtracted from its last answer.
+        """
+        now = time.monotonic()
+        if now - self._os_free[0] > _FREE_MAX_AGE_S:
+            self._os_free = (now, self.leaves[False].free_bytes())
+            self._held_then = held_by_neighbours
+        os_free = self._os_free[1] - (held_by_neighbours - self._held_then)
+        held = self.budget.held_bytes
+        return max(0, min(self.budget.limit_bytes - held, os_free)) + held - used_bytes
 
 
-class SplitStacks:
-    """Serves one tier, or several of which each holds its share of every buffer, in stripes.
+class _Pools:
+    """Serves one tier, or several of which each holds its share of every buffer.
 
-    Up to four stacks, built when first asked for. Their source is the tier's leaf under its budget, or a strict
-    `StripedResource` over several of those; so every byte is charged to the budget of the tier that holds it.
+    =========  ========================  ==========================================================
+    inherited  ``Pool(source)``          pageable weights and staging; forked children see them
+    pageable   ``Pool(source)``          the rest of what only the CPU reads
+    pinned     ``Pool(Pinned(source))``  what a device copies from or to
+    =========  ========================  ==========================================================
 
-    ==========  =========================  ==========================================================
-    inherited   ``Pool(source)``           pageable weights and staging; forked children see them
-    pageable    ``Pool(source)``           masters, moments and gradients of the CPU
-    pinned      ``Pool(Pinned(source))``   what a device copies from or to
-    activations ``Arena(source)``          pageable activations; pinned ones come from the pinned pool,
-                                           because a copy must not cross two registrations
-    ==========  =========================  ==========================================================
-
-    A file of memory gets pages of ``source`` itself. Forked children do not see them: what they write there would be
-    written for all processes.
-
-    Args:
-        reuse_below: buffers of this size and more have pages of their own, which go back to the OS when the buffer
-            dies. None: every stack keeps what was given back. The pinned one always does: the driver must not let go of
-            memory that a copy may still read, and page-locking is slow.
+    Every byte is charged to the budget of the tier that holds it. Buffers of `reuse_below` bytes and more come from
+    ``source`` itself, but pinned ones: the driver must not let go of memory that a copy may still read.
     """
 
     def __init__(
         self,
-        tiers: Mapping[str, TierPages],
+        tiers: Mapping[str, _TierPages],
         shares: Mapping[str, float],
         pinner: Pinner,
-        stripe_bytes: int = HUGE_PAGE_BYTES,
-        reuse_below: int | None = None,
+        stripe_bytes: int,
+        reuse_below: int | None,
     ) -> None:
         self.tiers = frozenset(tiers)
-        self._limit_bytes = sum(pages.budget.limit_bytes for pages in tiers.values())
         self._sources = {inherit: _source(tiers, shares, stripe_bytes, inherit) for inherit in (False, True)}
         self._pinner = pinner
-        self._stripe_bytes = stripe_bytes
         self._reuse_below = reuse_below
-        self._stacks: dict[str, PoolResource | ArenaResource] = {}
+        self._pools: dict[str, PoolResource] = {}
         self._pinned: PinnedResource | None = None
         self._lock = threading.Lock()
 
-    def stack(self, role: TensorRole, pinned: bool, nbytes: int) -> MemoryResource:
-        """Return what serves a request of `nbytes` for a role."""
-        kind = _kind(role, pinned)
-        with self._lock:
-            if self._reuse_below is not None and nbytes >= self._reuse_below and kind != "pinned":
-                return self._sources[kind == "inherited"]
-            if kind not in self._stacks:
-                self._stacks[kind] = self._build(kind)
-            return self._stacks[kind]
+    def allocate(self, nbytes: int, role: TensorRole, pinned: bool, alignment: int, fd: int) -> Buffer:
+        inherited = role in (TensorRole.COMPUTE_WEIGHTS, TensorRole.STAGING)
+        if fd >= 0:  # forked children do not see it: what they write there would be written for all processes
+            return self._sources[False].allocate(nbytes, alignment=alignment, fd=fd)
+        if self._reuse_below is not None and nbytes >= self._reuse_below and not pinned:
+            return self._sources[inherited].allocate(nbytes, alignment=alignment)
+        return self._pool("pinned" if pinned else "inherited" if inherited else "pageable").allocate(
+            nbytes, alignment=alignment
+        )
 
-    def lend(self, nbytes: int, role: TensorRole, pinned: bool, alignment: int, full: set[str]) -> Buffer:
-        """Allocate where one of several tiers may have no room for its share, which the others then take."""
-        source = self._sources[_kind(role, pinned) == "inherited"]
-        assert isinstance(source, StripedResource)
-        with source.lending(full):
-            return self.stack(role, pinned, nbytes).allocate(nbytes, alignment=alignment)
+    def _pool(self, kind: str) -> PoolResource:
+        with self._lock:
+            if kind not in self._pools:
+                upstream: MemoryResource = self._sources[kind == "inherited"]
+                if kind == "pinned":
+                    upstream = self._pinned = self._pinner(upstream)
+                self._pools[kind] = PoolResource(upstream)
+            return self._pools[kind]
 
     @property
     def pin_failure(self) -> str:
@@ -307,58 +266,46 @@ class SplitStacks:
         return "" if self._pinned is None else self._pinned.failure
 
     def trim(self) -> None:
-        """Give everything unused back to the OS."""
-        for stack in self._all():
-            stack.trim()
-
-    def end_step(self) -> None:
-        """Tell the arena, if there is one, that a training step is over."""
-        for stack in self._all():
-            if isinstance(stack, ArenaResource):
-                stack.end_step()
+        for pool in self._all():
+            pool.trim()
 
     def close(self) -> None:
-        """Give everything back as soon as its last user is gone."""
-        for stack in self._all():
-            stack.close()
+        for pool in self._all():
+            pool.close()
 
-    def _all(self) -> list[PoolResource | ArenaResource]:
+    def _all(self) -> list[PoolResource]:
         with self._lock:
-            return list(self._stacks.values())
-
-    def _build(self, kind: str) -> PoolResource | ArenaResource:
-        if kind == "pinned":
-            self._pinned = self._pinner(self._sources[False])
-            return PoolResource(self._pinned)
-        source = self._sources[kind == "inherited"]
-        if kind == "activations":
-            # it grows by whole stripes: a stripe cut in two would be two entries of the kernel's table
-            step, least = (-(-n // self._stripe_bytes) * self._stripe_bytes for n in (STEP_BYTES, HUGE_PAGE_BYTES))
-            return ArenaResource(source, max(1, self._limit_bytes), step_bytes=step, least_bytes=least)
-        return PoolResource(source)
-
-
-def _kind(role: TensorRole, pinned: bool) -> str:
-    return "pinned" if pinned else _KINDS.get(role, "pageable")
+            return list(self._pools.values())
 
 
 def _source(
-    tiers: Mapping[str, TierPages], shares: Mapping[str, float], stripe_bytes: int, inherit: bool
-) -> BudgetResource | StripedResource:
-    if len(tiers) == 1:
-        return next(iter(tiers.values())).source(inherit=inherit)
-    children = []
+    tiers: Mapping[str, _TierPages], shares: Mapping[str, float], stripe_bytes: int, inherit: bool
+) -> PageSource:
+    children: list[tuple[PageSource, float]] = []
     for name, pages in tiers.items():
         nodes = set(pages.tier.node_ids)
         on_same = sum(shares[other] for other in tiers if nodes.intersection(tiers[other].tier.node_ids))
-        children.append((pages.source(inherit=inherit, node_fraction=shares[name] / on_same), shares[name]))
-    return StripedResource(children, stripe_bytes, strict=True)
+        children.append((BudgetResource(pages.leaves[inherit], pages.budget, shares[name] / on_same), shares[name]))
+    return children[0][0] if len(children) == 1 else StripedResource(children, stripe_bytes, strict=True)
+
+
+def make_leaf(topology: Topology, stripe_bytes: int, tier: Tier, inherit: bool) -> PageSource:
+    """Return the source of a tier's pages: its node, or its nodes striped by their rated bandwidth (evenly if unknown).
+
+    Of a tier that fills its nearest nodes first, nodes at equal distance are striped.
+    """
+    leaves = [NumaResource(tier.name, node.node_id, topology, inherit=inherit) for node in tier.nodes]
+    if len(leaves) == 1:
+        return leaves[0]
+    speeds = [node.read_bytes_per_s for node in tier.nodes]
+    weights = [speed or 1.0 for speed in speeds] if all(speeds) else [1.0] * len(leaves)
+    turns = [node.distance if tier.nearest_first else 0 for node in tier.nodes]
+    return StripedResource(list(zip(leaves, weights, strict=True)), stripe_bytes, turns=turns)
 
 
 def make_pinner(topology: Topology, *, required: bool = False) -> Pinner:
     """Return what page-locks memory on this machine; pages can move only where there are several nodes."""
-    several = len({node for tier in topology.tiers for node in tier.node_ids}) > 1
-    where = page_nodes if several else None
+    where = page_nodes if num_nodes(topology) > 1 else None
 
     def pin(upstream: MemoryResource) -> PinnedResource:
         driver = process_device_type()
@@ -367,13 +314,15 @@ def make_pinner(topology: Topology, *, required: bool = False) -> Pinner:
     return pin
 
 
-_SHARE_DIGITS = 4  # splits that differ less share their stacks
+# ----------------------------------------------------------------------------------------------------
+
+_SHARE_DIGITS = 4  # splits that differ less share their pools
 
 
 class HostMemory:
     """Serves host buffers and tensors by `Placement`.
 
-    Thread-safe. A forked child starts with empty stacks of its own. It sees the parent's weights and staging buffers,
+    Thread-safe. A forked child starts with empty pools of its own. It sees the parent's weights and staging buffers,
     which user code may hand to it (`DataLoader` workers), but not the rest: the child would double the memory of
     everything the parent writes afterwards.
 
@@ -401,22 +350,39 @@ class HostMemory:
     ) -> None:
         if on_tier_full not in ("spill", "error"):
             raise ConfigError(f'on_tier_full must be "spill" or "error", got {on_tier_full!r}')
-        self._limits = TierLimits(topology, budgets, room)
+        self._budgets, self._room = dict(budgets or {}), dict(room or {})
+        for name, budget in self._budgets.items():
+            topology.tier(name)
+            if budget < 0:
+                raise ConfigError(f"the budget of tier `{name}` must not be negative, got {budget}")
         self.topology = topology
         self.on_tier_full = on_tier_full
-        self._pin = pin
+        self.pins = pin
+        """Whether ``Placement.pinned`` is honoured."""
         self._reuse_below = reuse_below
-        most = sum(min(self._limits.of(tier), tier.capacity_bytes) for tier in topology.tiers)
+        most = sum(min(self._limit(tier), tier.capacity_bytes) for tier in topology.tiers)
         self._stripe_bytes = stripe_bytes_for(most)
-        self._leaf = leaf or partial(make_leaf, topology=topology, stripe_bytes=self._stripe_bytes)
+        self._leaf = leaf or partial(make_leaf, topology, self._stripe_bytes)
         self._pinner = pinner or make_pinner(topology)
         self._warned: set[tuple[TensorRole, str]] = set()
         self.is_closed = False
         """Whether `close` has been called."""
         self._start()
 
-    def allocate(self, nbytes: int, placement: Placement, role: TensorRole, *, alignment: int = 64) -> Buffer:
-        """Return exactly `nbytes` (contents undefined) on the tiers of `placement` by its shares, or where they fit."""
+    def _limit(self, tier: Tier) -> int:
+        """Return the most bytes of a tier; of one that DRAM stands in for, as of DRAM."""
+        if tier.name in self._budgets:
+            return self._budgets[tier.name]
+        behind = self.topology.node_tier(tier.node_ids[0]) if tier.emulated else tier
+        return self._room.get(tier.name if behind is None else behind.name, tier.capacity_bytes)
+
+    def allocate(
+        self, nbytes: int, placement: Placement, role: TensorRole, *, alignment: int = 64, fd: int = -1
+    ) -> Buffer:
+        """Return exactly `nbytes` (contents undefined) on the tiers of `placement` by its shares, or where they fit.
+
+        With `fd` they are those of a file of memory, pageable; see `PageSource.allocate`.
+        """
         if nbytes < 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
         if self.is_closed:
@@ -432,17 +398,26 @@ class HostMemory:
         if nbytes == 0:
             return Buffer(0, 0, (), None)
         self._all_pages()
-        wanted, pinned = self._split(placement), placement.pinned and self._pin
+        wanted, pinned = self._split(placement), placement.pinned and self.pins and fd < 0
+        spill = [] if self.on_tier_full == "error" else [name for name in placement.tiers if name not in dict(wanted)]
+        attempts, full = deque([wanted, *(((name, 1.0),) for name in spill)]), list[str]()
         reason = ""  # as text: an exception kept here would keep this frame and so the buffer alive
-        for split, full in self._attempts(wanted, placement):
+        while attempts:
+            split = attempts.popleft()
             try:
-                inner = self._allocate_on(split, nbytes, role, pinned, alignment, full)
+                inner = self._allocate_on(split, nbytes, role, pinned, alignment, fd)
             except TierFullError as error:
                 reason = "" if isinstance(error, BudgetFullError) else f" ({error})"
+                if isinstance(error, ShareFullError) and len(split) > 1:
+                    full.append(error.tier)
+                    if self.on_tier_full == "spill":
+                        attempts.appendleft(self._without(split, error.tier))
+                elif split[0][0] in dict(wanted):
+                    full.append(split[0][0])
                 continue
-            buffer = self._ledger.record(inner, role, None if full else split)
-            if full or split != wanted:
-                self._warn_spill(buffer, role, wanted, full or [name for name, _ in wanted])
+            buffer = self._ledger.record(inner, role, split)
+            if split != wanted:
+                self._warn_spill(buffer, role, wanted, full)
             return buffer
         tiers = [name for name, _ in wanted] if self.on_tier_full == "error" else placement.tiers
         raise TierFullError(self._full_message(nbytes, role, tiers, reason))
@@ -453,40 +428,9 @@ class HostMemory:
             raise ValueError(f"a tensor cannot have the shape {tuple(shape)}")
         return self.allocate(prod(shape) * dtype.itemsize, placement, role).tensor(shape, dtype)
 
-    def count_in_place(self, address: int, nbytes: int, placement: Placement, role: TensorRole) -> Counted | None:
-        """Count bytes in memory of torch's own as being where `placement` wants them, until what is returned dies.
-
-        They are part of ``roles`` in `stats`, not of ``tiers``: nothing is held from the OS for them.
-
-        Returns:
-            None where that is not known (`is_everywhere`), and where the memory is this one's.
-        """
-        if not self.is_everywhere(placement) or self.tier_at(address) is not None:
-            return None
-        return self._ledger.count(nbytes, role, self._split(placement)[0][0])
-
-    def is_everywhere(self, placement: Placement) -> bool:
-        """Return whether all memory of this process is where `placement` wants it.
-
-        So it is where all nodes of this machine are of the one DRAM tier that the placement asks for first. Not where
-        it asks for page-locked memory, nor where the tier has a budget or is to be filled nearest nodes first.
-        """
-        wanted = self._split(placement)
-        if len(wanted) != 1 or self.is_closed or self._pid != os.getpid() or (placement.pinned and self._pin):
-            return False
-        tier = self.topology.tier(wanted[0][0])
-        nodes = {node for each in self.topology.tiers for node in each.node_ids}
-        is_all = tier.kind is TierKind.DRAM and nodes.issubset(tier.node_ids) and not tier.nearest_first
-        return is_all and not self._limits.has_budget(tier)
-
-    @property
-    def pins(self) -> bool:
-        """Whether ``Placement.pinned`` is honoured."""
-        return self._pin
-
     def notes(self) -> list[str]:
         """Return what is not as it was asked for, for a report: memory that should be page-locked and is pageable."""
-        failures = {" and ".join(sorted(stacks.tiers)): stacks.pin_failure for stacks in self._all_stacks()}
+        failures = {" and ".join(sorted(pools.tiers)): pools.pin_failure for pools in self._all_pools()}
         return [f"memory of {tiers} is pageable, so copies wait: {why}" for tiers, why in failures.items() if why]
 
     def free_bytes(self) -> dict[str, int]:
@@ -498,7 +442,7 @@ class HostMemory:
 
         ``tiers``: per tier ``capacity_bytes``, ``budget_bytes``, ``used_bytes`` (living buffers), ``peak_bytes`` (of
         those) and ``held_bytes`` (from the OS). ``roles`` and ``peak_roles``: bytes per role and tier, now and at most
-        since `begin`; with those of `count_in_place`.
+        since `begin`.
         """
         tiers = {}
         for name, pages in self._all_pages().items():
@@ -519,8 +463,7 @@ class HostMemory:
 
     def tier_at(self, address: int) -> Tier | None:
         """Return the tier of the byte at `address`, None when the memory is not ours."""
-        name = self._ledger.tier_at(address)
-        return None if name is None else self.topology.tier(name)
+        return next(self.tiers_of(address, 1))[0]
 
     def tiers_of(self, address: int, nbytes: int) -> Iterator[tuple[Tier | None, int]]:
         """Yield (tier, bytes) of neighbouring parts of a range; None from where it is not in one of our buffers on."""
@@ -531,67 +474,56 @@ class HostMemory:
         """Whether the buffer that has `address` was allocated as `placement` wants it: same tiers, same shares."""
         return self._ledger.split_at(address) == self._split(placement)
 
-    def end_step(self) -> None:
-        """Say that a training step is over, so that activation arenas can shrink."""
-        for stacks in self._all_stacks():
-            stacks.end_step()
-
     def trim(self) -> None:
         """Give everything unused back to the OS."""
-        for stacks in self._all_stacks():
-            stacks.trim()
+        for pools in self._all_pools():
+            pools.trim()
 
     def close(self) -> None:
         """Serve nothing any more and give everything back: now, or when its last user dies. May be called again."""
         self.is_closed = True
-        for stacks in self._all_stacks():
-            stacks.close()
+        for pools in self._all_pools():
+            pools.close()
 
     def _start(self) -> None:
         self._pid = os.getpid()
         self._ledger = Ledger()
-        self._pages: dict[str, TierPages] = {}
-        self._stacks: dict[SplitKey, SplitStacks] = {}
+        self._pages: dict[str, _TierPages] = {}
+        self._pools: dict[SplitKey, _Pools] = {}
         self._lock = threading.Lock()
         self._all_pages()
 
-    def _all_pages(self) -> dict[str, TierPages]:
+    def _all_pages(self) -> dict[str, _TierPages]:
         """Return the pages of every tier; the topology may have one more than at the last call."""
         if len(self._pages) < len(self.topology.tiers):
             with self._lock:
                 new = [tier for tier in self.topology.tiers if tier.name not in self._pages]
-                made = {tier.name: TierPages(tier, self._leaf, self._limits.of(tier)) for tier in new}
+                made = {tier.name: _TierPages(tier, self._leaf, self._limit(tier)) for tier in new}
                 self._pages = {**self._pages, **made}  # others may be reading the old one
         return self._pages
 
     def _split(self, placement: Placement) -> SplitKey:
+        return self._key(placement.split())
+
+    def _without(self, split: SplitKey, full: str) -> SplitKey:
+        rest = {name: share for name, share in split if name != full}
+        return self._key({name: share / sum(rest.values()) for name, share in rest.items()})
+
+    def _key(self, shares: Mapping[str, float]) -> SplitKey:
         """Return tiers and shares in a form that is equal for splits that are."""
-        shares = {name: round(share, _SHARE_DIGITS) for name, share in placement.split().items()}
-        return tuple((name, shares[name]) for name in self.topology.names if shares.get(name))
+        rounded = {name: round(share, _SHARE_DIGITS) for name, share in shares.items()}
+        return tuple((name, rounded[name]) for name in self.topology.names if rounded.get(name))
 
-    def _attempts(self, wanted: SplitKey, placement: Placement) -> Iterator[tuple[SplitKey, set[str] | None]]:
-        """Yield what to try in turn: a split, and where its tiers may lend each other room, a set for the full ones."""
-        yield wanted, None
-        if self.on_tier_full == "error":
-            return
-        if len(wanted) > 1:
-            yield wanted, set()
-        for name in placement.tiers:
-            if name not in dict(wanted):
-                yield ((name, 1.0),), None
-
-    def _stacks_of(self, split: SplitKey) -> SplitStacks:
+    def _pools_of(self, split: SplitKey) -> _Pools:
         with self._lock:
-            if split not in self._stacks:
+            if split not in self._pools:
                 pages = {name: self._pages[name] for name, _ in split}
-                self._stacks[split] = SplitStacks(
-                    pages, dict(split), self._pinner, self._stripe_bytes, self._reuse_below
-                )
-            return self._stacks[split]
+                self._pools[split] = _Pools(pages, dict(split), self._pinner, self._stripe_bytes, self._reuse_below)
+            return self._pools[split]
 
-    def _all_stacks(self) -> list[SplitStacks]:
+    def _all_pools(self) -> list[_Pools]:
         with self._lock:
-            return list(self._stacks.values())
+            return list(self._pools.values())
 
     def _neighbours(self, names: Iterable[str]) -> set[str]:
         """Return the tiers that share nodes with some, these included."""
@@ -606,35 +538,28 @@ class HostMemory:
         return self._pages[name].free_bytes(used, self._held(self._neighbours([name])))
 
     def _allocate_on(
-        self, split: SplitKey, nbytes: int, role: TensorRole, pinned: bool, align: int, full: set[str] | None
+        self, split: SplitKey, nbytes: int, role: TensorRole, pinned: bool, alignment: int, fd: int
     ) -> Buffer:
-        stacks = self._stacks_of(split)
-
-        def attempt() -> Buffer:
-            if full is None:
-                return stacks.stack(role, pinned, nbytes).allocate(nbytes, alignment=align)
-            full.clear()
-            return stacks.lend(nbytes, role, pinned, align, full)
-
+        pools = self._pools_of(split)
         try:
-            return attempt()
+            return pools.allocate(nbytes, role, pinned, alignment, fd)
         except TierFullError:
-            if not self._reclaim(split, nbytes, lending=full is not None):
+            if not self._reclaim(split, nbytes):
                 raise
-            return attempt()
+            return pools.allocate(nbytes, role, pinned, alignment, fd)
 
-    def _reclaim(self, split: SplitKey, nbytes: int, *, lending: bool) -> bool:
-        """Give back what stacks keep unused on tiers that had no room; return whether there was anything.
+    def _reclaim(self, split: SplitKey, nbytes: int) -> bool:
+        """Give back what pools keep unused on tiers that had no room; return whether there was anything.
 
         So may those of a tier on the same nodes, which is no help where a budget is exhausted.
         """
         budgets = {name: self._pages[name].budget for name, _ in split}
         over = {name for name, share in split if budgets[name].held_bytes + share * nbytes > budgets[name].limit_bytes}
-        tiers = over if over and not lending else self._neighbours(budgets)
+        tiers = over or self._neighbours(budgets)
         before = self._held(tiers)
-        for stacks in self._all_stacks():
-            if stacks.tiers & tiers:
-                stacks.trim()
+        for pools in self._all_pools():
+            if pools.tiers & tiers:
+                pools.trim()
         return self._held(tiers) < before
 
     def _warn_spill(self, buffer: Buffer, role: TensorRole, wanted: SplitKey, full: Iterable[str]) -> None:
@@ -649,7 +574,7 @@ class HostMemory:
             went = f"tier `{next(iter(got))}`"
         else:
             went = f"{_fractions(got)} instead of {_fractions(dict(wanted))}"
-        tiers = ", ".join(f"`{name}` has {self._room(name)}" for name in names)
+        tiers = ", ".join(f"`{name}` has {self._room_text(name)}" for name in names)
         warnings.warn(
             f"{role.value} ({format_bytes(buffer.nbytes)}) went to {went}: {tiers}. More may follow without a warning, "
             f"the memory report counts them. Raise the budget of {' and '.join(f'`{name}`' for name in names)}, or set "
@@ -658,18 +583,18 @@ class HostMemory:
             stacklevel=4,
         )
 
-    def _room(self, name: str) -> str:
+    def _room_text(self, name: str) -> str:
         return f"{format_bytes(self._free(name))} of {format_bytes(self._pages[name].budget.limit_bytes)} free"
 
     def _full_message(self, nbytes: int, role: TensorRole, tiers: Sequence[str], reason: str) -> str:
-        full = ", nor on ".join(f"tier `{name}`: {self._room(name)}{self._gaps(name)}" for name in tiers)
+        full = ", nor on ".join(f"tier `{name}`: {self._room_text(name)}{self._gaps(name)}" for name in tiers)
         return (
             f"cannot place {role.value} ({format_bytes(nbytes)}) on {full}. Raise the budget of `{tiers[0]}`, "
             f"allow another tier, or see `python -m lightning_cxl env` for what this machine has.{reason}"
         )
 
     def _gaps(self, name: str) -> str:
-        """Say how much of a tier's free bytes lies in what is held for others; stacks gave back what they could."""
+        """Say how much of a tier's free bytes lies in what is held for others; pools gave back what they could."""
         used, _ = self._ledger.tier_bytes(name)
         nbytes = self._pages[name].budget.held_bytes - used
         return f", but {format_bytes(nbytes)} of that in gaps between other tensors" if nbytes > 0 else ""
@@ -677,3 +602,67 @@ class HostMemory:
 
 def _fractions(shares: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())
+
+
+# ----------------------------------------------------------------------------------------------------
+# `residency`: where a tensor's bytes really are, asked from the kernel.
+
+UNBACKED = "unbacked"
+"""Key of bytes that no page backs yet: memory that was never written."""
+
+
+def residency(
+    tensor: torch.Tensor, topology: Topology, memory: HostMemory | None = None, *, where: PageNodes = page_nodes
+) -> dict[str, int]:
+    """Return how many of a tensor's bytes each tier holds now; they sum to its elements' size.
+
+    A page counts for the tier that has its node; where `memory` handed the bytes out for an emulated tier on that node,
+    for that one. Bytes that no page backs yet have the key ``"unbacked"``, a tensor elsewhere its device's name.
+
+    Args:
+        tensor: any strided tensor; of a view only the elements it shows are counted.
+        topology: maps nodes to tiers.
+        memory: knows which tier its buffers were asked from.
+        where: asks where pages are.
+
+    Raises:
+        PlacementError: the kernel refuses to say.
+        ValueError: the tensor has no strided storage.
+    """
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"only a strided tensor has addresses, this one has layout {tensor.layout}")
+    if tensor.device.type != "cpu":
+        return {str(tensor.device): tensor.numel() * tensor.element_size()} if tensor.numel() else {}
+    found: dict[str, int] = {}
+    for begin, length in _runs(tensor):
+        address = begin
+        for asked, nbytes in memory.tiers_of(begin, length) if memory is not None else ((None, length),):
+            for node, size in ask_nodes(where, address, nbytes).items():
+                if node == NOWHERE:
+                    name = UNBACKED
+                elif asked is not None and node in asked.node_ids:
+                    name = asked.name
+                else:
+                    tier = topology.node_tier(node)
+                    name = tier.name if tier is not None else f"node {node}"
+                found[name] = found.get(name, 0) + size
+            address += nbytes
+    return found
+
+
+def _runs(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Yield (address, nbytes) of contiguous runs that together are a tensor's elements."""
+    if tensor.numel() == 0:
+        return
+    itemsize = tensor.element_size()
+    run = itemsize
+    outer: list[tuple[int, int]] = []  # (size, stride in bytes)
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride * itemsize == run and not outer:
+            run *= size
+        else:
+            outer.append((size, stride * itemsize))
+    for offsets in product(*(range(0, size * stride, stride) if stride else [0] * size for size, stride in outer)):
+        yield tensor.data_ptr() + sum(offsets), run
