@@ -2,8 +2,8 @@
 
 [Note: Measured gradients]
 The sum of squares of a gradient serves clipping (the norm) and the overflow check (it is finite if and only if every
-element is). Whoever writes a whole gradient (`GradientSums`) measures it in the same sweep, and the number is kept on
-the tensor object together with its version counter. At the end of backward only these numbers are combined; a gradient
+element is). `GradientOffload` measures whole gradients in the sweep that writes them, and the number is kept on the
+tensor object together with its version counter. At the end of backward only these numbers are combined; a gradient
 that was written since, by autograd or by a user's hook, has another version and is measured again in one read. Writes
 through ``.data`` leave the version as it is: where user code may do that, `trusts_versions` is off, and the number of a
 parameter that has hooks of the user is not used.

@@ -109,14 +109,14 @@ def gradients_at_once(tensors: Iterable[HostTensor]) -> list[HostTensor]:
 
 
 def widened_gradients(tensors: Iterable[HostTensor]) -> list[HostTensor]:
-    """Return the largest first gradients of a step that are still there while sums become wider (`GradientSums`)."""
+    """Return the largest first gradients of a step that are still there while sums become wider (`GradientOffload`)."""
     wider = [each for each in tensors if each.nbytes > each.parameter_nbytes]
     largest = next(iter(leaving_groups(wider)), [])
     return [each._replace(nbytes=each.parameter_nbytes) for each in largest]
 
 
 def staged_gradients(tensors: Iterable[HostTensor], workload: Workload) -> tuple[list[HostTensor], int]:
-    """Return the gradients that are in staging memory at a time, as `LeavingGradients` has it, and bytes of a step.
+    """Return the gradients that are in staging memory at a time, as `GradientOffload` has it, and bytes of a step.
 
     All gradients of a step are staged but the first, unless it widens. If the host computes, only those of units that
     stream leave.

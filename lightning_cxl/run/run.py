@@ -22,10 +22,7 @@ from lightning_cxl.errors import LightningCXLError
 from lightning_cxl.gradients.guard import OverflowGuard
 from lightning_cxl.gradients.meter import meter_of_run
 from lightning_cxl.gradients.offload import (
-    ArrivedGradients,
-    GradientSink,
-    GradientSums,
-    LeavingGradients,
+    GradientOffload,
     attach_zero_grad,
     detach_zero_grad,
 )
@@ -105,25 +102,22 @@ class Run:
             streamer = self._residence.stream(lambda: activations.phase)
             overlaps = streamer is not None and inventory.overlap != "none"
             worker = ThreadPoolExecutor(1, "lightning_cxl", engine.use_in_this_thread) if overlaps else None
-            # what a gradient passes, the last first: [Note: Life of a gradient]
-            half_sums = config.accumulate == "bf16"
-            sums = GradientSums(self._placed.like_all, self.meter, half_sums=half_sums)
-            arrived = ArrivedGradients(LeavingGradients(engine, self._placed.like_all, sums, worker), sums)
+            self._grads = GradientOffload(
+                engine,
+                self._placed.like_all,
+                self.meter,
+                worker,
+                _nothing if streamer is None else streamer.release,  # [Note: Which hooks stay]
+                {id(place.parameter): unit for unit in units for place in unit.places},
+                half_sums=config.accumulate == "bf16",
+                reserves_streamed=inventory.reserves_all_gradients,
+                are_read_early=loop.reads_gradients,
+            )
             if worker is None or streamer is None:
                 self._updates = WholeUpdates(units, self.masters)
             else:
                 in_backward = inventory.overlap == "backward"
-                self._updates = UnitUpdates(units, self.masters, worker, arrived, streamer, in_backward=in_backward)
-            self._grads = GradientSink(
-                engine,
-                sums,
-                arrived,
-                self._updates,
-                _nothing if streamer is None else streamer.release,  # [Note: Which hooks stay]
-                {id(place.parameter): unit for unit in units for place in unit.places},
-                reserves_streamed=inventory.reserves_all_gradients,
-                are_read_early=loop.reads_gradients,
-            )
+                self._updates = UnitUpdates(units, self.masters, worker, self._grads, streamer, in_backward=in_backward)
             cleanup.callback(self._grads.close)
             if streamer is not None:
                 streamer.attach(self._grads)
@@ -232,7 +226,7 @@ class Run:
     def wait_for_updates(self) -> None:
         """Return when weights, masters and optimizer state are those of the last step, and on the host."""
         self._updates.wait()
-        self._grads.bring_home()
+        self._grads.release_units()
 
     def forget_copies(self) -> None:
         """Let weights that stream be copied again: someone may write to them through `.data`, which leaves no trace."""
@@ -253,7 +247,7 @@ class Run:
         self._ended_by_error = after_error
         with self._cleanup as cleanup:
             cleanup.callback(self._updates.close, after_error=after_error)
-            cleanup.callback(self._end, self._grads.bring_home)  # first: a backward that failed may still run
+            cleanup.callback(self._end, self._grads.release_units)  # first: a backward that failed may still run
 
     def _end(self, close: Callable[[], None]) -> None:
         """Call `close`. After an error that ended the run, users see that one, and errors of ours are logged."""

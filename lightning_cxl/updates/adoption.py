@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_cxl.gradients.guard import OverflowGuard, ReplacedMethod
 from lightning_cxl.gradients.meter import GradientMeter
-from lightning_cxl.gradients.offload import GradientSink
+from lightning_cxl.gradients.offload import GradientOffload
 from lightning_cxl.optim.cpu_adam import CPUAdam, Precisions
 from lightning_cxl.optim.masters import MasterWeights, WeightPair
 from lightning_cxl.optim.param_groups import AwaitedParams, plain
@@ -130,7 +130,7 @@ class Adoption:
         self,
         precisions: Precisions,
         masters: MasterWeights,
-        grads: GradientSink,
+        grads: GradientOffload,
         guard: OverflowGuard,
         updates: WholeUpdates,
         memory: StateMemory,
@@ -191,11 +191,11 @@ class Adoption:
             return  # it has, or may have, a reference of its own to the list
         for group in optimizer.param_groups:
             if not isinstance(group["params"], AwaitedParams):
-                group["params"] = AwaitedParams(group["params"], self._settle, self._grads.someone_looks)
+                group["params"] = AwaitedParams(group["params"], self._settle, self._grads.complete_for_access)
 
     def _settle(self) -> None:
         self._updates.wait()
-        self._grads.someone_looks()
+        self._grads.complete_for_access()
 
     def _knows(self, parameters: list[torch.Tensor]) -> bool:
         pairs = map(self._masters.find, parameters)

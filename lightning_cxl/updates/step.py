@@ -1,7 +1,7 @@
 """`UnitUpdates`: the optimizer updates streamed units one after the other, behind what the device does.
 
 [Note: Overlapped updates]
-One worker thread does what the host does with gradients: it adds and measures them as they land (`GradientSink`) and
+One worker thread does what the host does with gradients: it adds and measures them as they land (`GradientOffload`) and
 runs the update of one unit after the other. There are two schedules:
 
 * Behind the next forward, always possible: at the time of the step all gradients are there, checked and clipped. What
@@ -33,7 +33,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cxl.gradients.guard import OverflowGuard
-from lightning_cxl.gradients.offload import ArrivedGradients, GradientSink
+from lightning_cxl.gradients.offload import GradientOffload
 from lightning_cxl.optim.adam_step import AdamStep, Work, written_by
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights, WeightPair
@@ -53,17 +53,6 @@ class WholeUpdates:
     def __init__(self, units: Sequence[UnitWeights], masters: MasterWeights) -> None:
         self._units = units
         self._masters = masters
-
-    # -- what a backward tells
-
-    def begin_backward(self) -> None:
-        """Learn that a backward begins."""
-
-    def resident_has_come(self, pair: WeightPair) -> None:
-        """Learn that the gradient of a parameter that does not stream has left the device."""
-
-    def unit_is_over(self, unit: UnitWeights) -> None:
-        """Learn that the backward of a unit is over, and that its weights are at home."""
 
     # -- what a step asks for, in this order
 
@@ -122,7 +111,7 @@ class UnitUpdates(WholeUpdates):
         units: Sequence[UnitWeights],
         masters: MasterWeights,
         worker: Executor,
-        arrived: ArrivedGradients,
+        grads: GradientOffload,
         streamer: ParamStreamer,
         *,
         in_backward: bool,
@@ -130,7 +119,8 @@ class UnitUpdates(WholeUpdates):
         super().__init__(units, masters)
         self._unit_of = {id(place.parameter): unit for unit in units for place in unit.places}
         self._worker = worker
-        self._arrived = arrived
+        self._grads = grads
+        grads.listener = self
         self._streamer = streamer
         self._in_backward = in_backward
         self._optimizer: CPUAdam | None = None  # whose closure runs, if updates may run behind its backward
@@ -172,7 +162,7 @@ class UnitUpdates(WholeUpdates):
         if self._optimizer is None or not self._is_last_backward or unit.num_forwards != 1:
             return
         found = [self._masters.find(place.parameter) for place in unit.places]
-        pairs = self._arrived.hand_over(pair for pair in found if pair is not None and self._is_for_worker(pair))
+        pairs = self._grads.hand_over(pair for pair in found if pair is not None and self._is_for_worker(pair))
         if not pairs:
             return
         written: list[torch.Tensor] = [pair.compute for pair in pairs]
@@ -188,7 +178,7 @@ class UnitUpdates(WholeUpdates):
         """
         if self._optimizer is None or not self._is_last_backward or pair.may_be_written:
             return
-        self._arrived.hand_over([pair])  # a gradient that has landed was computed with what the master was copied to
+        self._grads.hand_over([pair])  # a gradient that has landed was computed with what the master was copied to
         update: Future[None] = Future()
         torch.autograd.graph.increment_version([pair.master])
         self._residents.append((pair, update))
@@ -296,7 +286,7 @@ class UnitUpdates(WholeUpdates):
 
     @torch.no_grad()
     def _update_arrived(self, step: AdamStep, pairs: list[WeightPair], scale: float) -> None:
-        grads: dict[torch.Tensor, torch.Tensor] = {pair.master: self._arrived.take(pair) for pair in pairs}
+        grads: dict[torch.Tensor, torch.Tensor] = {pair.master: self._grads.take(pair) for pair in pairs}
         step.apply(step.collect(grads), scale)
 
 
@@ -344,7 +334,7 @@ def _apply(step: AdamStep, work: list[Work], scale: float) -> None:
 # 1. The optimizer's step begins: updates learn which one (`begin`), and may run behind the backward from here on.
 # 2. The closure, if there is one, runs forward and backward. `CPUAdam` gets it evaluated, because its update may be
 #    made in parts. Every other optimizer evaluates it by itself, when and as often as it likes.
-# 3. After each evaluation gradients are complete (`GradientSink.end_step`), nothing reads the masters any more
+# 3. After each evaluation gradients are complete (`GradientOffload.end_step`), nothing reads the masters any more
 #    (`prepare`), and the guard looks at the gradients. Where they may not be used, the step ends there, without an
 #    update. That is possible as long as the optimizer has written to none of its parameters; else the guard raises.
 # 4. The update (`update`): by the optimizer's own step, or by `UnitUpdates` in parts.
@@ -371,7 +361,7 @@ class HostStep:
     def __init__(
         self,
         optimizer: Optimizer,
-        grads: GradientSink,
+        grads: GradientOffload,
         guard: OverflowGuard,
         updates: WholeUpdates,
         masters: MasterWeights,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.errors import LightningCXLWarning, UnsupportedError
-from lightning_cxl.gradients.offload import MAX_STAGED, GradientSums, LeavingGradients
+from lightning_cxl.gradients.offload import MAX_STAGED, GradientOffload
 from lightning_cxl.optim.adam_step import AdamStep
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.transfer.engine import DeviceEngine
@@ -222,17 +222,17 @@ def of_units(landed):
 
 
 @pytest.mark.parametrize(("options", "accumulate"), every_value([{}, IGNORE], [1, 2]), ids=str)
-def test_one_piece_one_event_and_one_fold_for_each_unit(options, accumulate, monkeypatch):
-    num_copies, pieces, folded = [], [], []
-    d2h_all, fold, like_all = DeviceEngine.d2h_all, GradientSums.fold, PlacedMemory.like_all
+def test_one_piece_one_event_and_one_accumulation_for_each_unit(options, accumulate, monkeypatch):
+    num_copies, pieces, accumulated = [], [], []
+    d2h_all, accumulates, like_all = DeviceEngine.d2h_all, GradientOffload._accumulate, PlacedMemory.like_all
 
     def counts(self, copies, **kwargs):
         num_copies.append(len(copies))
         return d2h_all(self, copies, **kwargs)
 
-    def folds(self, landed):
-        folded.append(of_units(landed))
-        fold(self, landed)
+    def notes(self, group):
+        accumulated.append(of_units(group.gradients))
+        accumulates(self, group)
 
     def gives(self, wanted, role):
         given = like_all(self, wanted, role)
@@ -241,11 +241,11 @@ def test_one_piece_one_event_and_one_fold_for_each_unit(options, accumulate, mon
         return given
 
     monkeypatch.setattr(DeviceEngine, "d2h_all", counts)
-    monkeypatch.setattr(GradientSums, "fold", folds)
+    monkeypatch.setattr(GradientOffload, "_accumulate", notes)
     monkeypatch.setattr(PlacedMemory, "like_all", gives)
     module, _ = fit(offload(**options), steps=2, accumulate_grad_batches=accumulate)
     num_parameters = len(list(module.model.blocks[0].parameters()))
-    units = [unit for unit in folded if unit]
+    units = [unit for unit in accumulated if unit]
     assert units == [[name] * num_parameters for name in ("2", "1", "0")] * 2 * accumulate
     assert num_copies.count(num_parameters) == len(units)
     assert pieces and all(pieces)
@@ -277,8 +277,8 @@ class Reads(Task):
 @pytest.mark.parametrize("late", ["to the host"], indirect=True)
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}], ids=str)
 def test_gradients_are_waited_for_at_the_step_only(options, late, monkeypatch):
-    settled, settle = [], LeavingGradients.settle
-    monkeypatch.setattr(LeavingGradients, "settle", lambda self: (settled.append(bool(self._left)), settle(self))[1])
+    settled, settle = [], GradientOffload._settle
+    monkeypatch.setattr(GradientOffload, "_settle", lambda self: (settled.append(bool(self._groups)), settle(self))[1])
     arguments = {"accumulate_grad_batches": 4, "steps": 3, **options}
     ours = fit(offload(**EXACT), **arguments)
     assert settled.count(True) == 3

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.gradients.offload import GradientSums
+from lightning_cxl.gradients.offload import GradientOffload
 from lightning_cxl.streaming import params
 from lightning_cxl.updates import step as updates
 from tests import training_device
@@ -221,15 +221,15 @@ def test_a_skipped_block_whose_update_is_late(monkeypatch):
 
 
 def test_the_real_error_of_a_gradient_is_raised(monkeypatch):
-    fold = GradientSums.fold
+    accumulate = GradientOffload._accumulate
 
-    def fails(self, landed):
-        if any("blocks.1" in each.pair.name for each in landed):
+    def fails(self, group):
+        if any("blocks.1" in each.pair.name for each in group.gradients):
             raise RuntimeError("the real reason")
         time.sleep(0.002)
-        fold(self, landed)
+        accumulate(self, group)
 
-    monkeypatch.setattr(GradientSums, "fold", fails)
+    monkeypatch.setattr(GradientOffload, "_accumulate", fails)
     with pytest.raises(RuntimeError, match="the real reason"):
         fit(IGNORE)
 

@@ -34,10 +34,10 @@ MUTATIONS = {
             "origin.record_event()",
         ),
     ),
-    "unit/gradients/test_leaving_streams.py": (
+    "unit/gradients/test_grad_sums.py::test_gradients_that_machines_reduce_are_of_another_stream": (
         Mutation(
             "gradients that are reduced over machines count as memory of another stream",
-            "gradients: LeavingGradients.leave",
+            "gradients: GradientOffload._copy_group",
             ARGUMENT,
             "_start.from_here",
             "True",

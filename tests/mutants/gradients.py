@@ -6,7 +6,7 @@ MUTATIONS = {
     "integration/test_separate_masters.py": (
         Mutation(
             "the model's parameter shows the gradient of its separate master",
-            "gradients: GradientSink.watch",
+            "gradients: GradientOffload.watch",
             DELETE,
             "put_front",
         ),
@@ -27,47 +27,52 @@ MUTATIONS = {
     "integration/test_device_gradients.py": (
         Mutation(
             "a failed backward has ended in all threads before weights are read",
-            "gradients: GradientSink.bring_home",
+            "gradients: GradientOffload.release_units",
             DELETE,
             "wait_for_failed_backward",
         ),
     ),
     "integration/test_device_gradients.py integration/test_streamed_training.py": (
-        Mutation("a gradient is accumulated after its copy", "gradients: LeavingGradients._fold", DELETE, "wait_host"),
+        Mutation(
+            "a gradient is accumulated after its copy", "gradients: GradientOffload._accumulate", DELETE, "wait_host"
+        ),
         Mutation(
             "a second gradient of a weight is copied after the first",
-            "gradients: LeavingGradients.add",
+            "gradients: GradientOffload._receive_from_device",
             WITHOUT,
-            "_waiting",
+            "_group",
         ),
-        Mutation("a gradient after its update is an error", "gradients: GradientSink._check", NEVER, "was_given"),
+        Mutation("a gradient after its update is an error", "gradients: GradientOffload._check", NEVER, "_given"),
         Mutation(
             "gradients are complete when a backward returns",
-            "gradients: GradientSink.finish_at_the_end",
+            "gradients: GradientOffload.finish_at_the_end",
             DELETE,
             "at_end_of_backward",
         ),
         Mutation(
-            "gradients of a failed backward are dropped", "gradients: GradientSink.start_backward", DELETE, "forget"
+            "gradients of a failed backward are dropped",
+            "gradients: GradientOffload.start_backward",
+            NEVER,
+            "_backward",
         ),
         Mutation(
             "gradients can be read between micro-batches",
-            "gradients: GradientSink.someone_looks",
+            "gradients: GradientOffload.complete_for_access",
             NEVER,
-            "can_be_shown",
+            "is_on_host _backward",
         ),
     ),
-    "unit/gradients/test_sums.py": (
+    "unit/gradients/test_grad_sums.py": (
         Mutation(
             "a gradient of ours is recognised by identity",
-            "gradients: GradientSums.is_ours",
+            "gradients: GradientOffload.is_ours",
             VALUE,
             "return",
             "own is not None and own().data_ptr() == grad.data_ptr()",
         ),
     ),
     "integration/test_streamed_hazards.py::test_the_real_error_of_a_gradient_is_raised": (
-        Mutation("an error of accumulation reaches the update", "gradients: ArrivedGradients.take", DELETE, "result"),
+        Mutation("an error of accumulation reaches the update", "gradients: GradientOffload.take", DELETE, "wait"),
     ),
     "integration/test_device_gradients.py integration/test_streamed_training.py integration/test_overlapped_step.py": (
         Mutation("masters are written after their copies", "optim: MasterWeights.wait", DELETE, "wait_host"),

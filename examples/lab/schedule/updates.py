@@ -8,11 +8,11 @@ import torch
 from simulation.engine import SimulatedEngine
 
 from lightning_cxl.gradients.meter import GradientMeter
-from lightning_cxl.gradients.offload import ArrivedGradients, GradientSink, GradientSums, LeavingGradients
+from lightning_cxl.gradients.offload import GradientOffload
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.streaming.unit_weights import UnitWeights
-from lightning_cxl.updates.step import UnitUpdates, WholeUpdates
+from lightning_cxl.updates.step import UnitUpdates
 from schedule.rig import Rig, UnitTraffic
 
 _OPTIONS = {"lr": 1e-4, "num_threads": 1}
@@ -30,11 +30,9 @@ class AfterBackward:
         self._engine = rig.engine
         self._traffic = traffic
         masters = MasterWeights({}, rig.allocate_like)
-        sums, arrived = _gradients(rig, None)
-        updates = WholeUpdates(rig.units, masters)
-        self._sink = GradientSink(rig.engine, sums, arrived, updates, rig.bring_home, rig.unit_of)
-        self._sink.watch([masters.adopt(parameter, "split") for parameter in rig.model.parameters()])
-        rig.streamer.attach(self._sink)
+        self._grads = _gradients(rig, None)
+        self._grads.watch([masters.adopt(parameter, "split") for parameter in rig.model.parameters()])
+        rig.streamer.attach(self._grads)
         self._optimizers = {name: CPUAdam(unit.parameters(), **_OPTIONS) for name, unit in rig.model.named_units()}
 
     def begin(self) -> None:
@@ -47,7 +45,7 @@ class AfterBackward:
                 optimizer.zero_grad()
 
     def close(self) -> None:
-        self._sink.close()
+        self._grads.close()
 
 
 class DuringBackward:
@@ -61,27 +59,26 @@ class DuringBackward:
     def __init__(self, rig: Rig, traffic: Mapping[str, UnitTraffic]) -> None:
         self._worker = ThreadPoolExecutor(max_workers=1)
         masters = MasterWeights({}, rig.allocate_like)
-        sums, arrived = _gradients(rig, self._worker)
-        self._updates = _PacedUpdates(rig, traffic, masters, self._worker, arrived)
-        self._sink = GradientSink(rig.engine, sums, arrived, self._updates, rig.bring_home, rig.unit_of)
-        self._sink.watch([masters.adopt(parameter, "split") for parameter in rig.model.parameters()])
+        self._grads = _gradients(rig, self._worker)
+        self._updates = _PacedUpdates(rig, traffic, masters, self._worker, self._grads)
+        self._grads.watch([masters.adopt(parameter, "split") for parameter in rig.model.parameters()])
         self._optimizer = CPUAdam(rig.model.parameters(), **_OPTIONS)
-        rig.streamer.attach(self._sink)
+        rig.streamer.attach(self._grads)
 
     def begin(self) -> None:
         self._updates.begin(self._optimizer)
-        self._sink.begin_step()
-        self._sink.start_backward()
+        self._grads.begin_step()
+        self._grads.start_backward()
 
     def finish(self) -> None:
-        self._sink.end_step()
+        self._grads.end_step()
         self._updates.update(self._optimizer, self._optimizer.step, None)
         self._updates.wait()
         self._optimizer.zero_grad()
 
     def close(self) -> None:
         self._worker.shutdown()
-        self._sink.close()
+        self._grads.close()
 
 
 class _PacedUpdates(UnitUpdates):
@@ -93,9 +90,9 @@ class _PacedUpdates(UnitUpdates):
         traffic: Mapping[str, UnitTraffic],
         masters: MasterWeights,
         worker: Executor,
-        arrived: ArrivedGradients,
+        grads: GradientOffload,
     ) -> None:
-        super().__init__(rig.units, masters, worker, arrived, rig.streamer, in_backward=True)
+        super().__init__(rig.units, masters, worker, grads, rig.streamer, in_backward=True)
         self._engine: SimulatedEngine = rig.engine
         self._traffic = traffic
 
@@ -107,6 +104,5 @@ class _PacedUpdates(UnitUpdates):
             job()
 
 
-def _gradients(rig: Rig, worker: Executor | None) -> tuple[GradientSums, ArrivedGradients]:
-    sums = GradientSums(rig.allocate_all, GradientMeter(1))
-    return sums, ArrivedGradients(LeavingGradients(rig.engine, rig.allocate_all, sums, worker), sums)
+def _gradients(rig: Rig, worker: Executor | None) -> GradientOffload:
+    return GradientOffload(rig.engine, rig.allocate_all, GradientMeter(1), worker, rig.bring_home, rig.unit_of)

@@ -1,19 +1,24 @@
-"""`GradientSink` on shared 16-bit parameters: what autograd delivers is added up in float32, or stochastically."""
+"""`GradientOffload` on shared 16-bit parameters: what autograd delivers is added up in float32, or stochastically."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_cxl.gradients.meter import GradientMeter
-from lightning_cxl.gradients.offload import ArrivedGradients, GradientSink, GradientSums, LeavingGradients
+from lightning_cxl.gradients.offload import GradientOffload
 from lightning_cxl.memory.host_tensors import mirror
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.transfer.engine import make_engine
-from lightning_cxl.updates.step import WholeUpdates
+from lightning_cxl.transfer.engine import HostEngine
 
 
-class Sink:
-    """A sink over parameters of its own, and a record of the memory it asked for."""
+class Rig:
+    """Offloaded gradients of parameters of its own, and a record of the memory it asked for."""
 
     def __init__(self, *shapes, dtype=torch.bfloat16, form="split", half_sums=False, hook=None):
         generator = torch.Generator().manual_seed(0)
@@ -33,13 +38,10 @@ class Sink:
         self.pairs = [masters.adopt(p, form) for p in self.params]
         self.asked.clear()
         self.meter = GradientMeter()
-        self.sums, engine = (
-            GradientSums(allocate_all, self.meter, half_sums=half_sums),
-            make_engine(torch.device("cpu")),
+        self.grads = GradientOffload(
+            HostEngine(), allocate_all, self.meter, None, lambda: None, {}, half_sums=half_sums
         )
-        arrived = ArrivedGradients(LeavingGradients(engine, allocate_all, self.sums, None), self.sums)
-        self.sink = GradientSink(engine, self.sums, arrived, WholeUpdates([], masters), lambda: None, {})
-        self.sink.watch(self.pairs)
+        self.grads.watch(self.pairs)
 
     def backward(self, step):
         """Run one backward; returns the gradients autograd made."""
@@ -54,24 +56,24 @@ class Sink:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_are_float32_from_the_second_gradient_on(dtype):
     form = "split" if dtype is torch.bfloat16 else "fp32"
-    sink = Sink((40, 3), (), dtype=dtype, form=form)
-    total = [g.float() for g in sink.backward(0)]
-    targets = [pair.master for pair in sink.pairs]
+    rig = Rig((40, 3), (), dtype=dtype, form=form)
+    total = [g.float() for g in rig.backward(0)]
+    targets = [pair.master for pair in rig.pairs]
     assert [p.grad.dtype for p in targets] == [dtype, dtype]
     for step in (1, 2, 3):
-        total = [t + g.float() for t, g in zip(total, sink.backward(step), strict=True)]
+        total = [t + g.float() for t, g in zip(total, rig.backward(step), strict=True)]
         for p, expected in zip(targets, total, strict=True):
             assert p.grad.dtype == torch.float32 and torch.equal(p.grad, expected)
-    sums = sink.meter.sums([p.grad for p in targets])
+    sums = rig.meter.sums([p.grad for p in targets])
     assert sums == pytest.approx([float(t.double().square().sum()) for t in total], rel=1e-12)
 
 
 def test_bf16_sums_stay_in_the_memory_they_have():
-    sink = Sink((20_000,), half_sums=True)
-    (p,) = sink.params
-    first = sink.backward(0)[0]
+    rig = Rig((20_000,), half_sums=True)
+    (p,) = rig.params
+    first = rig.backward(0)[0]
     memory = p.grad.data_ptr()
-    second = sink.backward(1)[0]
+    second = rig.backward(1)[0]
     exact = first.float() + second.float()
     assert p.grad.dtype == torch.bfloat16 and p.grad.data_ptr() == memory
     assert not torch.equal(p.grad, exact.bfloat16()), "not to nearest"
@@ -85,8 +87,8 @@ def test_bf16_sums_stay_in_the_memory_they_have():
 def test_small_gradients_are_not_lost():
     """Sums of ones that are rounded to the nearest bfloat16 stop growing at 256."""
     for half_sums in (False, True):
-        sink = Sink((1000,), half_sums=half_sums)
-        (p,) = sink.params
+        rig = Rig((1000,), half_sums=half_sums)
+        (p,) = rig.params
         for _ in range(600):
             p.backward(torch.full_like(p, 1.0))
         assert float(p.grad.float().mean()) == pytest.approx(600, rel=0.005 if half_sums else 1e-6)
@@ -94,10 +96,10 @@ def test_small_gradients_are_not_lost():
 
 def test_two_runs_round_alike_and_two_sums_differently():
     def run():
-        sink = Sink((5000,), (5000,), half_sums=True)
+        rig = Rig((5000,), (5000,), half_sums=True)
         for step in range(3):
-            torch.autograd.backward(sink.params, [torch.full_like(p, 1.001 + step / 300) for p in sink.params])
-        return [p.grad for p in sink.params]
+            torch.autograd.backward(rig.params, [torch.full_like(p, 1.001 + step / 300) for p in rig.params])
+        return [p.grad for p in rig.params]
 
     one, two = run(), run()
     assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
@@ -105,119 +107,159 @@ def test_two_runs_round_alike_and_two_sums_differently():
 
 
 def test_float32_parameters_are_added_by_autograd_itself():
-    sink = Sink((7,), dtype=torch.float32)
-    (p,) = sink.params
-    first = sink.backward(0)[0]
+    rig = Rig((7,), dtype=torch.float32)
+    (p,) = rig.params
+    first = rig.backward(0)[0]
     memory = p.grad.data_ptr()
-    second = sink.backward(1)[0]
+    second = rig.backward(1)[0]
     assert p.grad.data_ptr() == memory and torch.equal(p.grad, first + second)
-    assert sink.asked == [(TensorRole.COMPUTE_GRADS, torch.float32)] * 2, "reserved, and the first gradient"
+    assert rig.asked == [(TensorRole.COMPUTE_GRADS, torch.float32)] * 2, "reserved, and the first gradient"
 
 
 def test_a_gradient_at_the_address_of_an_old_one_of_ours_is_not_taken_for_it():
     """The allocator may give memory that was only reserved, or has been given back, to autograd."""
-    sink = Sink((7,), dtype=torch.float32)
-    (pair,) = sink.pairs
+    rig = Rig((7,), dtype=torch.float32)
+    (pair,) = rig.pairs
     for step in range(2):
-        ours = sink.sums.new([pair], [torch.float32])[0] if step == 0 else pair.master.grad
+        ours = rig.grads._new_memory([pair], [torch.float32])[0] if step == 0 else pair.master.grad
+        assert rig.grads.is_ours(pair, ours) and not rig.grads.is_ours(pair, ours.detach())
         same_memory = ours.detach()
         del ours
         pair.master.grad = None
-        sink.asked.clear()
+        rig.asked.clear()
         pair.compute.grad = same_memory
-        sink.sink._receive_shared(pair)
-        assert sink.asked == [(TensorRole.COMPUTE_GRADS, torch.float32)]
+        rig.grads._receive_shared(pair)
+        assert rig.asked == [(TensorRole.COMPUTE_GRADS, torch.float32)]
         assert pair.master.grad is not same_memory and pair.master.grad.data_ptr() != same_memory.data_ptr()
 
 
 def test_another_optimizers_gradients_are_float32():
-    sink = Sink((7,), form=None)
-    made = sink.backward(0)[0]
-    pair = sink.pairs[0]
+    rig = Rig((7,), form=None)
+    made = rig.backward(0)[0]
+    pair = rig.pairs[0]
     assert not pair.is_shared and pair.compute.grad is pair.master.grad
     assert pair.master.grad.dtype == torch.float32 and torch.equal(pair.master.grad, made.float())
 
 
 def test_the_user_may_take_replace_and_drop_gradients():
-    sink = Sink((50,))
-    (p,) = sink.params
-    first = sink.backward(0)[0]
+    rig = Rig((50,))
+    (p,) = rig.params
+    first = rig.backward(0)[0]
     kept = p.grad
     p.grad = torch.ones_like(p)
-    second = sink.backward(1)[0]
+    second = rig.backward(1)[0]
     assert torch.equal(p.grad, 1 + second.float()) and torch.equal(kept, first)
     p.grad = None
-    third = sink.backward(2)[0]
+    third = rig.backward(2)[0]
     assert p.grad.dtype == torch.bfloat16 and torch.equal(p.grad, third)
     p.grad.zero_()
-    assert torch.equal(sink.backward(3)[0].float(), p.grad.float())
+    assert torch.equal(rig.backward(3)[0].float(), p.grad.float())
     p.grad = torch.ones(1, dtype=torch.bfloat16).expand(50)
-    fifth = sink.backward(4)[0]
+    fifth = rig.backward(4)[0]
     assert torch.equal(p.grad, 1 + fifth.float())
 
 
 def test_a_gradient_in_another_element_order():
-    sink = Sink((6, 8))
-    (p,) = sink.params
+    rig = Rig((6, 8))
+    (p,) = rig.params
     for _ in range(2):
         p.backward(torch.arange(48.0).view(8, 6).T.bfloat16())
     assert torch.equal(p.grad, torch.arange(48.0).view(8, 6).T * 2)
 
 
 def test_frozen_parameters_cost_nothing_until_they_are_unfrozen():
-    sink = Sink((5,), (6,))
-    sink.params[1].requires_grad_(False)
-    sink.params[0].backward(torch.ones_like(sink.params[0]))
-    assert sink.params[1].grad is None
-    sink.params[1].requires_grad_(True)
+    rig = Rig((5,), (6,))
+    rig.params[1].requires_grad_(False)
+    rig.params[0].backward(torch.ones_like(rig.params[0]))
+    assert rig.params[1].grad is None
+    rig.params[1].requires_grad_(True)
     for _ in range(2):
-        sink.params[1].backward(torch.ones_like(sink.params[1]))
-    assert sink.params[1].grad.dtype == torch.float32 and sink.params[1].grad.tolist() == [2.0] * 6
+        rig.params[1].backward(torch.ones_like(rig.params[1]))
+    assert rig.params[1].grad.dtype == torch.float32 and rig.params[1].grad.tolist() == [2.0] * 6
 
 
 def test_a_backward_that_fails_adds_nothing_to_a_later_one():
-    sink = Sink((50,))
-    (p,) = sink.params
-    sink.backward(0)
+    rig = Rig((50,))
+    (p,) = rig.params
+    rig.backward(0)
     for clears in (False, True):
-        sink.sink._aside.take(sink.pairs[0])  # autograd is about to add, and fails
+        rig.grads._stash_sum(rig.pairs[0])  # autograd is about to add, and fails
         assert p.grad is None, "what `zero_grad` leaves, too"
         if clears:
-            sink.sink.start_backward()
-            assert sink.pairs[0] not in sink.sink._aside
-        new = sink.backward(1)[0]
+            rig.grads.start_backward()
+            assert not rig.grads._stash
+        new = rig.backward(1)[0]
         assert torch.equal(p.grad, new)
 
 
 def test_hooks_the_user_had_before_see_the_sum():
     seen = []
-    sink = Sink((5,), hook=lambda p: seen.append(p.grad.clone()))
-    total = sink.backward(0)[0].float()
-    total = total + sink.backward(1)[0].float()
+    rig = Rig((5,), hook=lambda p: seen.append(p.grad.clone()))
+    total = rig.backward(0)[0].float()
+    total = total + rig.backward(1)[0].float()
     assert torch.equal(seen[1], total) and len(seen) == 2
 
 
 def test_close_gives_up_what_a_failed_backward_left():
-    sink = Sink((5,))
-    sink.backward(0)
-    sink.sink._aside.take(sink.pairs[0])
-    sink.params[0].grad = torch.ones_like(sink.params[0])  # autograd's, alone
-    sink.sink.close()
-    assert sink.params[0].grad is None and sink.params[0].grad_dtype == torch.bfloat16
-    kept = Sink((5,))
+    rig = Rig((5,))
+    rig.backward(0)
+    rig.grads._stash_sum(rig.pairs[0])
+    rig.params[0].grad = torch.ones_like(rig.params[0])  # autograd's, alone
+    rig.grads.close()
+    assert rig.params[0].grad is None and rig.params[0].grad_dtype == torch.bfloat16
+    kept = Rig((5,))
     mine = kept.params[0].grad = torch.ones_like(kept.params[0])
-    kept.sink.close()
+    kept.grads.close()
     assert kept.params[0].grad is mine and kept.params[0].grad_dtype == torch.bfloat16
 
 
 def test_after_close_autograd_is_on_its_own():
-    sink = Sink((5,), (6,))
-    sink.backward(0)
-    sink.backward(1)
-    mine = sink.params[1].grad = torch.ones(6)
-    sink.sink.close()
-    assert sink.params[0].grad is None and sink.params[0].grad_dtype == torch.bfloat16
-    assert sink.params[1].grad is mine, "the user's own stays"
+    rig = Rig((5,), (6,))
+    rig.backward(0)
+    rig.backward(1)
+    mine = rig.params[1].grad = torch.ones(6)
+    rig.grads.close()
+    assert rig.params[0].grad is None and rig.params[0].grad_dtype == torch.bfloat16
+    assert rig.params[1].grad is mine, "the user's own stays"
     for _ in range(2):
-        sink.params[0].backward(torch.ones_like(sink.params[0]))
-    assert sink.params[0].grad.dtype == torch.bfloat16
+        rig.params[0].backward(torch.ones_like(rig.params[0]))
+    assert rig.params[0].grad.dtype == torch.bfloat16
+
+
+@pytest.fixture
+def four_ranks():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+class Engine(HostEngine):
+    """Notes what callers say of the memory of their sources."""
+
+    def __init__(self):
+        self.from_here = []
+
+    def d2h_all(self, copies, *, after=None, from_here=False):
+        self.from_here.append(from_here)
+        return super().d2h_all(copies, after=after)
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_gradients_that_machines_reduce_are_of_another_stream():
+    """FSDP2 allocates them on the stream that scatters, and calls hooks on the one that reduces over machines."""
+    engine = Engine()
+    allocate_all = lambda wanted, role: [torch.empty(2) for _ in wanted]  # noqa: E731
+    grads = GradientOffload(engine, allocate_all, GradientMeter(1), None, lambda: None, {})
+    shard = torch.ones(2)
+    of_one = DTensor.from_local(shard, init_device_mesh("cpu", (4,)), [Shard(0)])
+    of_machines = DTensor.from_local(shard, init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)])
+    for weight in (shard, of_one, of_machines):
+        weight.grad = weight.detach()
+        master = SimpleNamespace(grad=None, requires_grad=True)
+        pair = SimpleNamespace(
+            name="weight", compute=weight, master=master, grad_dtype=torch.float32, is_shared=False, is_same_memory=True
+        )
+        grads._receive_from_device(pair)
+        grads.complete()
+        assert torch.equal(getattr(master.grad, "_local_tensor", master.grad), shard)
+    assert engine.from_here == [True, True, False]
