@@ -1,27 +1,10 @@
 """Give the C library's free memory back to the OS between forward and backward.
 
-glibc often cannot reuse the aligned blocks that torch frees. The job of `examples/bench/step.py` has 107 MB of tensors
-in the heap at a time beside its gradients, and without trimming the heap takes 355 MB for them. Why: for an aligned
-block glibc cuts a larger one, and keeps the small rests in its thread cache, so that the hole that the block leaves is
-too small for the next one. Trimming before and after a backward, where 64 MiB have been added, bounds that and costs
-page faults. Where gradients move (`GradientSums`), it is also trimmed before memory for one is taken.
-
-Measured with that job, on two quiet cores, glibc 2.36: seconds of a step against Lightning with gradient checkpointing,
-bytes per parameter at the peak.
-
-======================================================================  =======  =====
-trimmed when 64 MiB have been added                                     1.04     22.1
-never trimmed in a step                                                 1.00     23.3
-``GLIBC_TUNABLES=glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0``     1.02     20.3
-``THP_MEM_ALLOC_ENABLE=1``                                              1.09     20.2
-both variables                                                          1.07     22.0
-Lightning with checkpointing                                            1        24.4
-the same with ``GLIBC_TUNABLES`` as above                               0.98     20.4
-======================================================================  =======  =====
-
-The first variable ends the thread's caches of small blocks. The second makes torch align tensors of 2 MiB and more to
-pages, and ask the kernel for huge pages. glibc reads the first when the process starts, torch the second with its first
-tensor: both are for the user to set.
+glibc often cannot reuse the aligned blocks that torch frees: for such a block it cuts a larger one, and keeps the small
+rests in its thread cache, so that the hole that the block leaves is too small for the next one. Trimming before and
+after a backward, where 64 MiB have been added, and before memory for a gradient is taken, bounds that and costs page
+faults: 2.7 bytes per parameter at the peak for 6 % of a step on the CPU, with a model of 19 M parameters
+(`DECISIONS.md` has the run).
 """
 
 import ctypes
@@ -73,9 +56,8 @@ def large_blocks_apart() -> Iterator[None]:
 
     glibc begins so, and then raises the limit to the largest block that was freed, up to 32 MiB. Blocks below the limit
     are cut from the heap and leave holes there. Where the CPU computes with quantised weights, these are made anew in
-    full precision whenever a layer computes: blocks of some MiB that come and go, between gradients that stay. In a
-    QLoRA run of 1.1 B parameters (`examples/bench/qlora.py`) the holes were as large as the model. New pages for each
-    such block cost about a tenth of the CPU time of such a run, whose sequences have 64 tokens.
+    full precision whenever a layer computes, between gradients that stay. In a QLoRA run of 1.1 B parameters
+    (`examples/bench/qlora.py`) the holes were as large as the model, and new pages cost a tenth of the CPU time.
 
     The whole process is concerned. Where users have set the limit themselves (``MALLOC_MMAP_THRESHOLD_``,
     ``GLIBC_TUNABLES``), or the C library has none, nothing happens. Outside again, when all that are inside have left,

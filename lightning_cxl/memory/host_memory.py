@@ -241,10 +241,8 @@ class _Pools:
         self._pinned: PinnedResource | None = None
         self._lock = threading.Lock()
 
-    def allocate(self, nbytes: int, role: TensorRole, pinned: bool, alignment: int, fd: int) -> Buffer:
+    def allocate(self, nbytes: int, role: TensorRole, pinned: bool, alignment: int) -> Buffer:
         inherited = role in (TensorRole.COMPUTE_WEIGHTS, TensorRole.STAGING)
-        if fd >= 0:  # forked children do not see it: what they write there would be written for all processes
-            return self._sources[False].allocate(nbytes, alignment=alignment, fd=fd)
         if self._reuse_below is not None and nbytes >= self._reuse_below and not pinned:
             return self._sources[inherited].allocate(nbytes, alignment=alignment)
         return self._pool("pinned" if pinned else "inherited" if inherited else "pageable").allocate(
@@ -376,13 +374,8 @@ class HostMemory:
         behind = self.topology.node_tier(tier.node_ids[0]) if tier.emulated else tier
         return self._room.get(tier.name if behind is None else behind.name, tier.capacity_bytes)
 
-    def allocate(
-        self, nbytes: int, placement: Placement, role: TensorRole, *, alignment: int = 64, fd: int = -1
-    ) -> Buffer:
-        """Return exactly `nbytes` (contents undefined) on the tiers of `placement` by its shares, or where they fit.
-
-        With `fd` they are those of a file of memory, pageable; see `PageSource.allocate`.
-        """
+    def allocate(self, nbytes: int, placement: Placement, role: TensorRole, *, alignment: int = 64) -> Buffer:
+        """Return exactly `nbytes` (contents undefined) on the tiers of `placement` by its shares, or where they fit."""
         if nbytes < 0:
             raise ValueError(f"cannot allocate {nbytes} bytes")
         if self.is_closed:
@@ -398,14 +391,14 @@ class HostMemory:
         if nbytes == 0:
             return Buffer(0, 0, (), None)
         self._all_pages()
-        wanted, pinned = self._split(placement), placement.pinned and self.pins and fd < 0
+        wanted, pinned = self._split(placement), placement.pinned and self.pins
         spill = [] if self.on_tier_full == "error" else [name for name in placement.tiers if name not in dict(wanted)]
         attempts, full = deque([wanted, *(((name, 1.0),) for name in spill)]), list[str]()
         reason = ""  # as text: an exception kept here would keep this frame and so the buffer alive
         while attempts:
             split = attempts.popleft()
             try:
-                inner = self._allocate_on(split, nbytes, role, pinned, alignment, fd)
+                inner = self._allocate_on(split, nbytes, role, pinned, alignment)
             except TierFullError as error:
                 reason = "" if isinstance(error, BudgetFullError) else f" ({error})"
                 if isinstance(error, ShareFullError) and len(split) > 1:
@@ -537,16 +530,14 @@ class HostMemory:
         used, _ = self._ledger.tier_bytes(name)
         return self._pages[name].free_bytes(used, self._held(self._neighbours([name])))
 
-    def _allocate_on(
-        self, split: SplitKey, nbytes: int, role: TensorRole, pinned: bool, alignment: int, fd: int
-    ) -> Buffer:
+    def _allocate_on(self, split: SplitKey, nbytes: int, role: TensorRole, pinned: bool, alignment: int) -> Buffer:
         pools = self._pools_of(split)
         try:
-            return pools.allocate(nbytes, role, pinned, alignment, fd)
+            return pools.allocate(nbytes, role, pinned, alignment)
         except TierFullError:
             if not self._reclaim(split, nbytes):
                 raise
-            return pools.allocate(nbytes, role, pinned, alignment, fd)
+            return pools.allocate(nbytes, role, pinned, alignment)
 
     def _reclaim(self, split: SplitKey, nbytes: int) -> bool:
         """Give back what pools keep unused on tiers that had no room; return whether there was anything.

@@ -32,8 +32,7 @@ import threading
 import warnings
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -171,17 +170,14 @@ class PageSource(MemoryResource):
     def release(self, spans: Sequence[Span]) -> None:
         """Note that what was backed is not any more. Takes no lock, see [Note: Life of a Buffer]."""
 
-    def allocate(self, nbytes: int, *, alignment: int = PAGE_BYTES, fd: int = -1) -> "Buffer":
-        """Return a mapping of its own, backed; from 2 MiB on it is aligned to a transparent huge page.
-
-        With `fd`, a file of memory in whole pages, the bytes are those of the file, which other processes may map, too.
-        """
+    def allocate(self, nbytes: int, *, alignment: int = PAGE_BYTES) -> "Buffer":
+        """Return a mapping of its own, backed; from 2 MiB on it is aligned to a transparent huge page."""
         if nbytes == 0:
             return Buffer(0, 0, (), None)
         whole = whole_pages(nbytes)
         page = HUGE_PAGE_BYTES if whole >= HUGE_PAGE_BYTES else PAGE_BYTES
         try:
-            mapping = Mapping(whole, max(alignment, page), self.inherit, fd)
+            mapping = Mapping(whole, max(alignment, page), self.inherit)
         except (OSError, OverflowError) as error:
             raise TierFullError(
                 f"cannot reserve {format_bytes(whole)} of addresses for tier `{self.tier_name}` ({error}). Use a "
@@ -595,44 +591,35 @@ class PinnedResource(MemoryResource):
         chunks = self._chunks[inner.address] = []
         buffer = Buffer(inner.address, nbytes, inner.spans, self, inner)
         for offset in range(0, nbytes, self._chunk_bytes):
-            with page_locking(nbytes):
-                self._register(buffer.address + offset, min(self._chunk_bytes, nbytes - offset))
+            self._register_chunk(buffer.address + offset, min(self._chunk_bytes, nbytes - offset), nbytes)
             chunks.append(buffer.address + offset)
-        check_nodes(buffer, self._where)
+        self._check_nodes(buffer)
         return buffer
 
+    def _register_chunk(self, address: int, nbytes: int, whole: int) -> None:
+        try:
+            self._register(address, nbytes)
+        except PinnedMemoryError as error:
+            raise PinnedMemoryError(
+                f"cannot page-lock {format_bytes(whole)} for the device: {error}. Raise the limit `ulimit -l` (of a "
+                "container `--ulimit memlock=-1`) or the memory of the container or of WSL, or set pin_memory=False."
+            ) from error
 
-@contextmanager
-def page_locking(nbytes: int) -> Iterator[None]:
-    """Return a region in which `nbytes` are page-locked: a refusal says there how much, and what to do."""
-    try:
-        yield
-    except PinnedMemoryError as error:
-        raise PinnedMemoryError(
-            f"cannot page-lock {format_bytes(nbytes)} for the device: {error}. Raise the limit `ulimit -l` (of a "
-            "container `--ulimit memlock=-1`) or the memory of the container or of WSL, or set pin_memory=False."
-        ) from error
-
-
-def check_nodes(buffer: Buffer, where: PageNodes | None) -> None:
-    """Check that a buffer that has been page-locked lies where it did before.
-
-    Args:
-        where: asks where pages are; None where they can only be in one place.
-    """
-    if where is None:
-        return
-    nodes = Counter[int]()
-    for span in buffer.spans:
-        nodes[span.node_id] += span.nbytes
-    found = where(buffer.address, buffer.nbytes)
-    moved = {node: size - nodes[node] for node, size in found.items() if size > nodes[node]}
-    if moved:
-        raise PinnedMemoryError(
-            f"page-locking moved {format_bytes(sum(moved.values()))} of {format_bytes(buffer.nbytes)} on nodes "
-            f"{sorted(nodes)} to nodes {sorted(moved)}: their memory is online as movable. Bring it online with "
-            f"`daxctl online-memory --no-movable`, or set pin_memory=False."
-        )
+    def _check_nodes(self, buffer: Buffer) -> None:
+        """Check that a buffer that has been page-locked lies where it did before."""
+        if self._where is None:
+            return
+        nodes = Counter[int]()
+        for span in buffer.spans:
+            nodes[span.node_id] += span.nbytes
+        found = self._where(buffer.address, buffer.nbytes)
+        moved = {node: size - nodes[node] for node, size in found.items() if size > nodes[node]}
+        if moved:
+            raise PinnedMemoryError(
+                f"page-locking moved {format_bytes(sum(moved.values()))} of {format_bytes(buffer.nbytes)} on nodes "
+                f"{sorted(nodes)} to nodes {sorted(moved)}: their memory is online as movable. Bring it online with "
+                f"`daxctl online-memory --no-movable`, or set pin_memory=False."
+            )
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class UnitListener(Protocol):
     def unit_is_over(self, unit: Any) -> None:
         """Learn that the backward of a unit is over, and that its weights are at home."""
 
-    def someone_looks(self) -> None:
+    def complete_for_access(self) -> None:
         """Learn that someone looks at parameters through their modules. What runs behind is done."""
 
 
@@ -41,7 +41,7 @@ class Nobody:
     def _ignore(self, unit: Any = None) -> None:
         pass
 
-    recompute_begins = unit_is_over = someone_looks = _ignore
+    recompute_begins = unit_is_over = complete_for_access = _ignore
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ class UnitWeights:
             self.unwatch()
             self.is_seen = True
             self._num_looks += 1  # in this order: see `ParamStreamer.fetch_ahead`
-        self._listener.someone_looks()
+        self._listener.complete_for_access()
         self.wait_for_readers()  # what the device has still to compute, it computes with the weights of now
         for piece in self.pieces:
             piece.home.looked_at()
