@@ -35,7 +35,7 @@ from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOff
 from lightning_cxl.streaming.quantised import numel, prepare_layers
 from lightning_cxl.streaming.units import NamedUnits, find_units
 from lightning_cxl.torch_private import TorchDispatchMode, run_backward, storage_key, tree_leaves, without_dispatch
-from lightning_cxl.transfer.engine import After, Copy, FinishedTransfer, Transfer
+from lightning_cxl.transfer.engine import After, Copy, FinishedTransfer, Transfer, TransferEngine
 
 _META = torch.device("meta")
 _on_accumulated: Any = torch.Tensor.register_post_accumulate_grad_hook
@@ -114,38 +114,18 @@ class _NoBytes:
             return torch.empty(tuple(shape), dtype=dtype, device=_META)
 
 
-class _NoCopies:
-    """A `TransferEngine` between a device without memory and a host without memory."""
+class _NoCopies(TransferEngine):
+    """Between a device without memory and a host without memory."""
 
     device = _META
 
     def __init__(self, computes_on_host: bool) -> None:
         self.computes_on_host = computes_on_host
 
-    def d2h(
-        self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None, from_here: bool = False
-    ) -> Transfer:
-        """Do nothing."""
-        return FinishedTransfer()
-
-    h2d = d2h
-
     def d2h_all(self, copies: Sequence[Copy], *, after: After = None, from_here: bool = False) -> Transfer:
-        """Do nothing."""
         return FinishedTransfer()
 
-    def use_in_this_thread(self) -> None:
-        """Do nothing: there is no device."""
-
-    def mark(self) -> Transfer:
-        """Return a transfer that is done: nothing is copied."""
-        return FinishedTransfer()
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
+    h2d = TransferEngine.d2h
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """`CPUAdam`: Adam and AdamW on host memory as a real torch optimizer, one pass over memory with all threads."""
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any
@@ -12,9 +13,9 @@ from torch.optim.optimizer import ParamsT
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.native import _cpu
 from lightning_cxl.optim.adam_step import AdamStep, written_by
-from lightning_cxl.optim.clipping import GradScale, Meter, ReadingMeter
+from lightning_cxl.optim.clipping import clip_factor, gradients, sums_of_squares
 from lightning_cxl.optim.number_formats import STATE_FORMATS, MasterForm, StatePrecision, check_parameter
-from lightning_cxl.optim.param_groups import check_options, check_ranges, drop_gradients
+from lightning_cxl.optim.param_groups import check_options, check_ranges, drop_gradients, plain
 from lightning_cxl.optim.parameter_state import (
     AllocateState,
     ParameterStates,
@@ -25,7 +26,7 @@ from lightning_cxl.optim.parameter_state import (
 from lightning_cxl.optim.saved_state import StateLoading, parameter_name
 from lightning_cxl.optim.state_visits import NoVisits, Visits, read_states
 from lightning_cxl.optim.threads import ThreadTeams, chosen_isa, thread_count
-from lightning_cxl.shards import local
+from lightning_cxl.shards import local, sums_over_processes
 from lightning_cxl.torch_private import keeps_mark, mark_as_called, share_hooks
 
 
@@ -33,7 +34,10 @@ def _nothing_runs() -> None:
     """Return at once."""
 
 
-class CPUAdam(GradScale, StateLoading, torch.optim.Optimizer):
+SumsOf = Callable[[Iterable[torch.Tensor]], list[float]]
+
+
+class CPUAdam(StateLoading, torch.optim.Optimizer):
     """Adam or AdamW over host parameters, float32 or bfloat16, in one pass over memory.
 
     Hyper-parameters, state and state dict are those of ``torch.optim.Adam``, and checkpoints go both ways. In float32,
@@ -94,6 +98,7 @@ class CPUAdam(GradScale, StateLoading, torch.optim.Optimizer):
             raise ConfigError(f"state must be one of {', '.join(map(repr, STATE_FORMATS))}, got {state!r}")
         self.state_precision = state
         self.seed = seed
+        # in a list, so that setting it through a wrapper that only passes attributes on, as Lightning's, sets our own
         self._scale = [1.0]
         self.wait = _nothing_runs
         """Returns when no update runs behind."""
@@ -101,7 +106,7 @@ class CPUAdam(GradScale, StateLoading, torch.optim.Optimizer):
         """Which threads update what; None on a machine with CPUs on one node."""
         self.compute_weights = {} if compute_weights is None else compute_weights
         self.kept = ParameterStates(state, fp32_state, allocate_state or allocate_from_torch, visits or NoVisits())
-        self.meter: Meter = ReadingMeter(self.num_threads, self.isa)
+        self._sums_of: SumsOf | None = None  # of a run, which measures gradients as they arrive
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -167,6 +172,49 @@ class CPUAdam(GradScale, StateLoading, torch.optim.Optimizer):
     def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
         self.plain_state = value
 
+    @property
+    def grad_scale(self) -> float:
+        """Factor of the gradients in the next step, which sets it back to 1."""
+        return self._scale[0]
+
+    @grad_scale.setter
+    def grad_scale(self, value: float) -> None:
+        self._scale[0] = value
+
+    def clip_grad_norm_(self, max_norm: float, *, scale: float = 1.0) -> float:
+        """Let the next step clip the gradients to a total norm, without a sweep of its own.
+
+        The norm comes from one read of those gradients that were not measured when they arrived; the step multiplies by
+        the factor as it reads them. ``.grad`` keeps the values from before. Of several calls before a step the last
+        one counts.
+
+        Args:
+            scale: factor that the gradients still need, such as 1 / loss scale; the step applies it too.
+
+        Returns:
+            The norm before clipping, of the scaled gradients; infinite or NaN if an element is.
+        """
+        norm, factor = clip_factor(self._whole_sums(), max_norm, scale)
+        # set, not multiplied: the step that a factor of before was for may have been left out
+        self.grad_scale = scale * factor
+        return norm
+
+    def drop_stale_scale(self) -> None:
+        """Forget a factor that is infinite or not a number, unless these gradients are: it was for others."""
+        if math.isfinite(self.grad_scale):
+            return
+        if all(map(math.isfinite, self._whole_sums())):
+            self.grad_scale = 1.0
+
+    def _whole_sums(self) -> list[float]:
+        parameters = [parameter for group in self.param_groups for parameter in plain(group["params"])]
+        return sums_over_processes(gradients(parameters), self._sums(parameters))
+
+    def _sums(self, parameters: list[torch.Tensor]) -> list[float]:
+        if self._sums_of is not None:
+            return self._sums_of(parameters)
+        return sums_of_squares(gradients(parameters), self.num_threads, self.isa)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; a `grad_scale` that was for them goes, too.
 
@@ -185,14 +233,14 @@ class CPUAdam(GradScale, StateLoading, torch.optim.Optimizer):
         """Parameters whose state stays float32 with ``state="8bit"``."""
         return self.kept.fp32_state
 
-    def enter_run(self, meter: Meter, wait: Callable[[], None]) -> None:
+    def enter_run(self, sums_of: SumsOf, wait: Callable[[], None]) -> None:
         """Take part in a run, until `leave_run`.
 
         Args:
-            meter: knows the sums of squares of the run's gradients.
+            sums_of: knows the sums of squares of the run's gradients.
             wait: returns when no update runs behind.
         """
-        self.meter = meter
+        self._sums_of = sums_of
         self.wait = wait
 
     def leave_run(self) -> None:
@@ -207,7 +255,7 @@ class CPUAdam(GradScale, StateLoading, torch.optim.Optimizer):
             if self.kept.lost:
                 self.plain_state.clear()
             self.wait = _nothing_runs
-            self.meter = ReadingMeter(self.num_threads, self.isa)
+            self._sums_of = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and reserve its optimizer state. A group that is refused is not added."""

@@ -26,49 +26,27 @@ class AdamScalars(NamedTuple):
     eps: float
     neg_step_size: float
     """-lr / (1 - beta1 ** step)."""
-    grad_scale: float = 1.0
+    grad_scale: float
     """Factor of the gradient, before anything else: unscaling and clipping in one."""
-
-    @classmethod
-    def at_step(
-        cls,
-        step: float,
-        *,
-        lr: float | torch.Tensor,
-        betas: tuple[float | torch.Tensor, float | torch.Tensor],
-        eps: float,
-        weight_decay: float,
-        decoupled: bool,
-        grad_scale: float = 1.0,
-    ) -> "AdamScalars":
-        """Return the scalars of the 1-based `step`, in double precision as torch computes them.
-
-        A tensor `lr` or `betas` is used as it is, so that its own precision decides, as in torch.
-        """
-        beta1, beta2 = betas
-        return cls(
-            decay=float(1 - lr * weight_decay) if decoupled and weight_decay != 0 else 1.0,
-            l2=0.0 if decoupled else float(weight_decay),
-            lerp_weight=float(1 - beta1),
-            beta2=float(beta2),
-            square_weight=float(1 - beta2),
-            bias2_sqrt=float((1 - beta2**step) ** 0.5),
-            eps=float(eps),
-            neg_step_size=float(-(lr / (1 - beta1**step))),
-            grad_scale=float(grad_scale),
-        )
 
 
 def scalars_of(group: Mapping[str, Any], step: float, grad_scale: float) -> AdamScalars:
-    """Return what the kernel needs for a group at a step."""
-    return AdamScalars.at_step(
-        step,
-        lr=group["lr"],
-        betas=group["betas"],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=group["decoupled_weight_decay"],
-        grad_scale=grad_scale,
+    """Return the scalars of a group at the 1-based `step`, in double precision as torch computes them.
+
+    A tensor `lr` or `betas` is used as it is, so that its own precision decides, as in torch.
+    """
+    lr, weight_decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
+    decoupled = group["decoupled_weight_decay"]
+    return AdamScalars(
+        decay=float(1 - lr * weight_decay) if decoupled and weight_decay != 0 else 1.0,
+        l2=0.0 if decoupled else float(weight_decay),
+        lerp_weight=float(1 - beta1),
+        beta2=float(beta2),
+        square_weight=float(1 - beta2),
+        bias2_sqrt=float((1 - beta2**step) ** 0.5),
+        eps=float(group["eps"]),
+        neg_step_size=float(-(lr / (1 - beta1**step))),
+        grad_scale=float(grad_scale),
     )
 
 

@@ -58,16 +58,24 @@ After = Sequence[Transfer] | None
 """What a copy begins after; see `TransferEngine.d2h`."""
 
 
-class TransferEngine(Protocol):
+class FinishedTransfer:
+    """A copy that was done when it returned."""
+
+    def wait(self) -> None: ...
+
+    def wait_host(self) -> None: ...
+
+    def done(self) -> bool:
+        return True
+
+
+class TransferEngine:
     """Starts copies between host memory and one device."""
 
-    @property
-    def device(self) -> torch.device:
-        """The device whose memory is copied from and to."""
-
-    @property
-    def computes_on_host(self) -> bool:
-        """Whether the device computes on host tensors directly, so that nothing has to be copied back to it."""
+    device: torch.device
+    """Whose memory is copied from and to."""
+    computes_on_host: bool
+    """Whether the device computes on host tensors directly, so that nothing has to be copied back to it."""
 
     def d2h(
         self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None, from_here: bool = False
@@ -82,18 +90,22 @@ class TransferEngine(Protocol):
             from_here: the source was allocated on the current stream: its memory is free as soon as that stream waits
                 for the copy, where nothing else holds it. False: when the copy is done.
         """
+        return self.d2h_all([(source, destination)], after=after, from_here=from_here)
 
     def d2h_all(self, copies: Sequence[Copy], *, after: After = None, from_here: bool = False) -> Transfer:
         """Start several `d2h` that are waited for as one."""
+        raise NotImplementedError
 
     def h2d(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
         """Start copying a host tensor to a device tensor; as `d2h`, with the sides exchanged.
 
         The destination was allocated on the current stream, or stays alive until the copy is done.
         """
+        raise NotImplementedError
 
     def mark(self) -> Transfer:
         """Return what is done when the device work is that the calling thread has queued so far: for `after`."""
+        return FinishedTransfer()
 
     def use_in_this_thread(self) -> None:
         """Make the device the calling thread's own, so that nothing it does touches another one."""
@@ -103,59 +115,25 @@ class TransferEngine(Protocol):
 
     def close(self) -> None:
         """Finish all copies and let go of their buffers. Idempotent."""
+        self.synchronize()
 
 
-class FinishedTransfer:
-    """A copy that was done when it returned."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def wait_host(self) -> None:
-        """Return at once."""
-
-    def done(self) -> bool:
-        """Return True."""
-        return True
-
-
-class HostEngine:
+class HostEngine(TransferEngine):
     """The device is the CPU: a copy is done when the call returns."""
 
     device = torch.device("cpu")
     computes_on_host = True
 
-    def d2h(
-        self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None, from_here: bool = False
-    ) -> Transfer:
-        """Copy now; see `TransferEngine.d2h`."""
-        check_copy(source, destination, self.device, self.device)
-        for transfer in after or ():
-            transfer.wait_host()
-        with torch.no_grad():
-            destination.copy_(source)
-        return FinishedTransfer()
-
     def d2h_all(self, copies: Sequence[Copy], *, after: After = None, from_here: bool = False) -> Transfer:
-        """Copy now; see `TransferEngine.d2h`."""
         for source, destination in copies:
-            self.d2h(source, destination, after=after)
+            check_copy(source, destination, self.device, self.device)
+            for transfer in after or ():
+                transfer.wait_host()
+            with torch.no_grad():
+                destination.copy_(source)
         return FinishedTransfer()
 
-    h2d = d2h
-
-    def mark(self) -> Transfer:
-        """Return something done: what the CPU computes is done when the call returns."""
-        return FinishedTransfer()
-
-    def use_in_this_thread(self) -> None:
-        """Return at once: every thread has the CPU."""
-
-    def synchronize(self) -> None:
-        """Return at once: nothing is ever in flight."""
-
-    def close(self) -> None:
-        """Return at once: nothing is held."""
+    h2d = TransferEngine.d2h
 
 
 class DeviceTransfer:
@@ -182,27 +160,25 @@ class DeviceTransfer:
         self._on_host = on_host
 
     def wait(self) -> None:
-        """Make the current stream wait for the copies."""
         stream = torch.accelerator.current_stream(self._origin.device)
         stream.wait_event(self.event)
         if self._from_here and stream == self._origin:
             self._on_device = ()  # see [Note: Copies and streams], alive on the device
 
     def wait_host(self) -> None:
-        """Block the host until the copies are done, without taking a core from those who compute meanwhile."""
+        # without taking a core from those who compute meanwhile
         start_s = time.monotonic()
         while not self.done():  # `Event.synchronize` would spin; sleeping for an eighth more than needed at most
             time.sleep(min(_LONGEST_SLEEP_S, max(2e-5, (time.monotonic() - start_s) / 8)))
 
     def done(self) -> bool:
-        """Return whether the event has passed."""
         if not self.event.query():
             return False
         self._on_device = self._on_host = ()
         return True
 
 
-class DeviceEngine:
+class DeviceEngine(TransferEngine):
     """Copies on two streams, one per direction, for a device with memory of its own. See [Note: Copies and streams].
 
     Args:
@@ -221,31 +197,21 @@ class DeviceEngine:
         self._in_flight: deque[DeviceTransfer] = deque()
         self._lock = threading.Lock()
 
-    def d2h(
-        self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None, from_here: bool = False
-    ) -> Transfer:
-        """Start copying to the host; see `TransferEngine.d2h`."""
-        return self.d2h_all([(source, destination)], after=after, from_here=from_here)
-
     def d2h_all(self, copies: Sequence[Copy], *, after: After = None, from_here: bool = False) -> Transfer:
-        """Start copying to the host, with one event behind all copies; see `TransferEngine.d2h_all`."""
         for source, destination in copies:
             check_copy(source, destination, self.device, torch.device("cpu"))
         sources, destinations = [source for source, _ in copies], [destination for _, destination in copies]
         return self._start(self._d2h_stream, copies, sources, destinations, after, from_here)
 
     def h2d(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
-        """Start copying to the device; see `TransferEngine.h2d`."""
         check_copy(source, destination, torch.device("cpu"), self.device)
         return self._start(self._h2d_stream, [(source, destination)], [destination], [source], after, from_here=True)
 
     def mark(self) -> Transfer:
-        """Record an event on the current stream."""
         stream = self._current_stream()
         return DeviceTransfer(stream.record_event(), stream)
 
     def use_in_this_thread(self) -> None:
-        """Set the calling thread's device."""
         torch.accelerator.set_device_index(self.device.index)
 
     def _current_stream(self) -> torch.Stream:
@@ -289,16 +255,11 @@ class DeviceEngine:
                 self._in_flight.popleft()
 
     def synchronize(self) -> None:
-        """Block until both streams are idle."""
         with self._lock:
             in_flight = list(self._in_flight)
         for transfer in in_flight:
             transfer.wait_host()
         self._retire()
-
-    def close(self) -> None:
-        """Finish all copies and let go of their tensors."""
-        self.synchronize()
 
 
 @functools.cache

@@ -158,7 +158,7 @@ class Adoption:
         current = optimizer
         if self._precisions.becomes_cpu_adam(optimizer):
             current = self._make_cpu_adam(optimizer)
-            current.enter_run(self._meter, self._updates.wait)
+            current.enter_run(self._meter.sums_of, self._updates.wait)
         else:
             self.rehome_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
         self._await(current)

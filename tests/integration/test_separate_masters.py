@@ -98,8 +98,7 @@ def test_frozen_parameters_cost_no_gradient_and_no_moments():
     module, _ = run(Report, precision="32-true")
     trained = sum(p.numel() * 4 for name, p in module.named_parameters() if "blocks" not in name)
     assert module.report["planned_roles"]["momentum"] == {"dram": trained}
-    used = trained - sum(p.numel() * 4 for p in module.model.unused.parameters())  # the others never have a gradient
-    assert module.report["peak_roles"]["compute_grads"] == {"dram": used}
+    assert module.report["peak_roles"]["compute_grads"] == {"dram": trained}  # reserved when optimizers are adopted
 
 
 class Clamp(Task):

@@ -108,10 +108,10 @@ MUTATIONS = {
     "distributed/test_agreement.py::test_cpu_adam_alone_updates_parameters_of_fsdp": (
         Mutation(
             "the gradient norm is that of all ranks",
-            "optim: GradScale._whole_sums",
+            "optim: CPUAdam._whole_sums",
             VALUE,
             "return",
-            "self.meter.sums_of(parameters)",
+            "self._sums(parameters)",
         ),
     ),
     "integration/test_hf_trainer.py": (

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lightning_cxl.transfer.engine import After, Copy, FinishedTransfer, Transfer, check_copy
+from lightning_cxl.transfer.engine import After, Copy, FinishedTransfer, Transfer, TransferEngine, check_copy
 from simulation.clock import Flow, LinkClock
 from simulation.links import Direction, HostTraffic, Links
 from simulation.trace import Trace
@@ -101,7 +101,7 @@ class SimulatedTransfer:
         self._landed.set()
 
 
-class SimulatedEngine:
+class SimulatedEngine(TransferEngine):
     """Copies between two kinds of CPU memory at the speed of simulated links. See [Note: Simulated copies].
 
     Args:
@@ -142,13 +142,6 @@ class SimulatedEngine:
     def h2d(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
         """Start copying to the device; see `TransferEngine.h2d`."""
         return self._start("h2d", source, destination, source, after)
-
-    def mark(self) -> Transfer:
-        """Return something done: what the CPU computes is done when the call returns."""
-        return FinishedTransfer()
-
-    def use_in_this_thread(self) -> None:
-        """Return at once: every thread has the CPU."""
 
     def _start(
         self,
