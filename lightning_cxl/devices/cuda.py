@@ -16,23 +16,19 @@ class CudaDevices:
     name = "cuda"
 
     def num_devices(self) -> int:
-        """Return how many GPUs this process can use."""
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def describe(self, index: int) -> tuple[str, int]:
-        """Return the name of a GPU and its memory in bytes."""
         properties = torch.cuda.get_device_properties(index)
         return properties.name, properties.total_memory
 
     def pci_address(self, index: int) -> str | None:
-        """Return where a GPU is, such as ``"0000:dc:00.0"``."""
         properties = torch.cuda.get_device_properties(index)
         # torch's annotations leave these out
         domain, bus, device = (int(getattr(properties, f"pci_{part}_id")) for part in ("domain", "bus", "device"))
         return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
     def register(self, address: int, nbytes: int) -> None:
-        """Page-lock ``[address, address + nbytes)`` for all GPUs."""
         try:
             code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
         except (RuntimeError, AssertionError) as error:  # torch without CUDA, or no driver

@@ -50,8 +50,6 @@ _ADVICE = (
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of one optimizer's gradients."""
-
     streak: int = 0
     """Steps left out in a row."""
     seen: torch.Tensor | None = None

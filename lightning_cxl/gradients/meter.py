@@ -84,7 +84,6 @@ class GradientHooks:
         parameter.requires_grad_(was_trainable)
 
     def remove(self) -> None:
-        """Remove the hooks from the parameter."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -119,8 +118,6 @@ _NOTE = "_cxl_sum_of_squares"
 
 
 class Addition(NamedTuple):
-    """What `GradientMeter.accumulate` is given."""
-
     source: torch.Tensor
     accumulator: torch.Tensor
     key: int

@@ -359,7 +359,6 @@ class GradientOffload:
     # -- from the device to the host
 
     def _copy_group(self) -> None:
-        """Start copying the gradients that wait for others of their unit."""
         group, self._group = list(self._group.values()), {}
         if not group:
             return
@@ -647,7 +646,6 @@ def attach_zero_grad(model: nn.Module, grads: GradientOffload, peek: Peek) -> No
 
 
 def detach_zero_grad(model: nn.Module) -> None:
-    """Undo `attach_zero_grad`."""
     for module in model.modules():
         ours = vars(module).get("zero_grad")
         if isinstance(ours, ModuleZeroGrad):

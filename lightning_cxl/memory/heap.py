@@ -42,7 +42,6 @@ class HeapTrimmer:
             self._lowest_bytes = min(self._lowest_bytes, resident)
 
     def trim_now(self) -> None:
-        """Trim, however little there may be."""
         if self._malloc_trim is not None:
             self._malloc_trim(0)
 

@@ -101,7 +101,6 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one operator; see [Note: What the Hook Touches]."""
         kwargs = kwargs or {}
         kind = _kind(func)
         if kind is _Kind.OTHER or _PAUSED.get() or os.getpid() != self._pid:
@@ -148,7 +147,6 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         return self._new(result, {"pin_memory": pinned or result.is_pinned()}).copy_(result)
 
     def _new(self, like: Tensor, options: Mapping[str, Any]) -> Tensor:
-        """Return an uninitialised tensor with the shape, strides and dtype of `like`."""
         count = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
         role, tier, spec = self._wish()
         placement = self._place.place(role, count * like.dtype.itemsize, tier=tier, spec=spec)

@@ -99,7 +99,6 @@ class Ledger(MemoryResource):
         return Buffer(inner.address, inner.nbytes, inner.spans, self, inner)
 
     def deallocate(self, buffer: Buffer) -> None:
-        """Note a dying buffer."""
         self._dead.append(buffer.address)
 
     def tier_at(self, address: int) -> str | None:
@@ -130,7 +129,6 @@ class Ledger(MemoryResource):
         return None if entry is None else entry.split
 
     def tier_bytes(self, tier: str) -> tuple[int, int]:
-        """Return the bytes living on a tier now, and their peak."""
         with self._lock:
             self._settle()
             count = self._tiers.get(tier, _Count())
@@ -144,7 +142,6 @@ class Ledger(MemoryResource):
                 count.peak_bytes = count.live_bytes
 
     def role_bytes(self) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
-        """Return the bytes per role and tier, now and at their peaks; roles and tiers never used are left out."""
         with self._lock:
             self._settle()
             live: dict[str, dict[str, int]] = {}
@@ -187,8 +184,6 @@ Pinner = Callable[[MemoryResource], PinnedResource]
 
 
 class _TierPages:
-    """The pages of one tier, under its one budget."""
-
     def __init__(self, tier: Tier, leaf: MakeLeaf, budget_bytes: int) -> None:
         self.tier = tier
         self.budget = Budget(tier.name, budget_bytes)

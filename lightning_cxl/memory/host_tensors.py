@@ -56,7 +56,6 @@ def storage_extent(tensor: torch.Tensor) -> int:
 
 @torch.no_grad()
 def copy_bytes(source: Buffer, destination: Buffer) -> None:
-    """Copy all bytes of a buffer to the beginning of another one."""
     into = destination.tensor((source.nbytes,), torch.uint8)
     into.copy_(source.tensor((source.nbytes,), torch.uint8))
 

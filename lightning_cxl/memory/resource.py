@@ -224,7 +224,6 @@ class NumaResource(PageSource):
         self._where = where if where is not None else (None if self._single_node else page_nodes)
 
     def free_bytes(self) -> int:
-        """Return what the node and the process's limits leave, head-room subtracted."""
         if self._free_bytes is not None:
             return self._free_bytes()
         return self._topology.node_free_bytes(self.node_id)
@@ -372,7 +371,6 @@ class StripedResource(PageSource):
         self._lock = threading.Lock()
 
     def free_bytes(self) -> int:
-        """Return what all children have free together."""
         return sum(child.free_bytes() for child in self._children)
 
     def release(self, spans: Sequence[Span]) -> None:
@@ -466,12 +464,10 @@ class Budget:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held from the OS now."""
         with self._lock:
             return self._drain()
 
     def charge(self, nbytes: int) -> None:
-        """Count `nbytes` as held."""
         with self._lock:
             held = self._drain()
             if held + nbytes <= self.limit_bytes:
@@ -483,7 +479,6 @@ class Budget:
         )
 
     def credit(self, nbytes: int) -> None:
-        """Count `nbytes` as given back."""
         self._returned.append(nbytes)
 
     def _drain(self) -> int:
@@ -507,7 +502,6 @@ class BudgetResource(PageSource):
         self._node_fraction = node_fraction
 
     def free_bytes(self) -> int:
-        """Return what both the budget and `upstream` have free."""
         rest = self._budget.limit_bytes - self._budget.held_bytes
         return min(rest, int(self._upstream.free_bytes() * self._node_fraction))
 
@@ -642,7 +636,6 @@ class BlockList:
         self._ranges: dict[int, int] = {}  # offset -> nbytes
 
     def add_range(self, offset: int, nbytes: int) -> None:
-        """Add ``[offset, offset + nbytes)``, all free."""
         self._ranges[offset] = nbytes
         self._insert(offset, nbytes)
 
@@ -738,7 +731,6 @@ class _Slabs:
         self._starts: list[int] = []  # sorted
 
     def add(self, slab: Buffer) -> None:
-        """Add a slab from which buffers are cut."""
         self._slabs[slab.address] = slab
         insort(self._starts, slab.address)
         self._blocks.add_range(slab.address, slab.nbytes)
@@ -752,7 +744,6 @@ class _Slabs:
         return Buffer(address, nbytes, cut_spans(slab.spans, address - slab.address, nbytes), resource)
 
     def take_back(self, address: int) -> None:
-        """Make the bytes of a buffer free again."""
         self._blocks.free(address)
 
     def drop_largest(self) -> int:
@@ -812,7 +803,6 @@ class PoolResource(MemoryResource):
             return buffer
 
     def usage(self) -> tuple[int, int]:
-        """Return the bytes in living buffers and the bytes held from `upstream`."""
         with self._lock:
             self._drain()
             return self._used_bytes, self._held_bytes

@@ -125,7 +125,6 @@ class KernelTable:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters with gaps, and what is updated
 
     def add(self, updates: Iterable[Update], scalars: AdamScalars) -> None:
-        """Add parameters to be updated with the same scalars."""
         scalars_row = len(self._scalars) // _adam.SCALAR_FIELDS
         self._scalars.extend(scalars)
         for update in updates:
@@ -171,7 +170,6 @@ class KernelTable:
         return known
 
     def run(self, num_threads: int, isa: str) -> None:
-        """Update everything in the table."""
         _adam.update(self._rows, self._scalars, num_threads, isa, None if self._teams is None else self._teams.cpus)
         for parameter, updated in self._copies:
             parameter.copy_(updated)
@@ -228,8 +226,6 @@ def _part(whole: KernelRow, stretch: Stretch, grad_bytes: int, state_bytes: int)
 
 
 class Work(NamedTuple):
-    """The update of one parameter, and what decides it besides its state."""
-
     group_index: int
     ordinal: int  # of the parameter in the optimizer: rounding depends on it
     update: Update
@@ -269,7 +265,6 @@ class AdamStep:
             check_ranges(group)
 
     def collect(self, grads: Mapping[torch.Tensor, torch.Tensor] | None = None) -> list[Work]:
-        """Return the updates of the parameters with a gradient; nothing is changed."""
         work = []
         ordinal, num_used = -1, 0
         by_parameter, weights_beside = self._kept.by_parameter, self._compute_weights
@@ -301,7 +296,6 @@ class AdamStep:
         return work
 
     def _checked(self, parameter: torch.Tensor, grad: torch.Tensor, compute: torch.Tensor | None, name: str) -> Update:
-        """Return the update of a parameter that has changed since the last step, or has had none."""
         shard, beside = local(parameter), local_or_none(compute)
         check_parameter(shard, name)
         kept = self._kept.of(parameter)
@@ -392,7 +386,6 @@ def _written(parameter: torch.Tensor, compute: torch.Tensor | None) -> tuple[tor
 
 
 def local_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the shard of a tensor, if there is one."""
     return None if tensor is None else local(tensor)
 
 

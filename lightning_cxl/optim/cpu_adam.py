@@ -390,12 +390,10 @@ class Precisions:
         return moment_bytes(local(parameter).numel(), choose_precision(parameter, state, sensitive=sensitive))
 
     def is_sensitive(self, optimizer: Optimizer, parameter: torch.Tensor) -> bool:
-        """Return whether the state of a compute parameter stays float32 when it is 8 bit otherwise."""
         own = isinstance(optimizer, CPUAdam) and parameter in optimizer.fp32_state
         return own or self._sensitive(parameter)
 
     def becomes_cpu_adam(self, optimizer: Optimizer) -> bool:
-        """Return whether `CPUAdam` makes this optimizer's updates."""
         if isinstance(optimizer, CPUAdam):
             return True
         if not (self._use_cpu_adam and _is_plain_adam(optimizer)):

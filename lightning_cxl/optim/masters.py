@@ -43,7 +43,9 @@ _CHUNK_ELEMENTS = 2**20  # of which a few copies do not count
 class WeightPair:
     """The compute and the master weights of one trained parameter, and in which precision its gradient is kept."""
 
-    __slots__ = ("__weakref__", "_aliases", "_plain_type", "compute", "grad_dtype", "look", "master", "name", "version")
+    __slots__ = (
+        *("__weakref__", "_aliases", "_plain_type", "compute", "grad_dtype", "master", "name", "on_access", "version"),
+    )
 
     def __init__(self, name: str, compute: Parameter, master: Parameter, grad_dtype: torch.dtype) -> None:
         self.name = name
@@ -53,7 +55,7 @@ class WeightPair:
         self.version = compute._version  # of the compute weights when they last agreed with the master
         self._aliases: list[weakref.ref[torch.Tensor]] = []  # what ``compute.data`` has given out
         self._plain_type: type[Parameter] | None = None  # of the compute parameter, while it is a `_Front`
-        self.look: Callable[[], None] = _nothing  # completes gradients that are on their way, where that is possible
+        self.on_access: Callable[[], None] = _nothing  # completes gradients that are on their way, where possible
 
     @property
     def is_shared(self) -> bool:
@@ -80,11 +82,11 @@ class WeightPair:
         self._aliases = [*(alias for alias in self._aliases if alias() is not None), weakref.ref(data)]
         return data
 
-    def put_front(self, look: Callable[[], None]) -> None:
+    def put_front(self, on_access: Callable[[], None]) -> None:
         """Let the compute parameter show the master's gradient, and notice ``.data``, until `remove_front`.
 
         Args:
-            look: completes gradients that are on their way, where that is possible now.
+            on_access: completes gradients that are on their way, where that is possible now.
         """
         if self.is_shared or is_sharded(self.compute):
             return
@@ -94,12 +96,11 @@ class WeightPair:
         self.compute.__class__ = _front_of(self._plain_type)
         if grad is not None:  # from before the run
             self.compute.grad = grad
-        self.look = look
+        self.on_access = on_access
 
     def remove_front(self) -> None:
-        """Give the compute parameter its own class back."""
         if self._plain_type is not None:
-            self.compute.__class__, self._plain_type, self.look = self._plain_type, None, _nothing
+            self.compute.__class__, self._plain_type, self.on_access = self._plain_type, None, _nothing
             _in_front.pop(id(self.compute), None)
 
 
@@ -130,7 +131,7 @@ class _Front:
         own, pair = torch_private.plain_grad(self), self._pair()
         if own is not None or pair is None or torch.compiler.is_compiling():
             return own  # a compiler would fail where it is not beside its weight
-        pair.look()
+        pair.on_access()
         grad: torch.Tensor | None = pair.master.grad
         return grad
 
@@ -140,7 +141,7 @@ class _Front:
         if pair is None or torch_private.plain_grad(self) is not None:
             torch_private.set_plain_grad(self, value)
             return
-        pair.look()  # what is on its way is of the gradient that is replaced
+        pair.on_access()  # what is on its way is of the gradient that is replaced
         if value is not None and value.dtype is not torch.float32:
             value = value.to(pair.master.device, pair.grad_dtype)
         pair.master.grad = None if value is None else value.to(pair.master.device)
@@ -276,7 +277,6 @@ class MasterWeights:
         self._written.append(transfer)
 
     def wait(self) -> None:
-        """Return when nothing that `write_back` has started reads a master any more."""
         written, self._written = self._written, []
         for transfer in written:
             transfer.wait_host()
@@ -310,7 +310,6 @@ def master_dtype(compute: torch.Tensor, form: MasterForm | None) -> torch.dtype:
 
 
 def is_on_host(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is in host memory."""
     return parameter.device.type == "cpu"
 
 

@@ -77,7 +77,6 @@ def _from_bits(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _to_bits16(bits: torch.Tensor) -> torch.Tensor:
-    """Return the lower 16 bits as int16."""
     bits = bits & _LOW
     return torch.where(bits >= 1 << 15, bits - (1 << 16), bits).short()
 
@@ -94,7 +93,6 @@ BLOCK_SIZE = 256
 
 
 def num_blocks(numel: int) -> int:
-    """Return how many scales `numel` elements have."""
     return -(-numel // BLOCK_SIZE)
 
 
@@ -159,7 +157,6 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def check_parameter(parameter: torch.Tensor, name: str) -> None:
-    """Check that `parameter` can be updated."""
     if parameter.dtype not in WEIGHT_DTYPES or parameter.device.type != "cpu":
         raise ConfigError(
             f"CPUAdam updates float32 and bfloat16 weights on the host; {name} is {parameter.dtype} on "

@@ -88,8 +88,6 @@ def as_number(value: object) -> float:
 
 
 class AwaitedParams(list[torch.Tensor]):
-    """Stands in for ``group["params"]``."""
-
     def __init__(
         self, parameters: Iterable[torch.Tensor], wait: Callable[[], None], complete: Callable[[], None]
     ) -> None:
@@ -98,12 +96,10 @@ class AwaitedParams(list[torch.Tensor]):
         self.complete = complete
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Wait, then iterate."""
         self._wait()
         return super().__iter__()
 
     def __getitem__(self, index: Any) -> Any:
-        """Wait, then look up."""
         self._wait()
         return super().__getitem__(index)
 
@@ -113,7 +109,6 @@ class AwaitedParams(list[torch.Tensor]):
 
 
 def plain(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the parameters of a group without waiting."""
     return list(list.__iter__(parameters)) if isinstance(parameters, AwaitedParams) else list(parameters)
 
 

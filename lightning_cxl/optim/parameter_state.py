@@ -37,7 +37,6 @@ _DTYPES: dict[StatePrecision, torch.dtype] = {"fp32": torch.float32, "bf16": tor
 
 
 def allocate_from_torch(parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """Return memory from torch's own allocator, whatever the parameter and role."""
     return torch.empty(numel, dtype=dtype)
 
 
@@ -77,11 +76,9 @@ class Moment:
 
     @property
     def flat(self) -> torch.Tensor:
-        """The memory of `values` as one dimension."""
         return flattened(self.values)
 
     def zero_(self, at: At = flattened) -> None:
-        """Set every element to zero."""
         at(self.values).fill_(127 if self.scales is not None and not self.unsigned else 0)
         if self.scales is not None:
             at(self.scales).zero_()
@@ -222,7 +219,6 @@ class ParameterState:
         return [tensor for _, tensor in self._entries if tensor is not self.step]
 
     def holds(self, state: Mapping[str, Any]) -> bool:
-        """Return whether `state` refers to this memory throughout."""
         return all(state.get(key) is value for key, value in self._shown)
 
     def check(self, parameter: torch.Tensor, name: str) -> None:
@@ -288,7 +284,6 @@ class ParameterState:
             at(self.remainder).zero_()
 
     def _varying(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the entries of the state that steps change."""
         entries = [("step", self.step)]
         pairs = list(zip((self.momentum, self.variance), MOMENT_KEYS, strict=True))
         entries += [(keys.values if moment.scales is None else keys.codes, moment.values) for moment, keys in pairs]
@@ -415,7 +410,6 @@ class ParameterStates:
         return {**vars(self), "by_parameter": in_memory, "allocate": allocate_from_torch, "visits": NoVisits()}
 
     def check_not_lost(self) -> None:
-        """Refuse to use state that is not whole."""
         if self.lost:
             raise StorageError(self.lost)
 

@@ -35,7 +35,6 @@ def thread_count(num_threads: int | None) -> int:
 
 
 def chosen_isa(isa: str | None) -> str:
-    """Return the instruction set to use; None for the fastest."""
     if isa is not None and isa not in _cpu.supported_isas():
         raise ConfigError(f"isa {isa!r} cannot be used: this CPU supports {', '.join(_cpu.supported_isas())}")
     return _cpu.best_isa() if isa is None else isa

@@ -59,8 +59,6 @@ After = Sequence[Transfer] | None
 
 
 class FinishedTransfer:
-    """A copy that was done when it returned."""
-
     def wait(self) -> None: ...
 
     def wait_host(self) -> None: ...

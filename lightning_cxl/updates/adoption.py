@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_cxl.gradients.guard import OverflowGuard, ReplacedMethod
+from lightning_cxl.gradients.guard import OverflowGuard
 from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.gradients.offload import GradientOffload
 from lightning_cxl.optim.cpu_adam import CPUAdam, Precisions
@@ -50,46 +50,6 @@ def follow_overrides(optimizer: Optimizer, pairs: Iterable[WeightPair]) -> None:
         found = of_modules.get(id(pair.compute), settings.get(id(pair.compute)))
         if found is not None:
             settings[id(pair.master)] = found
-
-
-# ----------------------------------------------------------------------------------------------------
-# `ModeMethod`: `train` and `eval` of optimizers without a schedule, which swap the values of all parameters.
-
-
-class ModeMethod(ReplacedMethod):
-    """Stands in for `train` or `eval` of one optimizer object: the model gets what the optimizer has written."""
-
-    NAMES = ("train", "eval")
-
-    def __init__(self, optimizer: Optimizer, name: str, updates: WholeUpdates) -> None:
-        super().__init__(getattr(optimizer, name))
-        self._optimizer = optimizer
-        self._updates = updates
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the optimizer's own method."""
-        parameters = [p for group in self._optimizer.param_groups for p in plain(group["params"])]
-        versions = [p._version for p in parameters]
-        self._updates.prepare()
-        result = self._plain(*args, **kwargs)
-        written = [p for p, version in zip(parameters, versions, strict=True) if p._version != version]
-        if written:
-            self._updates.write_back(self._optimizer, written)
-        return result
-
-
-def attach_modes(optimizer: Optimizer, updates: WholeUpdates) -> None:
-    """Replace `train` and `eval` of an optimizer that has these, until `detach_modes`."""
-    for name in ModeMethod.NAMES:
-        if callable(getattr(optimizer, name, None)):
-            setattr(optimizer, name, ModeMethod(optimizer, name, updates))
-
-
-def detach_modes(optimizer: Optimizer) -> None:
-    """Undo `attach_modes`."""
-    for name in ModeMethod.NAMES:
-        if isinstance(vars(optimizer).get(name), ModeMethod):
-            delattr(optimizer, name)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -145,15 +105,16 @@ class Adoption:
         self._memory = memory
         self._meter = meter
         self._visits = visits
-        # the user's object, the one in use, and the `step` that the user's had of its own: a scheduler's wrapper
-        self._adopted: list[tuple[Optimizer, Optimizer, Any]] = []
+        # the user's object, the one in use, and what gives their methods back
+        self._adopted: list[tuple[Optimizer, Optimizer, ExitStack]] = []
 
     def adopt(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer that takes the place of `optimizer` (itself unless it is torch's Adam or AdamW).
 
         On failure `release` undoes what has been done so far.
         """
-        self._adopted.append((optimizer, optimizer, None))
+        undo = ExitStack()
+        self._adopted.append((optimizer, optimizer, undo))
         self._take_in(optimizer, optimizer.param_groups)
         current = optimizer
         if self._precisions.becomes_cpu_adam(optimizer):
@@ -162,16 +123,37 @@ class Adoption:
         else:
             self.rehome_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
         self._await(current)
-        self._adopted[-1] = (optimizer, current, vars(optimizer).get("step"))
-        current.step = HostStep(  # type: ignore[method-assign]
-            current, self._grads, self._guard, self._updates, self._masters, self._memory
-        )
-        attach_modes(current, self._updates)
-        adopt_group = partial(self._adopt_group, current)
-        current.add_param_group = _AddParamGroup(current, adopt_group)  # type: ignore[method-assign]
-        if current is not optimizer:
-            optimizer.step = current.step  # type: ignore[method-assign]  # a reference the user kept steps the same one
+        self._adopted[-1] = (optimizer, current, undo)
+
+        def add_param_group(param_group: dict[str, Any]) -> None:
+            type(current).add_param_group(current, self._adopt_group(current, param_group))
+
+        step = HostStep(current, self._grads, self._guard, self._updates, self._masters, self._memory)
+        _replace(undo, current, "step", step)
+        _replace(undo, current, "add_param_group", add_param_group)
+        for name in ("train", "eval"):
+            if callable(getattr(current, name, None)):
+                _replace(undo, current, name, self._showing_new_values(current, getattr(current, name)))
+        if current is not optimizer:  # a reference the user kept steps the same one
+            own_step = vars(optimizer).get("step")  # a scheduler's wrapper
+            optimizer.step = step  # type: ignore[method-assign]
+            undo.callback(_set_or_delete, optimizer, "step", own_step)
         return current
+
+    def _showing_new_values(self, optimizer: Optimizer, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `train` or `eval` of an optimizer without a schedule, which swaps all values: the model gets them."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            parameters = [p for group in optimizer.param_groups for p in plain(group["params"])]
+            versions = [p._version for p in parameters]
+            self._updates.prepare()
+            result = method(*args, **kwargs)
+            written = [p for p, version in zip(parameters, versions, strict=True) if p._version != version]
+            if written:
+                self._updates.write_back(optimizer, written)
+            return result
+
+        return call
 
     def rehome_state(self, optimizer: Optimizer) -> None:
         """Move optimizer state in ordinary memory (loaded, or made too early) to where the policy wants it."""
@@ -223,16 +205,12 @@ class Adoption:
             for each in adopted:
                 rest.callback(self._release, *each)
 
-    def _release(self, original: Optimizer, current: Optimizer, own_step: Any) -> None:
+    def _release(self, original: Optimizer, current: Optimizer, undo: ExitStack) -> None:
         try:
             if isinstance(current, CPUAdam):
                 current.leave_run()  # first: who looks at state of a run waits for writes, which may fail again
         finally:
-            step = vars(current).get("step")
-            if isinstance(step, HostStep):
-                step.remove()
-            current.__dict__.pop("add_param_group", None)
-            detach_modes(current)
+            undo.close()
             for group in current.param_groups:
                 own = [self._give_back(current, p) for p in group["params"]]
                 if isinstance(group["params"], AwaitedParams):
@@ -240,9 +218,6 @@ class Adoption:
                 else:
                     group["params"][:] = own
             if original is not current:
-                vars(original).pop("step", None)
-                if own_step is not None:
-                    original.step = own_step  # type: ignore[method-assign]
                 original.state, original.param_groups = _state_of(current), current.param_groups
 
     def _give_back(self, optimizer: Optimizer, parameter: Parameter) -> Parameter:
@@ -303,6 +278,25 @@ class _Sensitive:
         return dict, ({pair.master: None for pair in self._masters if self._is_sensitive(pair.compute)},)
 
 
+def _replace(undo: ExitStack, target: object, name: str, method: Callable[..., Any]) -> None:
+    """Put a method on an object, until `undo`, unless someone has put another one there meanwhile."""
+    before = vars(target).get(name)
+    setattr(target, name, method)
+
+    def restore() -> None:
+        if vars(target).get(name) is method:
+            _set_or_delete(target, name, before)
+
+    undo.callback(restore)
+
+
+def _set_or_delete(target: object, name: str, value: Any) -> None:
+    if value is None:
+        vars(target).pop(name, None)
+    else:
+        setattr(target, name, value)
+
+
 def _rekey(optimizer: Optimizer, old: Parameter, new: Parameter) -> None:
     """State of an optimizer is keyed by parameter: move it along."""
     state = _state_of(optimizer)
@@ -319,7 +313,6 @@ def _state_of(optimizer: Optimizer) -> defaultdict[torch.Tensor, Any]:
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:
-    """Return one line for the report."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     own = type(optimizer).__name__
     rest = f"on the host, {len(optimizer.param_groups)} groups, {count} parameters"
@@ -327,17 +320,6 @@ def describe_optimizer(optimizer: Optimizer) -> str:
         return f"{own} {rest}"
     name = own if type(optimizer) is CPUAdam else f"{own} by CPUAdam"
     return f"{name} {rest}, {optimizer.state_precision} state, {optimizer.isa}, {optimizer.num_threads} threads"
-
-
-class _AddParamGroup:
-    """`add_param_group` of an adopted optimizer: adopts the new parameters first."""
-
-    def __init__(self, optimizer: Optimizer, adopt_group: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        self._optimizer = optimizer
-        self._adopt_group = adopt_group
-
-    def __call__(self, param_group: dict[str, Any]) -> None:
-        type(self._optimizer).add_param_group(self._optimizer, self._adopt_group(param_group))
 
 
 def repoint_scheduler(scheduler: object, old: Optimizer, new: Optimizer) -> None:

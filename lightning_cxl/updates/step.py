@@ -78,14 +78,12 @@ class WholeUpdates:
         return step()
 
     def write_back(self, optimizer: Optimizer, updated: Sequence[torch.Tensor]) -> None:
-        """Give the model the new weights."""
         self._masters.write_back(updated, kernel_wrote=isinstance(optimizer, CPUAdam))
         self._masters.wait()
 
     # -- what others ask
 
     def wait(self) -> None:
-        """Return when every update is done and written back, e.g. before an optimizer's state is read."""
         self._masters.wait()
 
     def close(self, *, after_error: bool = False) -> None:
@@ -130,7 +128,6 @@ class UnitUpdates(WholeUpdates):
         self._residents: list[tuple[WeightPair, Future[None]]] = []  # updated, but the device has old weights
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Learn that a step of `optimizer` begins, before its closure is evaluated."""
         self._step = None
         self._is_last_backward = False
         if not isinstance(optimizer, CPUAdam):
@@ -146,7 +143,6 @@ class UnitUpdates(WholeUpdates):
         self._is_last_backward = self._optimizer is not None
 
     def give_up(self) -> None:
-        """Start no more updates before the end of a backward: it has failed, or it is not known what follows it."""
         self._optimizer = None
         self._end_residents()
 
@@ -158,7 +154,6 @@ class UnitUpdates(WholeUpdates):
         return next(filter(None, errors), None)
 
     def unit_is_over(self, unit: UnitWeights) -> None:
-        """Start the update of a unit whose backward is over, if it may start now."""
         if self._optimizer is None or not self._is_last_backward or unit.num_forwards != 1:
             return
         found = [self._masters.find(place.parameter) for place in unit.places]
@@ -223,14 +218,12 @@ class UnitUpdates(WholeUpdates):
         self._raise_of_residents()
 
     def write_back(self, optimizer: Optimizer, updated: Sequence[torch.Tensor]) -> None:
-        """Give the model the new weights; those of `CPUAdam` are on their way when this returns."""
         if isinstance(optimizer, CPUAdam):
             self._masters.write_back(updated, kernel_wrote=True)  # whoever gets at the masters waits
         else:
             super().write_back(optimizer, updated)
 
     def wait(self) -> None:
-        """Return when every update is done and written back, e.g. before an optimizer's state is read."""
         for unit in self._units:
             unit.settle()
         wait([update for _, update in self._residents])  # an error is raised by the step
@@ -345,8 +338,6 @@ def _apply(step: AdamStep, work: list[Work], scale: float) -> None:
 
 
 class StateMemory(Protocol):
-    """Host memory for optimizer state, by the compute parameter that it belongs to."""
-
     def flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return an uninitialised 1-D tensor for state of a compute parameter."""
 
@@ -356,8 +347,6 @@ class StateMemory(Protocol):
 
 @keeps_mark
 class HostStep:
-    """Stands in for `step` of one optimizer object. See [Note: A step]."""
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -374,7 +363,6 @@ class HostStep:
         self._masters = masters
         self._memory = memory
         self._step = optimizer.step
-        self._previous = optimizer.__dict__.get("step")  # a scheduler's wrapper, if there is one
         self._versions: dict[int, int] = {}  # of the parameters when the step began, by id
         self._evaluates_first = evaluates_first(optimizer)
         self._num_evaluations = 0  # of the closure of this step
@@ -449,7 +437,6 @@ class HostStep:
         return loss
 
     def _is_written(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter has been written to since the step began."""
         return self._versions.get(id(parameter)) != parameter._version
 
     def _updated(self) -> list[torch.Tensor]:
@@ -460,13 +447,6 @@ class HostStep:
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in plain(group["params"])]
-
-    def remove(self) -> None:
-        """Give the optimizer the `step` back that it had."""
-        if self._previous is None:
-            self._optimizer.__dict__.pop("step", None)
-        else:
-            self._optimizer.step = self._previous  # type: ignore[method-assign]
 
 
 def evaluates_first(optimizer: Optimizer) -> bool:

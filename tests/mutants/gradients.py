@@ -14,7 +14,7 @@ MUTATIONS = {
             "gradients in flight are awaited when a parameter's gradient is read",
             "optim/masters: _Front.grad",
             DELETE,
-            "look",
+            "on_access",
         ),
         Mutation(
             "an assigned gradient replaces the one of the master",
