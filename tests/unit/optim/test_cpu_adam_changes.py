@@ -144,7 +144,9 @@ def test_memory_that_was_taken_away_is_refused(what):
     ],
     ids=str,
 )
-def test_hyper_parameters_are_checked_at_every_step_and_when_loaded(change, message):
+def test_hyper_parameters_are_checked_when_made_at_every_step_and_when_loaded(change, message):
+    with pytest.raises(ConfigError, match=message):
+        CPUAdam(parameters((3,)), **change)
     _, adam = stepped()
     saved = copy.deepcopy(adam.state_dict())
     saved["param_groups"][0].update(change)

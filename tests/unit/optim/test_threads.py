@@ -1,7 +1,5 @@
 """Threads and the nodes that tensors lie on: stretches, CPUs, and that the result does not depend on them."""
 
-from array import array
-
 import pytest
 import torch
 
@@ -72,16 +70,6 @@ def test_teams_do_not_change_the_result(state, dtype):
     alternating = ThreadTeams({0: (0,), 1: (0,)}, {0: 0, 1: 1}, where=lambda address: address >> 17 & 1)
     for one, other in zip(trained(None), trained(alternating), strict=True):
         assert torch.equal(one, other)
-
-
-def test_a_team_beyond_the_spans_is_no_error():
-    parameter = torch.nn.Parameter(torch.ones(10))
-    parameter.grad = torch.ones(10)
-    adam = CPUAdam([parameter], lr=0.1)
-    adam.teams = ThreadTeams({0: (0,), 1: (0,)}, {0: 0, 1: 1}, where=lambda address: 1)
-    adam.step()
-    assert (parameter < 1).all()
-    assert adam.teams.cpus == array("q", [0, 0, 1, 0])
 
 
 def test_a_kernel_that_does_not_say_where_pages_are_is_asked_once():
