@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_cxl.commands.measuring import Timings, machine_facts
+from timing import Timings
+
+from lightning_cxl.commands.calibrate import machine_facts
 from lightning_cxl.commands.parsers import write_text
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.speeds import QUIET_FRACTION

@@ -43,7 +43,7 @@ from results import Results, machine, print_columns
 from sharded_contenders import CONTENDERS, KEPT, SHAPES, TOKENS, Step, compile_deepspeed, has_deepspeed, make_model
 from torch import nn
 
-from lightning_cxl.commands.measuring import cpu_seconds, others_fraction
+from lightning_cxl.commands.calibrate import cpu_seconds, others_fraction
 from lightning_cxl.inventory.workload import Mesh
 from lightning_cxl.planning.job import groups_of, step_volume
 from lightning_cxl.streaming.units import find_units

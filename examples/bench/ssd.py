@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from ssd_bench.contenders import DiskContender, Job, clocked, fastest
 from ssd_bench.turns import make_parser, run
-
-from lightning_cxl.commands.measuring import reason
+from timing import reason
 
 NAME = "DeepSpeed aio"
 # bytes of a request, requests in flight, threads that share a tensor; the first setting is DeepSpeed's own

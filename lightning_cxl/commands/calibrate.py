@@ -2,41 +2,32 @@
 
 import datetime
 import errno
+import gc
 import json
 import mmap
 import os
+import platform
+import random
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from lightning_cxl.commands import parsers
-from lightning_cxl.commands.measuring import (
-    Contender,
-    Roof,
-    Stream,
-    Timings,
-    cpu_seconds,
-    machine_facts,
-    measure,
-    others_fraction,
-    read,
-    update,
-    write,
-)
 from lightning_cxl.commands.parsers import check_target, write_text
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import ConfigError, LightningCXLError, TierFullError
 from lightning_cxl.machine.machine import save_machine
-from lightning_cxl.machine.nodes import nearest_cpu_nodes, parse_id_list, read_text, usable_cpus
+from lightning_cxl.machine.nodes import nearest_cpu_nodes, parse_id_list, read_meminfo, read_text, usable_cpus
 from lightning_cxl.machine.speeds import (
     Calibration,
     DeviceSpeeds,
@@ -63,7 +54,15 @@ _FEW_BYTES = 4096
 _BLOCK_BYTES = 16 << 20
 _IN_FLIGHT = 4  # blocks; a disk alone with one request at a time waits for the next
 _SSD_ROUNDS = 3
+_PRODUCT_ROUNDS = 3
 _SCALES = {"B/s": (1e-9, "GB/s"), "FLOP/s": (1e-12, "TFLOP/s"), "ns": (1.0, "ns"), "s": (1e6, "us")}
+_TURN_SECONDS = 0.03
+# threads of an OpenMP pool wait for more work in a loop for about 10 ms, and torch has a pool of its own
+_PAUSE_SECONDS = 0.02
+_SWEEP_TRIALS = 5
+_MAX_PLACES = 8  # prefetchers of all CPUs we know follow at least so many places at once
+_LINE = 64
+_Key = TypeVar("_Key")
 
 
 class Figure(NamedTuple):
@@ -71,6 +70,15 @@ class Figure(NamedTuple):
 
     value: float
     spread: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Figure":
+        median = statistics.median(seconds)
+        return cls(median, (max(seconds) - min(seconds)) / median)
+
+    def per_second(self, amount: float) -> "Figure":
+        """Return the speed at which `amount` is done in these seconds."""
+        return Figure(amount / self.value, self.spread)
 
 
 class Row(NamedTuple):
@@ -185,13 +193,13 @@ def measure_machine(
     if not node_ids:
         raise TierFullError("no node has room for a measurement: see above. Free memory, and measure again.")
     latency = measure_latency(topology, options, caches, node_ids)
-    copies = None
+    copies: dict[Any, Figure] = {}
     if engines:  # a copy from memory that is not page-locked would measure something else
         pin = pin or make_pinner(topology, required=True)
         copies = measure_copies(topology, [each.engine for each in engines], options, node_ids, pin)
     nodes = []
     for node_id in node_ids:
-        together = {} if copies is None else {way: copies.together[node_id, way] for way in (H2D, D2H)}
+        together = {way: copies[None, node_id, way] for way in (H2D, D2H) if engines}
         rows += [Row(f"node {node_id}, {way}", "B/s", found[node_id, way]) for way in (READ, WRITE, ADAM)]
         rows.append(Row(f"node {node_id}, latency", "ns", latency[node_id]))
         rows += [Row(f"node {node_id}, all devices, {way}", "B/s", figure) for way, figure in together.items()]
@@ -209,8 +217,8 @@ def measure_machine(
     if cached is not None:
         rows.append(Row("caches, Adam's mix", "B/s", cached))
     host = NamedEngine(f"cpu, {_cpu.available_threads()} threads", HostEngine())
-    devices = [_device(host, None, None, options, rows)]
-    devices += [_device(each, copies, index, options, rows) for index, each in enumerate(engines)]
+    devices = [_device(host, None, copies, options, rows)]
+    devices += [_device(each, index, copies, options, rows) for index, each in enumerate(engines)]
     calibration = Calibration(
         date=datetime.date.today().isoformat(),
         num_threads=_cpu.available_threads(),
@@ -224,19 +232,20 @@ def measure_machine(
 
 
 def _device(
-    device: NamedEngine, copies: "Copies | None", index: int | None, options: Options, rows: list[Row]
+    device: NamedEngine, index: int | None, copies: Mapping[Any, Figure], options: Options, rows: list[Row]
 ) -> DeviceSpeeds:
     """Measure a device's arithmetic and put it together with its copies from the node that is fastest for it."""
     flops = measure_flops(device.engine, options)
     rows += [Row(f"{device.name}, bf16 product of size {size}", "FLOP/s", figure) for size, figure in flops.items()]
     links: dict[str, float] = {}
-    if copies is not None and index is not None:
-        alone = [(key, figure) for key, figure in copies.alone.items() if key[0] == index]
-        rows += [Row(f"{device.name}, node {node}, {way}", "B/s", figure) for (_, node, way), figure in alone]
-        rows.append(Row(f"{device.name}, copy of 4 KiB", "s", copies.latency_s[index]))
+    if index is not None:
+        alone = {key[1:]: figure for key, figure in copies.items() if key[0] == index and key[1] is not None}
+        latency = copies[index, None, H2D]
+        rows += [Row(f"{device.name}, node {node}, {way}", "B/s", figure) for (node, way), figure in alone.items()]
+        rows.append(Row(f"{device.name}, copy of 4 KiB", "s", latency))
         for way in (H2D, D2H):
-            links[f"{way}_bytes_per_s"] = max(figure.value for (_, _, each), figure in alone if each == way)
-        links["copy_latency_s"] = copies.latency_s[index].value
+            links[f"{way}_bytes_per_s"] = max(figure.value for (_, each), figure in alone.items() if each == way)
+        links["copy_latency_s"] = latency.value
     return DeviceSpeeds(
         kind=device.engine.device.type if index is not None else "cpu",
         name=device.name if index is not None else cpu_model(),
@@ -254,11 +263,130 @@ def _ssd(folder: Path, options: Options, say: Callable[[str], None], rows: list[
     return SsdSpeeds(folder=str(folder.resolve()), direct=direct, **speeds)
 
 
-def _speed(timings: Timings, name: str) -> Figure:
-    return Figure(timings.traffic_bytes[name] / timings.median(name), timings.spread(name))
+def machine_facts() -> dict[str, Any]:
+    """Return what measured numbers depend on besides the code: CPU, threads, memory, kernel and versions."""
+    return {
+        "cpu": cpu_model(),
+        "threads": _cpu.available_threads(),
+        "available_threads": _cpu.available_threads(),
+        "isa": _cpu.best_isa(),
+        "memory_bytes": read_meminfo(Path("/proc/meminfo")).get("MemTotal", 0),
+        "transparent_hugepage": read_text(Path("/sys/kernel/mm/transparent_hugepage/enabled")) or "",
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def cpu_seconds(root: str = "/") -> tuple[float, float, float]:
+    """Return seconds that all CPUs were busy, all there were, and this process and its ended children used.
+
+    Zeros where the kernel does not tell.
+    """
+    text = read_text(Path(root, "proc/stat"))
+    if text is None:
+        return 0.0, 0.0, 0.0
+    # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user already
+    ticks = [int(value) / os.sysconf("SC_CLK_TCK") for value in text.splitlines()[0].split()[1:9]]
+    children = os.times()
+    own = time.process_time() + children.children_user + children.children_system
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks), own
+
+
+def others_fraction(start: tuple[float, float, float], end: tuple[float, float, float]) -> float:
+    """Return the part of all CPU time that other processes took between two calls of `cpu_seconds`."""
+    busy, total, own = (after - before for before, after in zip(start, end, strict=True))
+    return max(0.0, busy - own) / total if total > 0 else 0.0
+
+
+def measure(runs: Mapping[_Key, Callable[[], object]], rounds: int) -> dict[_Key, Figure]:
+    """Return the seconds of each run. They take turns in random order: a noisy machine disturbs all of them alike."""
+    estimates = {key: _timed(run) for key, run in runs.items()}
+    seconds: dict[_Key, list[float]] = {key: [] for key in runs}
+    order = random.Random(0)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for key in order.sample(list(runs), len(runs)):
+                time.sleep(_PAUSE_SECONDS)  # until the threads of the run before have gone to sleep
+                repeats = min(1000, max(1, round(_TURN_SECONDS / max(estimates[key], 1e-9))))
+                if repeats > 1:
+                    runs[key]()  # not counted: caches may be cold
+                seconds[key].append(_timed(runs[key], repeats))
+    finally:
+        gc.enable()
+    return {key: Figure.of(each) for key, each in seconds.items()}
+
+
+def _timed(run: Callable[[], object], repeats: int = 1) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    return (time.perf_counter() - start) / repeats
 
 
 # Memory and caches: every node read, written, updated as Adam does it, and followed load by load.
+
+
+class Stream(NamedTuple):
+    """Bytes that are touched once, in order."""
+
+    address: int
+    nbytes: int
+    access: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, access: int) -> "Stream":
+        return cls(tensor.data_ptr(), tensor.nbytes, access)
+
+
+def read(tensor: torch.Tensor) -> Stream:
+    """Return the stream of a dense tensor that a kernel reads."""
+    return Stream.of(tensor, _membench.READ)
+
+
+def update(tensor: torch.Tensor) -> Stream:
+    """Return the stream of a dense tensor that a kernel reads and writes in place."""
+    return Stream.of(tensor, _membench.UPDATE)
+
+
+class Sweep:
+    """One pass over the bytes of a kernel, the fastest that memory allows; contents that are read stay as they are.
+
+    The fastest loop differs from CPU to CPU by up to a tenth: how wide loads are, and whether a thread walks one place
+    of a tensor or several. All are tried, and the fastest is taken.
+
+    Args:
+        groups: for each range of the kernel, the streams that it walks side by side.
+        max_places: of all streams together that a thread walks at once, at least one of each.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Stream]], num_threads: int, max_places: int = _MAX_PLACES) -> None:
+        self.num_threads = num_threads
+        variants = list(_variants(groups, max_places))
+        best = [float("inf")] * len(variants)
+        for _ in range(_SWEEP_TRIALS):
+            for index, (self.isa, self._table) in enumerate(variants):
+                best[index] = min(best[index], _timed(self))
+        self.isa, self._table = variants[best.index(min(best))]
+
+    def __call__(self) -> None:
+        _membench.sweep(self._table, self.num_threads, self.isa)
+
+
+def _variants(groups: Sequence[Sequence[Stream]], max_places: int) -> "Iterator[tuple[str, array[int]]]":
+    several = max(1, max_places // len(groups[0])) if len(groups) == 1 else 1
+    for num_places in sorted({1, several}):
+        table = array("Q")
+        for index, group in enumerate(groups):
+            for stream in group:
+                length = stream.nbytes // num_places // _LINE * _LINE
+                for begin in range(0, num_places * length or 1, length or 1):
+                    end = stream.nbytes if begin == (num_places - 1) * length else begin + length
+                    table.extend((index, stream.address + begin, end - begin, stream.access))
+        for isa in _cpu.supported_isas():
+            yield isa, table
 
 
 class Caches:
@@ -308,9 +436,10 @@ def measure_nodes(
     topology: Topology, options: Options, caches: Caches, say: Callable[[str], None] = print
 ) -> dict[tuple[int, str], Figure]:
     """Return bytes per second by node and access. Nodes take turns; one that is too full is left out, with a line."""
-    resources, threads = _node_resources(topology), _cpu.available_threads()
-    contenders: list[Contender] = []
-    keys: dict[str, tuple[int, str]] = {}
+    resources = _node_resources(topology)
+    sweeps: dict[tuple[int, str], Sweep] = {}
+    traffic: dict[tuple[int, str], int] = {}
+    kept = []  # buffers, until all is measured
     for node_id, resource in resources.items():
         wanted = max(options.node_bytes, _CACHES * caches.all_bytes)
         try:
@@ -321,14 +450,10 @@ def measure_nodes(
             continue
         if nbytes < wanted:
             say(f"node {node_id}: only {format_bytes(nbytes)} instead of {format_bytes(wanted)}, caches may help")
-        for access, streams in _accesses(memory).items():
-            name = f"node {node_id} {access}"
-            keys[name] = node_id, access
-            contenders.append(_sweep(name, streams, threads, memory))
-    if not contenders:
-        return {}
-    timings = measure(contenders, options.rounds)
-    return {key: _speed(timings, name) for name, key in keys.items()}
+        kept.append(memory)
+        for access in (READ, WRITE, ADAM):
+            sweeps[node_id, access], traffic[node_id, access] = _sweep(memory, access)
+    return {key: figure.per_second(traffic[key]) for key, figure in measure(sweeps, options.rounds).items()}
 
 
 def measure_cache(caches: Caches, options: Options) -> Figure | None:
@@ -336,30 +461,22 @@ def measure_cache(caches: Caches, options: Options) -> Figure | None:
     nbytes = caches.all_bytes // 4
     if nbytes == 0:
         return None
-    memory = torch.zeros(nbytes + 64, dtype=torch.uint8)
-    memory = memory[-memory.data_ptr() % 64 :][:nbytes]
-    sweep = _sweep(ADAM, _accesses(memory)[ADAM], _cpu.available_threads(), memory)
-    return _speed(measure([sweep], options.rounds), ADAM)
+    memory = torch.zeros(nbytes + _LINE, dtype=torch.uint8)
+    sweep, traffic = _sweep(memory[-memory.data_ptr() % _LINE :][:nbytes], ADAM)
+    return measure({ADAM: sweep}, options.rounds)[ADAM].per_second(traffic)
 
 
-def _accesses(memory: torch.Tensor) -> Mapping[str, list[Stream]]:
-    weights, momentum, variance, gradient = memory.view(4, -1).unbind()  # all float32
-    return {
-        READ: [read(memory)],
-        WRITE: [write(memory)],
-        ADAM: [update(weights), update(momentum), update(variance), read(gradient)],
-    }
-
-
-def _sweep(name: str, streams: list[Stream], threads: int, memory: torch.Tensor) -> Contender:
-    traffic = sum(stream.nbytes for stream in streams)
-    if name.endswith(ADAM):
-        traffic += sum(stream.nbytes for stream in streams[:3])
-
-    def make(memory: torch.Tensor = memory) -> Callable[[], object]:  # keeps the memory alive
-        return Roof([streams], threads)
-
-    return Contender(name, make, traffic_bytes=traffic)
+def _sweep(memory: torch.Tensor, access: str) -> tuple[Sweep, int]:
+    """Return a sweep over a memory that must outlive it, and the bytes that it moves."""
+    if access == WRITE:
+        streams = [Stream.of(memory, _membench.WRITE_PAST_CACHE)]
+    elif access == READ:
+        streams = [read(memory)]
+    else:
+        weights, momentum, variance, gradient = memory.view(4, -1).unbind()  # all float32
+        streams = [update(weights), update(momentum), update(variance), read(gradient)]
+    traffic = sum(stream.nbytes * (1 + (stream.access == _membench.UPDATE)) for stream in streams)
+    return Sweep([streams], _cpu.available_threads()), traffic
 
 
 class Chase:
@@ -395,29 +512,20 @@ def measure_latency(topology: Topology, options: Options, caches: Caches, node_i
     root = topology.root or Path("/")
     cpus = usable_cpus(root)
     nearest, resources = nearest_cpu_nodes(root, frozenset(cpus)), _node_resources(topology)
-    contenders = []
+    chases = {}
     for node_id in node_ids:
         wanted = 1 << (max(options.chase_bytes, _CACHES * caches.largest_bytes) - 1).bit_length()
         nbytes = 1 << room_bytes(topology, node_id, wanted, parts=len(node_ids)).bit_length() - 1
         memory = resources[node_id].allocate(nbytes).tensor((nbytes,), torch.uint8)
-        run_on = cpus.get(nearest.get(node_id, node_id))
-        contenders.append(Contender(str(node_id), partial(Chase, memory, options.chase_steps, run_on)))
-    timings, scale = measure(contenders, options.rounds), 1e9 / options.chase_steps
-    return {n: Figure(timings.median(str(n)) * scale, timings.spread(str(n))) for n in node_ids}
+        chases[node_id] = Chase(memory, options.chase_steps, cpus.get(nearest.get(node_id, node_id)))
+    scale = 1e9 / options.chase_steps
+    return {key: Figure(each.value * scale, each.spread) for key, each in measure(chases, options.rounds).items()}
 
 
 # Devices: copies from and to every node, each device alone and all together, and bf16 matrix products.
 
 
-class Copies(NamedTuple):
-    """Speeds of copies: devices by their number in the list of engines, nodes by their id."""
-
-    alone: Mapping[tuple[int, int, str], Figure]  # bytes per second by device, node and direction
-    together: Mapping[tuple[int, str], Figure]  # of all devices at the same time, by node and direction
-    latency_s: Mapping[int, Figure]  # of a copy of a few bytes, by device
-
-
-class _Job(NamedTuple):
+class _Copy(NamedTuple):
     engine: TransferEngine
     device: torch.Tensor
     host: torch.Tensor
@@ -426,48 +534,40 @@ class _Job(NamedTuple):
 
 def measure_copies(
     topology: Topology, engines: Sequence[TransferEngine], options: Options, node_ids: Sequence[int], pin: Pinner
-) -> Copies:
-    """Measure copies of every node and device, in turns."""
+) -> dict[tuple[int | None, int | None, str], Figure]:
+    """Measure copies of every node and device, in turns.
+
+    Returns:
+        By device, node and direction: bytes per second; device None is all of them at the same time; node None are the
+        seconds of a copy of a few bytes.
+    """
     resources = _node_resources(topology)
-    alone: dict[str, tuple[int, int, str]] = {}
-    together: dict[str, tuple[int, str]] = {}
-    contenders: list[Contender] = []
+    copies: dict[tuple[int | None, int | None, str], list[_Copy]] = {}
     on_device = [torch.empty(options.copy_bytes, dtype=torch.uint8, device=engine.device) for engine in engines]
     for node_id in node_ids:
         nbytes = options.copy_bytes * len(engines)
         host = pin(resources[node_id]).allocate(nbytes).tensor((len(engines), options.copy_bytes), torch.uint8)
-        for direction in (H2D, D2H):
-            jobs = [_Job(*job, direction) for job in zip(engines, on_device, host, strict=True)]
-            for index, job in enumerate(jobs):
-                name = f"node {node_id} device {index} {direction}"
-                alone[name] = index, node_id, direction
-                contenders.append(_copying(name, [job]))
-            name = f"node {node_id} {direction}"
-            together[name] = node_id, direction
-            contenders.append(_copying(name, jobs))
+        for way in (H2D, D2H):
+            together = [_Copy(*each, way) for each in zip(engines, on_device, host, strict=True)]
+            copies |= {(index, node_id, way): [each] for index, each in enumerate(together)}
+            copies[None, node_id, way] = together
     for index, (engine, device) in enumerate(zip(engines, on_device, strict=True)):
-        few = host[index, :_FEW_BYTES]
-        contenders.append(_copying(f"device {index}", [_Job(engine, device[:_FEW_BYTES], few, H2D)]))
-    timings = measure(contenders, options.rounds)
-    return Copies(
-        {key: _speed(timings, name) for name, key in alone.items()},
-        {key: _speed(timings, name) for name, key in together.items()},
-        {i: Figure(timings.median(f"device {i}"), timings.spread(f"device {i}")) for i in range(len(engines))},
-    )
+        copies[index, None, H2D] = [_Copy(engine, device[:_FEW_BYTES], host[index, :_FEW_BYTES], H2D)]
+    seconds = measure({key: partial(_copy, each) for key, each in copies.items()}, options.rounds)
+    return {
+        key: each if key[1] is None else each.per_second(sum(copy.host.numel() for copy in copies[key]))
+        for key, each in seconds.items()
+    }
 
 
-def _copying(name: str, jobs: Sequence[_Job]) -> Contender:
-    """Return copies that start together; done when all are."""
-
-    def run() -> None:
-        started = [
-            job.engine.h2d(job.host, job.device) if job.direction == H2D else job.engine.d2h(job.device, job.host)
-            for job in jobs
-        ]
-        for transfer in started:
-            transfer.wait_host()
-
-    return Contender(name, lambda: run, traffic_bytes=sum(job.host.numel() for job in jobs))
+def _copy(copies: Sequence[_Copy]) -> None:
+    """Start all copies together; return when all are done."""
+    started = [
+        each.engine.h2d(each.host, each.device) if each.direction == H2D else each.engine.d2h(each.device, each.host)
+        for each in copies
+    ]
+    for transfer in started:
+        transfer.wait_host()
 
 
 def measure_flops(engine: TransferEngine, options: Options) -> dict[int, Figure]:
@@ -475,21 +575,16 @@ def measure_flops(engine: TransferEngine, options: Options) -> dict[int, Figure]
 
     The smallest size is always measured, larger ones while they do not take too long.
     """
-    contenders: list[Contender] = []
+    products: dict[int, Callable[[], None]] = {}
     expected_s = 0.0
     for size in options.matmul_sizes:
         if expected_s > options.matmul_seconds:
             break
-        product = _product(engine, size)
-        product()  # loads libraries and starts threads
-        start = time.perf_counter()
-        product()
-        expected_s = 8 * (time.perf_counter() - start)
-        contenders.append(Contender(str(size), partial(lambda product: product, product)))
-    timings = measure(contenders, options.rounds)
-    return {
-        int(name): Figure(2 * int(name) ** 3 / timings.median(name), timings.spread(name)) for name in timings.seconds
-    }
+        products[size] = _product(engine, size)
+        products[size]()  # loads libraries and starts threads
+        expected_s = 8 * _timed(products[size])
+    seconds = measure(products, min(_PRODUCT_ROUNDS, options.rounds))
+    return {size: each.per_second(2 * size**3) for size, each in seconds.items()}
 
 
 def _product(engine: TransferEngine, size: int) -> Callable[[], None]:
@@ -565,9 +660,7 @@ def _read_and_write(file: int, nbytes: int) -> tuple[Figure, Figure]:
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # matters where pages are cached after all
             reads.append(_pass(pool, os.preadv, file, nbytes, buffers))
         del buffer, buffers
-    medians = [(statistics.median(seconds), max(seconds) - min(seconds)) for seconds in (reads, writes)]
-    read, write = (Figure(nbytes / median, width / median) for median, width in medians)
-    return read, write
+    return Figure.of(reads).per_second(nbytes), Figure.of(writes).per_second(nbytes)
 
 
 def _pass(pool: ThreadPoolExecutor, access: Any, file: int, nbytes: int, buffers: list[mmap.mmap]) -> float:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_cxl.commands.measuring import reason
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.dry_run import DryRun, measure
@@ -226,6 +225,12 @@ def loss_on_meta(model: Any, batch: int, sequence: int, *, chunked: bool = False
             return full()
 
     return in_chunks if chunked else full
+
+
+def reason(error: Exception) -> str:
+    """Return an exception in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _config(name: str) -> Any:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from timing import Contender
 
 from adam_bench.problems import Problem
-from lightning_cxl.commands.measuring import Contender, Roof, read, update
+from lightning_cxl.commands.calibrate import Sweep, read, update
 from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.optim.cpu_adam import CPUAdam
 
@@ -60,9 +61,9 @@ def torch_adamw(problem: Problem, **choice: Any) -> Callable[[], object]:
 def step_contenders(problem: Problem, num_threads: int) -> list[Contender]:
     """Return the update of float32 parameters: the roof, CPUAdam, and torch's fused AdamW."""
 
-    def roof() -> Roof:
+    def roof() -> Sweep:
         tensors = zip(problem.gradients, problem.parameters, problem.momentum, problem.variance, strict=True)
-        return Roof([[read(g), update(w), update(m), update(v)] for g, w, m, v in tensors], num_threads)
+        return Sweep([[read(g), update(w), update(m), update(v)] for g, w, m, v in tensors], num_threads)
 
     traffic_bytes = 28 * problem.numel
     return [
@@ -88,8 +89,8 @@ def check_contenders(gradients: Sequence[torch.Tensor], num_threads: int) -> lis
     """Return the measuring of gradients, the roof, and a read of them by every thread at one place."""
     traffic_bytes = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
 
-    def roof(max_places: int) -> Roof:
-        return Roof([[read(gradient)] for gradient in gradients], num_threads, max_places)
+    def roof(max_places: int) -> Sweep:
+        return Sweep([[read(gradient)] for gradient in gradients], num_threads, max_places)
 
     return [
         Contender(ROOF, lambda: roof(8), traffic_bytes=traffic_bytes),

@@ -6,12 +6,12 @@ from pathlib import Path as File
 
 import torch
 from results import Results, print_columns
+from timing import Contender, reason
 
 from adam_bench.contenders import MEASURE, OURS, PLAIN, ROOF, Options, state_contenders
 from adam_bench.path import Path, all_check_contenders, path_contenders
 from adam_bench.problems import Problem, fits, one_tensor
 from adam_bench.step import all_step_contenders
-from lightning_cxl.commands.measuring import Contender, reason
 from lightning_cxl.memory.heap import HeapTrimmer
 
 _SIZE = 20_000_000

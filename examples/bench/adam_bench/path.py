@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from results import Results
+from timing import Contender, measure
 
 from adam_bench import chains, peers
 from adam_bench.contenders import (
@@ -18,7 +19,7 @@ from adam_bench.contenders import (
 )
 from adam_bench.problems import Problem, filled, fits, one_tensor
 from adam_bench.tensors import zeroed
-from lightning_cxl.commands.measuring import Contender, Roof, measure, read, update
+from lightning_cxl.commands.calibrate import Sweep, read, update
 
 TORCH, DEEPSPEED, COMPILED = "torch", "DeepSpeed", "torch.compile"
 # read gradients; read and write weights, remainders, momentum and variance
@@ -40,15 +41,15 @@ class Path:
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in problem.gradients]
         self.max_norm = 0.9999 * float(torch.linalg.vector_norm(torch.stack(norms)))
 
-    def check_roof(self) -> Roof:
+    def check_roof(self) -> Sweep:
         """Return one read of the gradients."""
-        return Roof([[read(gradient)] for gradient in self.problem.gradients], self.num_threads)
+        return Sweep([[read(gradient)] for gradient in self.problem.gradients], self.num_threads)
 
-    def update_roof(self) -> Roof:
+    def update_roof(self) -> Sweep:
         """Return one pass over what the update moves."""
         p = self.problem
         tensors = zip(p.gradients, p.parameters, self.remainders, p.momentum, p.variance, strict=True)
-        return Roof([[read(g), *(update(tensor) for tensor in rest)] for g, *rest in tensors], self.num_threads)
+        return Sweep([[read(g), *(update(tensor) for tensor in rest)] for g, *rest in tensors], self.num_threads)
 
     def ours(self) -> Callable[[], object]:
         """Return our measuring of the gradients, then the step that clips on the way."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from results import Results
+from timing import Contender, measure
 
 from adam_bench import peers
 from adam_bench.contenders import (
@@ -18,7 +19,6 @@ from adam_bench.contenders import (
 )
 from adam_bench.problems import Layout, Problem, fits, format_count, one_tensor
 from adam_bench.tensors import llama_tensors, small_tensors
-from lightning_cxl.commands.measuring import Contender, measure
 
 # nanoseconds per parameter, by number of parameters and contender
 Curves = dict[int, dict[str, float]]

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from adam_bench.problems import fits
 from results import Results, machine, print_columns
+from timing import Timings
 
-from lightning_cxl.commands.measuring import Timings, cpu_seconds, others_fraction
+from lightning_cxl.commands.calibrate import cpu_seconds, others_fraction
 from lightning_cxl.commands.parsers import check_target
 from lightning_cxl.machine.speeds import QUIET_FRACTION
 from lightning_cxl.native import _cpu

@@ -1,8 +1,7 @@
 import json
 
 from results import Results, machine
-
-from lightning_cxl.commands.measuring import Timings
+from timing import Timings
 
 
 def timings(others_fraction: float = 0.0) -> Timings:

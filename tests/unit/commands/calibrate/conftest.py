@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_cxl.commands import calibrate, measuring
+from lightning_cxl.commands import calibrate
 from lightning_cxl.commands.calibrate import Caches
 
 
@@ -16,8 +16,8 @@ class SmallCaches(Caches):
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    monkeypatch.setattr(measuring, "_TURN_SECONDS", 0.0)
-    monkeypatch.setattr(measuring, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(calibrate, "_TURN_SECONDS", 0.0)
+    monkeypatch.setattr(calibrate, "_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(calibrate, "Caches", SmallCaches)
 
 

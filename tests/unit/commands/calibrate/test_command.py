@@ -1,7 +1,10 @@
 """The whole command on this machine: numbers that a machine can have, and the files that keep them."""
 
 import json
+import os
+import subprocess
 import sys
+import time
 import warnings
 
 import pytest
@@ -105,3 +108,20 @@ def test_a_folder_that_does_not_exist_is_noticed_before_anything_is_measured(run
     monkeypatch.setattr(calibrate, "measure_machine", None)
     with pytest.raises(SystemExit, match="its folder does not exist"):
         run(option, "/nowhere/at/all.yaml")
+
+
+def test_cpu_time_of_other_processes_is_counted(tmp_path):
+    tick = 1 / os.sysconf("SC_CLK_TCK")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "stat").write_text("cpu  100 20 30 1000 200 4 5 6 50 0\ncpu0 1 2 3 4 5 6 7 8 9 0\n")
+    busy, total, own = calibrate.cpu_seconds(str(tmp_path))
+    assert (busy, total) == pytest.approx((165 * tick, 1365 * tick))
+    used = os.times()
+    children = used.children_user + used.children_system
+    assert own == pytest.approx(time.process_time() + children, abs=1)
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.3: pass"], check=True)
+    assert calibrate.cpu_seconds()[2] >= own + 0.25  # a child that has ended is no other process
+    assert calibrate.cpu_seconds(str(tmp_path / "none")) == (0, 0, 0)
+    assert calibrate.others_fraction((0, 0, 0), (5, 10, 4)) == pytest.approx(0.1)
+    assert calibrate.others_fraction((0, 0, 0), (5, 10, 6)) == 0  # the clocks are not the same
+    assert calibrate.others_fraction((0, 0, 0), (0, 0, 0)) == 0

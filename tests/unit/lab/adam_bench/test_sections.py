@@ -7,14 +7,14 @@ import sys
 
 import adam
 import pytest
+import timing
 import torch
 from adam_bench import contenders, memory, peers, plot, problems, step
 from adam_bench.memory import extra_bytes
 from adam_bench.path import Path
 from adam_bench.problems import Problem, one_tensor
+from timing import Contender
 
-from lightning_cxl.commands import measuring
-from lightning_cxl.commands.measuring import Contender
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.native import _grads
 
@@ -24,8 +24,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[4]
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """Turns are one run, nothing is compiled, no peer is imported, torch keeps its threads."""
-    monkeypatch.setattr(measuring, "_TURN_SECONDS", 0.0)
-    monkeypatch.setattr(measuring, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "_TURN_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(peers, "_compiled", lambda function: function)
     for name in ("deepspeed", "bitsandbytes", "torchao"):
         monkeypatch.setitem(sys.modules, name, None)

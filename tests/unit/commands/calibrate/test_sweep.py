@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_cxl.commands.measuring import Roof, Stream, read, update
+from lightning_cxl.commands.calibrate import Stream, Sweep, read, update
 from lightning_cxl.native import _cpu, _membench
 
 
@@ -16,12 +16,12 @@ def test_streams_are_the_bytes_of_tensors():
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_roof_moves_the_bytes_and_changes_nothing(num_threads):
+def test_a_sweep_moves_the_bytes_and_changes_nothing(num_threads):
     group, other = tensors(100_003, 100_003, 50_000), tensors(17)
     before = [tensor.clone() for tensor in (*group, *other)]
-    roof = Roof([[read(group[0]), update(group[1]), update(group[2])], [update(other[0])]], num_threads)
-    roof()
-    assert roof.isa in _cpu.supported_isas()
+    sweep = Sweep([[read(group[0]), update(group[1]), update(group[2])], [update(other[0])]], num_threads)
+    sweep()
+    assert sweep.isa in _cpu.supported_isas()
     assert all(torch.equal(now, then) for now, then in zip((*group, *other), before, strict=True))
 
 
@@ -40,7 +40,7 @@ def recorded(monkeypatch):
 def test_a_stream_is_also_walked_at_several_places_at_once(monkeypatch):
     calls = recorded(monkeypatch)
     (tensor,) = tensors(10_001)
-    Roof([[read(tensor)]], 2)
+    Sweep([[read(tensor)]], 2)
     assert {isa for _, _, isa in calls} == set(_cpu.supported_isas())
     assert {len(rows) for rows, _, _ in calls} == {1, 8}
     for rows, num_threads, _ in calls:
@@ -55,7 +55,7 @@ def test_a_stream_is_also_walked_at_several_places_at_once(monkeypatch):
 def test_several_groups_are_walked_one_after_the_other(monkeypatch):
     calls = recorded(monkeypatch)
     first, second = tensors(100, 200)
-    Roof([[read(first), update(first)], [read(second)]], 1)
+    Sweep([[read(first), update(first)], [read(second)]], 1)
     assert {tuple(row[0] for row in rows) for rows, _, _ in calls} == {(0, 0, 1)}
 
 
@@ -67,9 +67,9 @@ def test_the_fastest_variant_is_taken(monkeypatch):
         clock[0] += 1.0 if isa == _cpu.supported_isas()[-1] and len(table) == 4 else 2.0
 
     monkeypatch.setattr(_membench, "sweep", sweep)
-    monkeypatch.setattr("lightning_cxl.commands.measuring.time.perf_counter", lambda: clock[0])
-    roof = Roof([[read(tensors(10_000)[0])]], 1)
-    assert roof.isa == _cpu.supported_isas()[-1]
+    monkeypatch.setattr("lightning_cxl.commands.calibrate.time.perf_counter", lambda: clock[0])
+    sweep = Sweep([[read(tensors(10_000)[0])]], 1)
+    assert sweep.isa == _cpu.supported_isas()[-1]
     before = clock[0]
-    roof()
+    sweep()
     assert clock[0] == before + 1.0
