@@ -45,7 +45,7 @@ from torch import nn
 
 from lightning_cxl.commands.calibrate import cpu_seconds, others_fraction
 from lightning_cxl.inventory.workload import Mesh
-from lightning_cxl.planning.job import groups_of, step_volume
+from lightning_cxl.planning.job import exchanges, groups_of
 from lightning_cxl.streaming.units import find_units
 
 UPDATED = 12 + 12
@@ -225,7 +225,7 @@ def floor(size: str, ranks: int, rates: dict[str, list[float]]) -> dict[str, flo
     """Return the seconds that a step needs at least, by part."""
     model = make_model(size)
     mesh, numel = Mesh(num_devices=ranks), sum(each.numel() for each in model.parameters())
-    exchanged = ranks * step_volume(groups_of(model, find_units(model), mesh), mesh).total
+    exchanged = ranks * sum(each.nbytes for each in exchanges(groups_of(model, find_units(model), mesh), mesh))
     copy, product = statistics.median(rates["copy"]), statistics.median(rates["product"])
     multiplied = numel - model.get_input_embeddings().weight.numel()  # type: ignore[operator]
     return {

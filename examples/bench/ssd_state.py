@@ -164,7 +164,7 @@ def move(state: str, size: str, steps: int, folder: Path) -> None:
     """Write and read records, as large as those of the run, in turn."""
     from lightning_cxl.config import OffloadConfig
     from lightning_cxl.inventory.inventory import list_tensors
-    from lightning_cxl.inventory.tensors import group_state
+    from lightning_cxl.inventory.tensors import records_of
     from lightning_cxl.inventory.workload import Workload
     from lightning_cxl.memory.resource import Buffer
     from lightning_cxl.native._numa import Mapping
@@ -174,7 +174,7 @@ def move(state: str, size: str, steps: int, folder: Path) -> None:
         model = make_model(size)
     config = OffloadConfig(state=state)
     inventory = list_tensors(model, None, config, Workload(batch=1, sequence=LENGTH, computes_on_host=True))
-    planned = group_state(inventory.tensors, inventory.record_of, lambda each: True)
+    planned = [each for each in records_of(inventory.tensors, inventory.record_of) if each.is_state]
     store = Store([folder / "alone"], budget_bytes=1 << 40)
     records = [store.reserve(each.name, each.nbytes) for each in planned]
     largest = max(record.padded_nbytes for record in records)

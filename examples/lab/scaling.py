@@ -82,7 +82,7 @@ def _row(model: PlannedModel, settings: Settings, machine: Machine, first: Row |
         tokens_per_s=tokens_per_s,
         efficiency=each / alone,
         host_bytes=found.host_bytes,
-        received_bytes=found.job.volume.total,
+        received_bytes=sum(each.nbytes for each in found.job.exchanges),
         bound_by=bound_by(time),
         fits=found.fits,
     )

@@ -23,7 +23,7 @@ from simulation.machine_links import links_of
 from lightning_cxl.inventory.workload import Mesh
 from lightning_cxl.machine.machine import Machine, load_machine
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.job import Group, Job, MemoryClass, Move, exchanges, step_volume
+from lightning_cxl.planning.job import Group, Job, MemoryClass, Move, exchanges
 from lightning_cxl.planning.step import predict_step
 
 GOAL = 1.10
@@ -56,7 +56,6 @@ def predicted_s(units: ShardedUnits, host: Machine) -> float:
     """Return what `plan` predicts for the same work."""
     n, mesh = units.num_units, Mesh(num_devices=units.num_ranks)
     shard = round(units.shard_bytes)
-    volume = step_volume([Group(name="unit", shard_bytes=shard, reduced_bytes=shard)] * n, mesh)
     read, inputs = n * units.shard_bytes, n * units.activation_bytes
     moves = (
         (TensorRole.COMPUTE_WEIGHTS, (Move("forward", "h2d", read), Move("backward", "h2d", read))),
@@ -71,7 +70,7 @@ def predicted_s(units: ShardedUnits, host: Machine) -> float:
         forward_flops=n * units.forward_s * host.device.flops,
         backward_flops=n * units.backward_s * host.device.flops,
         overlap=units.overlap,
-        exchanges=exchanges(volume, mesh, n, 1, 1),
+        exchanges=exchanges([Group("unit", shard, shard)] * n, mesh),
     )
     alone = replace(host, write_contention=float("inf")).with_devices(units.num_ranks)
     return predict_step(job, {role: {host.tiers[0].name: 1.0} for role in job.free_classes()}, alone).seconds

@@ -18,7 +18,7 @@ from lightning_cxl.machine.speeds import machine_of, machine_without_speeds
 from lightning_cxl.machine.topology import TierKind, Topology
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.compare import PolicyPlan, compare, dram_only_time, fits, fits_device, working_bytes
-from lightning_cxl.planning.job import Job
+from lightning_cxl.planning.job import COLLECTIVES, Job
 from lightning_cxl.planning.policies import POLICIES
 from lightning_cxl.planning.step import StepTime
 from lightning_cxl.ssd_options import SSD, read_ssd_options
@@ -328,8 +328,8 @@ def as_data(found: Findings) -> dict[str, Any]:
         "notes": list(found.job.notes),
         "ranks": {
             **{each: getattr(mesh, each) for each in ("num_devices", "num_machines", "replicates")},
-            "device_bytes_per_step": _per_device(found),
-            "received_bytes_per_step": found.job.volume.total,
+            "device_bytes_per_step": _per_device(found.job),
+            "received_bytes_per_step": sum((each.nbytes for each in job.exchanges), 0.0),
             "predicted_busy_seconds": busy,
             "predicted_bound_by": found.chosen.time and bound_by(found.chosen.time),
         },
@@ -375,16 +375,13 @@ def bound_by(time: StepTime) -> str:
     return max(busy, key=lambda name: busy[name])
 
 
-def _per_device(found: Findings) -> dict[str, float]:
-    job, volume = found.job, found.job.volume
-    moves = [move for each in job.classes for move in each.moves]
+def _per_device(job: Job) -> dict[str, float]:
+    """Return the bytes that one step copies and exchanges, of each device."""
+    received = {each.name: each.nbytes for each in job.exchanges}
     return {
-        "copies to the device": sum(move.nbytes for move in moves if move.kind == "h2d"),
-        "copies from the device": sum(move.nbytes for move in moves if move.kind == "d2h"),
-        "all-gather, forward": volume.forward_gather,
-        "all-gather, backward": volume.backward_gather,
-        "reduce-scatter": volume.reduce_scatter,
-        "all-reduce between machines": volume.all_reduce,
+        "copies to the device": job.moved_bytes("h2d"),
+        "copies from the device": job.moved_bytes("d2h"),
+        **{name: received.get(name, 0.0) for name in COLLECTIVES},
     }
 
 
@@ -502,7 +499,7 @@ def _ranks(found: Findings) -> list[str]:
         where = f"{machines} machines like this one, {count} on each"
         cut = "every machine holds the whole model" if mesh.replicates else "the model is cut over all machines"
         how = f"{cut}; {how}"
-    moved = {name: nbytes for name, nbytes in _per_device(found).items() if nbytes}
+    moved = {name: nbytes for name, nbytes in _per_device(found.job).items() if nbytes}
     rows = [(name, format_bytes(round(each)), format_bytes(round(each * count))) for name, each in moved.items()]
     lines = wrapped(f"{mesh.num_ranks} ranks on {where}: {how}")
     lines += table_lines(("in one step", "each device", f"{count} devices"), rows)

@@ -13,7 +13,7 @@ model as it is; they know which state there will be. Inputs of units are known w
 the size of a micro-batch; else the first forward of the run tells it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from torch import nn
@@ -32,7 +32,7 @@ from lightning_cxl.inventory.tensors import (
     grouped,
     of_machine,
     record_names,
-    records_on_ssd,
+    records_of,
     staged_gradients,
     units_by_parameter,
     widened_gradients,
@@ -55,7 +55,7 @@ class Inventory:
     model: nn.Module
     workload: Workload
     asked: AskedTiers
-    """Tiers that decorators and rules ask for."""
+    """What decorators and rules ask for; `tensors` has the answers."""
     units: NamedUnits
     """Blocks whose inputs are offloaded, and which are recomputed."""
     streamed: tuple[StreamedUnit, ...]
@@ -87,11 +87,7 @@ class Inventory:
 
         Inputs have no bytes here where the size of a micro-batch is not known.
         """
-        return records_on_ssd(self.tensors, self.record_of)
-
-    def may_leave_memory(self, weights: HostTensor) -> bool:
-        """Return whether weights may lie on the tier `ssd`."""
-        return self.asked.weights_may_leave(weights.owner, weights.role)
+        return tuple(record for record in records_of(self.tensors, self.record_of) if record.tier == SSD)
 
     def copies_of(self, role: TensorRole) -> int:
         """Return how often tensors of a role exist on one machine: each device keeps the inputs of its own units."""
@@ -127,23 +123,25 @@ def list_tensors(
     found = list(streamable(model, units if streams else []))
     foreign = _held_by(each for each in optimizers if not precisions.becomes_cpu_adam(each))
     why_not = _why_shards_stay(model, config, workload)
-
-    def may_leave(parameter: nn.Parameter) -> bool:
-        stays = bool(why_not) and (workload.mesh.is_sharded or is_sharded(parameter))
-        return id(parameter) not in foreign and not stays
-
-    asked.may_leave_memory((p for _, _, own in found for p in own if may_leave(p)), why_not)
+    shards_stay = [*model.parameters()] if workload.mesh.is_sharded else filter(is_sharded, model.parameters())
+    stays = foreign | ({id(parameter) for parameter in shards_stay} if why_not else set())
+    in_units = {id(parameter) for _, _, own in found for parameter in own}
     held, ssd = _held_by(optimizers), config.ssd()
 
     def is_updated(parameter: nn.Parameter) -> bool:
         return parameter.requires_grad and id(parameter) in held
 
-    def piece_of(parameter: nn.Parameter) -> tuple[str | None, bool]:
-        return asked.tier(parameter, TensorRole.COMPUTE_WEIGHTS), ssd is not None and is_updated(parameter)
+    def ask(parameter: nn.Parameter) -> tuple[str | None, str]:
+        may_leave = id(parameter) in in_units - stays
+        return asked.lookup(parameter, TensorRole.COMPUTE_WEIGHTS, may_leave=may_leave, why_not=why_not)
 
     def pieces_of(shards: bool) -> tuple[StreamedUnit, ...]:
         units = ((name, module, [p for p in own if is_sharded(p) is shards]) for name, module, own in found)
-        return tuple(StreamedUnit(name, module, grouped(own, piece_of)) for name, module, own in units if own)
+        return tuple(
+            StreamedUnit(name, module, grouped(own, lambda p: (ask(p)[0], ssd is not None and is_updated(p))))
+            for name, module, own in units
+            if own
+        )
 
     streamed = pieces_of(shards=False)
     gathered = pieces_of(shards=True) if ssd is not None and not why_not else ()
@@ -165,14 +163,13 @@ def list_tensors(
     reserves_all = overlap != "backward" or workload.num_arrivals > 1
     staged, staged_bytes = staged_gradients(state, workload)
     tensors = (
-        *_weights(model, (*streamed, *gathered), is_updated, all_on_host=all_on_host),
+        *_weights(model, (*streamed, *gathered), is_updated, stays, all_on_host=all_on_host),
         *(state if reserves_all else gradients_at_once(state)),
         *widened_gradients(state),
         *staged,
         *(_inputs(measured, units, asked) if optimizers else ()),
     )
-    tensors = tuple(each._replace(tier=asked.tier(each.owner, each.role, in_state=each.in_state)) for each in tensors)
-    tensors = of_machine(tensors, streamed, workload.mesh)
+    tensors = of_machine([_with_tier(each, asked, why_not) for each in tensors], streamed, workload.mesh)
     gradients = [each for each in state if each.role in GRADIENTS]
     trained = [each.parameter for each in gradients if each.parameter is not None]
     blocks = units if config.activation_offload else find_units(model, config.units)
@@ -221,24 +218,35 @@ def _weights(
     model: nn.Module,
     streamed: Sequence[StreamedUnit],
     is_updated: Callable[[nn.Parameter], bool],
+    stays: Set[int],
     *,
     all_on_host: bool,
 ) -> list[HostTensor]:
     """Return the weights on the host: pieces of units, and all other weights where these are there, too."""
     role = TensorRole.COMPUTE_WEIGHTS
     in_units = units_by_parameter(streamed)
+
+    def piece(unit: StreamedUnit, group: list[nn.Parameter]) -> HostTensor:
+        may_leave = not any(id(parameter) in stays for parameter in group)
+        nbytes, updated = piece_nbytes(unit.module, group), is_updated(group[0])
+        return HostTensor(group[0], role, nbytes, unit.name, is_updated=updated, may_leave=may_leave)
+
     rest = [p for p in known_parameters(model) if (all_on_host or is_sharded(p)) and id(p) not in in_units]
     tensors = tensors_by_parameter(model) if rest else {}
-    return [
-        HostTensor(group[0], role, piece_nbytes(unit.module, group), unit.name, is_updated=is_updated(group[0]))
-        for unit in streamed
-        for group in unit.groups
-    ] + [HostTensor(parameter, role, sum(local(t).nbytes for t in tensors[id(parameter)])) for parameter in rest]
+    return [piece(unit, group) for unit in streamed for group in unit.groups] + [
+        HostTensor(parameter, role, sum(local(t).nbytes for t in tensors[id(parameter)])) for parameter in rest
+    ]
+
+
+def _with_tier(each: HostTensor, asked: AskedTiers, why_not: str) -> HostTensor:
+    may_leave = each.may_leave or each.in_state or each.role is TensorRole.ACTIVATIONS
+    tier, source = asked.lookup(each.owner, each.role, may_leave=may_leave, why_not=why_not)
+    return each._replace(tier=tier, source=source, may_leave=may_leave)
 
 
 def _inputs(measured: DryRun, units: NamedUnits, asked: AskedTiers) -> list[HostTensor]:
     """Return the inputs of units; those without a known size where they are asked for on the tier `ssd`."""
     role, stored = TensorRole.ACTIVATIONS, dict(measured.stored_bytes)
     if not stored:
-        stored = {name: 0 for name, _ in units if asked.tier(name, role) == SSD}
+        stored = {name: 0 for name, _ in units if asked.lookup(name, role, may_leave=True)[0] == SSD}
     return [HostTensor(None, role, nbytes, unit, is_updated=False) for unit, nbytes in stored.items()]

@@ -31,10 +31,13 @@ class HostTensor(NamedTuple):
         parameter: of the model, whose weights, gradient or state it is; for weights of a unit that lie in one piece of
             memory, the first of them. None for inputs of a unit.
         unit: the unit that it belongs to, where that streams or where it is the unit's input; else an empty text.
-        tier: that a decorator or rule asks for; None leaves it to the policy.
+        tier: that a decorator or rule asks for, or `ssd` where memory has no room; None leaves it to the policy.
         in_state: it is part of `CPUAdam`'s state: momentum, variance, or what a split master weight has beyond the
-            bfloat16 weight. Only that, weights of units that stream, and inputs of units may lie on the tier `ssd`.
+            bfloat16 weight.
         is_updated: steps write it; of weights, an optimizer has to hold them.
+        may_leave: it may lie on the tier `ssd`: such state, inputs of units, and weights of units that stream, if no
+            other optimizer than `CPUAdam` writes them.
+        source: of the request for `tier`, or why the tier that is asked for cannot hold it.
     """
 
     parameter: torch.Tensor | None
@@ -44,6 +47,8 @@ class HostTensor(NamedTuple):
     tier: str | None = None
     in_state: bool = False
     is_updated: bool = True
+    may_leave: bool = False
+    source: str = ""
 
     @property
     def owner(self) -> torch.Tensor | str:
@@ -179,6 +184,11 @@ class PlannedRecord:
     tensors: tuple[HostTensor, ...]
 
     @property
+    def tier(self) -> str | None:
+        """The tier of its tensors; see `HostTensor`."""
+        return self.tensors[0].tier
+
+    @property
     def is_weights(self) -> bool:
         """Whether it has weights, and no state."""
         return self.tensors[0].role is TensorRole.COMPUTE_WEIGHTS
@@ -240,45 +250,26 @@ def record_names(model: nn.Module, blocks: NamedUnits, streamed: Sequence[Stream
     return found
 
 
-def group_state(
-    tensors: Iterable[HostTensor], record_of: Mapping[int, str], wanted: Callable[[HostTensor], bool]
-) -> tuple[PlannedRecord, ...]:
-    """Return the state among the tensors that is wanted, in records."""
-    groups: dict[str, list[HostTensor]] = {}
-    for each in tensors:
-        if each.in_state and wanted(each):
-            # an optimizer may hold what is no parameter of the model
-            name = record_of.get(id(each.parameter)) or f"unnamed.{id(each.parameter)}"
-            groups.setdefault(name, []).append(each)
-    return tuple(PlannedRecord(name, name, tuple(group)) for name, group in groups.items())
+def records_of(tensors: Iterable[HostTensor], record_of: Mapping[int, str]) -> tuple[PlannedRecord, ...]:
+    """Return what may lie on the tier `ssd`, in records: weights of streamed units, inputs of units, then state.
 
-
-def weight_records(tensors: Iterable[HostTensor], wanted: Callable[[HostTensor], bool]) -> tuple[PlannedRecord, ...]:
-    """Return the weights of streamed units that are wanted, in records: each piece is one."""
-    records = []
+    The tensors of a record have one tier. Each piece of weights is a record of its own.
+    """
+    weights, inputs = [], []
+    state: dict[tuple[str, str | None], list[HostTensor]] = {}
     num_pieces: dict[str, int] = {}
     for each in tensors:
         if each.role is TensorRole.COMPUTE_WEIGHTS and each.unit:
             name = f"{each.unit} weights" if each.is_updated else f"{each.unit} frozen weights"
             index = num_pieces[name] = num_pieces.get(name, 0) + 1
-            if wanted(each):
-                records.append(PlannedRecord(name if index == 1 else f"{name} {index}", each.unit, (each,)))
-    return tuple(records)
-
-
-def input_records(tensors: Iterable[HostTensor], wanted: Callable[[HostTensor], bool]) -> tuple[PlannedRecord, ...]:
-    """Return the inputs of units that are wanted, in the order of units; their sizes may be 0: not known."""
-    inputs = [each for each in tensors if each.role is TensorRole.ACTIVATIONS and wanted(each)]
-    return tuple(PlannedRecord(f"{each.unit} inputs", each.unit, (each,)) for each in inputs)
-
-
-def records_on_ssd(tensors: Sequence[HostTensor], record_of: Mapping[int, str]) -> tuple[PlannedRecord, ...]:
-    """Return what lies on the tier `ssd`: weights, then inputs, then state."""
-    return (
-        *weight_records(tensors, lambda each: each.tier == SSD),
-        *input_records(tensors, lambda each: each.tier == SSD),
-        *group_state(tensors, record_of, lambda each: each.tier == SSD),
-    )
+            weights.append(PlannedRecord(name if index == 1 else f"{name} {index}", each.unit, (each,)))
+        elif each.role is TensorRole.ACTIVATIONS:
+            inputs.append(PlannedRecord(f"{each.unit} inputs", each.unit, (each,)))
+        elif each.in_state:
+            # an optimizer may hold what is no parameter of the model
+            name = record_of.get(id(each.parameter)) or f"unnamed.{id(each.parameter)}"
+            state.setdefault((name, each.tier), []).append(each)
+    return (*weights, *inputs, *(PlannedRecord(name, name, tuple(group)) for (name, _), group in state.items()))
 
 
 def with_slots(
@@ -290,7 +281,7 @@ def with_slots(
         num_devices: of the machine; each has slots of its own for inputs.
     """
     others = tuple(each for each in tensors if each.owner != SLOTS_OWNER)
-    records = records_on_ssd(others, record_of)
+    records = [record for record in records_of(others, record_of) if record.tier == SSD]
     nbytes = slot_bytes(records, num_drives, num_devices)
     return (*others, HostTensor(None, TensorRole.STAGING, nbytes, SLOTS_OWNER)) if nbytes else others
 

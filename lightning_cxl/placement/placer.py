@@ -23,33 +23,16 @@ class _Free(dict[str, int]):
 
 
 class Placer:
-    """A policy together with the machine it decides about, and a plan that wins over it.
+    """A policy together with the machine that it decides about.
 
     Args:
         free: returns the bytes that can still be allocated, by tier name.
-        splits: fractions by tier, for roles that were planned: they win where no tier is asked for.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        policy: PlacementPolicy,
-        free: Callable[[], Mapping[str, int]],
-        splits: Mapping[TensorRole, Mapping[str, float]] | None = None,
-        reasons: Mapping[TensorRole, str] | None = None,
-    ) -> None:
+    def __init__(self, topology: Topology, policy: PlacementPolicy, free: Callable[[], Mapping[str, int]]) -> None:
         self.topology = topology
         self.policy = policy
         self._free = free
-        self._splits = splits or {}
-        self._reasons = reasons or {}
-        self._tiers = topology.names
-
-    def with_plan(
-        self, splits: Mapping[TensorRole, Mapping[str, float]], reasons: Mapping[TensorRole, str]
-    ) -> "Placer":
-        """Return a placer for the same machine and policy with a plan; see `Placer`."""
-        return Placer(self.topology, self.policy, self._free, splits, reasons)
 
     def place(
         self,
@@ -70,10 +53,7 @@ class Placer:
             check_role_on_ssd(role, source or "the request")
             return Placement((tier,), reason=source or "asked for explicitly")  # no policy is asked: nothing spills
         request = PlacementRequest(role, nbytes, module, tier, source if tier is not None else "")
-        free = _Free(self.topology, self._free)
-        placement = self.policy.place(request, free)
-        if tier is None and role in self._splits:
-            placement = self._planned(role, nbytes, placement.pinned, free)
+        placement = self.policy.place(request, _Free(self.topology, self._free))
         for name in placement.tiers:
             if self._is_ssd(name):
                 raise UnsupportedError(
@@ -81,14 +61,6 @@ class Placer:
                     f"memory ({', '.join(self.topology.names)}). Ask for it by a rule or decorator for optimizer_state"
                 )
         return placement
-
-    def _planned(self, role: TensorRole, nbytes: int, pinned: bool, free: Mapping[str, int]) -> Placement:
-        split = self._splits[role]
-        chosen = sorted((name for name in self._tiers if split.get(name, 0) > 0), key=lambda name: -split[name])
-        others = [name for name in self._tiers if name not in chosen]
-        others.sort(key=lambda name: free.get(name, nbytes) < nbytes)
-        shares = tuple(split.get(name, 0.0) for name in (*chosen, *others)) if len(chosen) > 1 else ()
-        return Placement((*chosen, *others), pinned, self._reasons.get(role, ""), shares)
 
     def _is_ssd(self, tier: str) -> bool:
         return self.topology.tier(tier).kind is TierKind.SSD

@@ -1,7 +1,7 @@
 """`decide`: where everything of a run goes, before any of it is allocated. See [Note: One inventory].
 
-A policy that plans (`PlanningPolicy`) sees the whole inventory as one job; another one is asked tensor by tensor, about
-all of them with what is free now. A run that does not fit is refused here.
+A policy that plans (`PlanningPolicy`) sees the whole inventory as one job; then its decision answers tensor by tensor,
+as any other policy does. A run that does not fit is refused here.
 """
 
 import logging
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lightning_cxl.config import OffloadConfig, OnTierFull
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, TierFullError
-from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.inventory import Inventory
 from lightning_cxl.inventory.tensors import HostTensor
 from lightning_cxl.machine.machine import MachineSsd, check_split
@@ -24,10 +23,10 @@ from lightning_cxl.machine.speeds import machine_of, machine_without_speeds, wit
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.memory.host_tensors import anonymous_bytes, is_ordinary
-from lightning_cxl.placement.placement import Placement, PlacementPolicy, RoleHomePolicy, TensorRole
+from lightning_cxl.placement.placement import Placement, PlacementPolicy, PlacementRequest, RoleHomePolicy, TensorRole
 from lightning_cxl.placement.placer import Placer
 from lightning_cxl.planning.job import MemoryClass, model_job
-from lightning_cxl.planning.policies import Bandwidth, Decision, PlanningPolicy, get_policy, plans
+from lightning_cxl.planning.policies import Decision, PlanningPolicy, get_policy, plans
 from lightning_cxl.planning.settle_state import check_on_ssd
 from lightning_cxl.shards import local
 from lightning_cxl.ssd_options import SSD
@@ -156,19 +155,30 @@ def _where_it_fits(
 
 
 class Plan:
-    """The placement of every tensor of one model, by decorators and rules first, then by the policy; and its bytes.
+    """The placement of every tensor of one model, and the bytes of every tier.
 
     Args:
+        inventory: says which tier each of its tensors is asked for; of others, decorators and rules say it.
         pin: page-lock what a device copies, whatever the policy says about it.
     """
 
-    def __init__(self, asked: AskedTiers, placer: Placer, *, pin: bool = False) -> None:
-        self.asked = asked
+    def __init__(self, inventory: Inventory, placer: Placer, *, pin: bool = False) -> None:
+        self.asked = inventory.asked
         self.placer = placer
         self._pin = pin
+        self._settled: dict[tuple[int | str, TensorRole, bool], tuple[str | None, str]] = {}
         self._decided: dict[tuple[int | str, TensorRole, bool], Placement] = {}
         self._bytes: dict[str, dict[str, int]] = {}
         self._reasons: dict[str, dict[str, None]] = {}  # an ordered set per role
+        for each in inventory.tensors:
+            self._settled[self._key(each.owner, each.role, each.in_state)] = each.tier, each.source
+        for group in (group for unit in (*inventory.streamed, *inventory.gathered) for group in unit.groups):
+            keys = [self._key(parameter, TensorRole.COMPUTE_WEIGHTS, False) for parameter in group]
+            self._settled |= dict.fromkeys(keys, self._settled[keys[0]])
+
+    def _key(self, owner: Tensor | str, role: TensorRole, in_state: bool) -> tuple[int | str, TensorRole, bool]:
+        # by name where it has one: some modules make new parameters when they move
+        return (owner if isinstance(owner, str) else self.asked.names.get(id(owner), id(owner))), role, in_state
 
     def count(self, role: TensorRole, nbytes: int, placement: Placement) -> None:
         """Add `nbytes` of a role to the planned bytes of the tiers of its placement, by their shares."""
@@ -196,16 +206,16 @@ class Plan:
             owner: a parameter of the model; for inputs of a unit, the name of the unit.
             in_state: see `HostTensor`; only such a tensor, weights, or inputs of units may be placed on the tier `ssd`.
         """
-        key = (owner if isinstance(owner, str) else id(owner), role, in_state)
+        key = self._key(owner, role, in_state)
         if key not in self._decided:
-            self._decided[key] = self._decide(owner, role, nbytes, in_state)
+            of_units = role in (TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS)
+            may_leave = in_state or role is TensorRole.ACTIVATIONS
+            tier, source = self._settled.get(key) or self.asked.lookup(owner, role, may_leave=may_leave)
+            if tier == SSD and of_units:
+                self._decided[key] = Placement((tier,), reason=source)
+            else:
+                self._decided[key] = self._in_memory(owner, role, nbytes, tier, source)
         return self._decided[key]
-
-    def _decide(self, owner: Tensor | str, role: TensorRole, nbytes: int, in_state: bool) -> Placement:
-        tier, source = self.asked.lookup(owner, role, in_state=in_state)
-        if tier == SSD and role in (TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS):
-            return Placement((tier,), reason=source)
-        return self._in_memory(owner, role, nbytes, tier, source)
 
     def in_memory(self, unit: str, nbytes: int) -> Placement:
         """Return where an input of a unit goes that belongs on the tier `ssd` and has no room there."""
@@ -221,6 +231,25 @@ class Plan:
         return replace(placement, pinned=True) if self._pin and role.is_copied else placement
 
 
+class DecidedPolicy:
+    """The decision of a `PlanningPolicy` as a `PlacementPolicy`, which is what memory is placed by."""
+
+    def __init__(self, decision: Decision, tiers: Sequence[str], others: PlacementPolicy) -> None:
+        self._decision = decision
+        self._tiers = tiers
+        self._others = others  # of roles that it says nothing about, and of tiers that are asked for
+
+    def place(self, request: PlacementRequest, free: Mapping[str, int]) -> Placement:
+        split = self._decision.splits.get(request.role)
+        if request.tier is not None or split is None:
+            return self._others.place(request, free)
+        chosen = sorted((name for name in self._tiers if split.get(name, 0) > 0), key=lambda name: -split[name])
+        others = [name for name in self._tiers if name not in chosen]
+        others.sort(key=lambda name: free.get(name, request.nbytes) < request.nbytes)
+        shares = tuple(split.get(name, 0.0) for name in (*chosen, *others)) if len(chosen) > 1 else ()
+        return Placement((*chosen, *others), reason=self._decision.reasons.get(request.role, ""), shares=shares)
+
+
 class RunPolicy:
     """The policy of a run, chosen before there is a model; ours by default, where tiers and their speeds are known."""
 
@@ -230,30 +259,34 @@ class RunPolicy:
         """Asked tensor by tensor: for what no plan places, and before there is one."""
         self._planning: PlanningPolicy | None = None
         several = sum(not tier.emulated for tier in topology.tiers) > 1
-        by_role = wanted is None and (config.policy == "by_role" or (config.policy == "auto" and not several))
+        named = config.policy if wanted is None else type(wanted).__name__
+        by_role = wanted is None and (named == "by_role" or (named == "auto" and not several))
         machine = None
         if config.machine is not None or not by_role:  # no need to look up speeds that nobody asks for
             machine = machine_of(topology, device, file=config.machine)
-        if wanted is None and config.policy in ("auto", "by_role"):
-            if not by_role and machine is not None:
-                self.name, self._planning = "bandwidth", Bandwidth()
-            else:
-                self.name = "by role"
-                if not by_role:
-                    log.info(
-                        "every kind of tensor has its home: speeds are not known, see `python -m lightning_cxl "
-                        "calibrate`"
-                    )
-                _warn_of_idle_machine(config, "there is one kind of memory, where" if not several else "with it")
+        idle = ""  # why speeds decide nothing
+        if by_role or (wanted is None and named == "auto" and machine is None):
+            self.name, idle = "by role", "with it" if several else "there is one kind of memory, where"
+            if not by_role:
+                log.info(
+                    "every kind of tensor has its home: speeds are not known, see `python -m lightning_cxl calibrate`"
+                )
         else:
-            policy = get_policy(config.policy) if wanted is None else wanted
-            self.name = config.policy if wanted is None else type(policy).__name__
+            policy = get_policy("bandwidth" if named == "auto" else named) if wanted is None else wanted
+            self.name = "bandwidth" if wanted is None and named == "auto" else named
             if plans(policy):
                 self._planning = cast(PlanningPolicy, policy)
             else:
-                _warn_of_idle_machine(config, f"policy {self.name!r} is asked tensor by tensor, and")
+                idle = f"policy {self.name!r} is asked tensor by tensor, and"
                 self.by_tensor = cast(PlacementPolicy, policy)
                 self.name = getattr(policy, "name", type(policy).__name__)
+        if idle and config.machine is not None:
+            warnings.warn(
+                f"`machine={config.machine!r}` has no effect: {idle} nothing is planned by speed. Choose a policy such "
+                f"as 'bandwidth'.",
+                LightningCXLWarning,
+                stacklevel=2,
+            )
         if self._planning is not None and machine is None:
             if getattr(self._planning, "needs_speeds", True):
                 raise ConfigError(
@@ -262,12 +295,11 @@ class RunPolicy:
                     "in examples/machines."
                 )
             machine = machine_without_speeds(topology, device)
-        if machine is not None:  # one process drives one of its devices
-            machine = replace(machine, device=replace(machine.device, count=1))
-        self._machine = machine
+        # one process drives one of its devices
+        self._machine = machine and replace(machine, device=replace(machine.device, count=1))
 
-    def decide(self, inventory: Inventory, free: FreeMemory) -> Decision:
-        """Return the decision about a whole run; an empty one where the policy is asked tensor by tensor.
+    def of_run(self, inventory: Inventory, free: FreeMemory) -> PlacementPolicy:
+        """Return what places the tensors of a run: the policy itself, or what it has decided about the whole run.
 
         The topology gets the tier ``cxl`` where the policy names it and there is none.
 
@@ -275,7 +307,7 @@ class RunPolicy:
             free: what the run may fill; the machine's own limits hold as well.
         """
         if self._planning is None or self._machine is None:
-            return Decision({}, {})
+            return self.by_tensor
         job = model_job(type(inventory.model).__name__, inventory)
         if TensorRole.ACTIVATIONS not in job.free_classes():
             # how large they are may not be known yet; where they go is decided now
@@ -300,36 +332,24 @@ class RunPolicy:
                 check_split(split, machine)
         except ValueError as error:
             raise ConfigError(f"policy {self.name!r}: {error}") from error
-        return decision
-
-
-def _warn_of_idle_machine(config: OffloadConfig, why: str) -> None:
-    if config.machine is not None:
-        warnings.warn(
-            f"`machine={config.machine!r}` has no effect: {why} nothing is planned by speed. Choose a policy such as "
-            f"'bandwidth'.",
-            LightningCXLWarning,
-            stacklevel=2,
-        )
+        return DecidedPolicy(decision, self._topology.names, self.by_tensor)
 
 
 def decide(
     inventory: Inventory,
     policy: RunPolicy,
     memory: HostMemory,
-    placer: Placer,
     on_tier_full: OnTierFull,
     ssd: MachineSsd | None = None,
 ) -> Plan:
     """Return the plan of a run: where every tensor of its inventory goes.
 
     Args:
-        placer: asks the policy before this decision; the decision gets one of its own.
         ssd: how much the tier `ssd` may hold; None where there is none.
     """
     free = free_for(inventory.model, memory)
-    decision = policy.decide(inventory, free)
-    plan = Plan(inventory.asked, placer.with_plan(decision.splits, decision.reasons), pin=memory.pins)
+    placer = Placer(memory.topology, policy.of_run(inventory, free), memory.free_bytes)
+    plan = Plan(inventory, placer, pin=memory.pins)
     requests = [(each.role, each.nbytes, plan.of(each)) for each in inventory.tensors]
     if set(memory.topology.names) - set(free.tiers):  # the policy has asked for one tier more
         free = free_for(inventory.model, memory)

@@ -42,16 +42,16 @@ Between machines, a ring over all ranks brings every machine what it brings one 
 a machine have. Where machines replicate, shards of their devices are reduced in so many rings side by side.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_cxl.inventory.dry_run import known_parameters
 from lightning_cxl.inventory.inventory import Inventory
-from lightning_cxl.inventory.tensors import GRADIENTS, leaving_groups, parameter_bytes
+from lightning_cxl.inventory.tensors import GRADIENTS, HostTensor, leaving_groups, parameter_bytes
 from lightning_cxl.inventory.workload import Mesh, Overlap
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.ssd_options import SSD
@@ -61,6 +61,7 @@ from lightning_cxl.streaming.unit_weights import tensors_by_parameter
 from lightning_cxl.streaming.units import NamedUnits
 
 SSD_MOVES = ("ssd_read", "ssd_write")
+COLLECTIVES = ("all-gather, forward", "all-gather, backward", "reduce-scatter", "all-reduce between machines")
 Phase = Literal["forward", "backward", "update"]
 """Backward includes the recompute of units; update is the optimizer's step on the host."""
 
@@ -75,17 +76,20 @@ class Move(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Bytes that the ranks of a run exchange in one phase of one optimizer step."""
+    """A collective of the ranks of a run, all of one optimizer step. See [Note: Communication volume]."""
 
+    name: str
     phase: Phase
     kind: Literal["gather", "reduce"]
     """Before the device computes with it, or after it has computed it."""
+    nbytes: float
+    """Received by every rank, and sent."""
     peer_bytes: float
     """Received by each device from devices of its machine, and sent to them."""
     network_bytes: float
     """Received by each machine from others, and sent."""
-    hops: float
-    """Steps of rings, one after the other: each takes the latency of its links."""
+    steps: float
+    """Of rings, one after the other: each takes the latency of its links."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,20 +102,6 @@ class MemoryClass:
     """The tier that a decorator or rule asks for; None leaves it to the policy. A job has at most one such class per
     role and tier, and one per role without a tier."""
     moves: tuple[Move, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Volume:
-    """Bytes that every rank receives in one step, and sends, by collective. See [Note: Communication volume]."""
-
-    forward_gather: float = 0.0
-    backward_gather: float = 0.0
-    reduce_scatter: float = 0.0
-    all_reduce: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.forward_gather + self.backward_gather + self.reduce_scatter + self.all_reduce
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,12 +126,10 @@ class Job:
     device_bytes: int | None = None
     """Peak on the device; None where it is not known."""
     exchanges: tuple[Exchange, ...] = ()
-    """Bytes that ranks exchange; all other bytes of the job are those of one machine."""
+    """All other bytes of the job are those of one machine."""
     device_parts: Mapping[str, int] = field(default_factory=dict)
     """Bytes on the device by what they are for; `device_bytes` is their sum."""
     mesh: Mesh = field(default_factory=Mesh)
-    volume: Volume = field(default_factory=Volume)
-    """Bytes that every rank receives from others in one step."""
     notes: tuple[str, ...] = ()
     """Assumptions and gaps, one sentence each."""
 
@@ -159,12 +147,16 @@ class Job:
     @property
     def ssd_written_bytes(self) -> float:
         """Bytes that a step writes to the tier `ssd`."""
-        return sum(move.nbytes for each in self.classes for move in each.moves if move.kind == "ssd_write")
+        return self.moved_bytes("ssd_write")
 
     @property
     def ssd_read_bytes(self) -> float:
         """Bytes that a step reads from the tier `ssd`."""
-        return sum(move.nbytes for each in self.classes for move in each.moves if move.kind == "ssd_read")
+        return self.moved_bytes("ssd_read")
+
+    def moved_bytes(self, kind: str) -> float:
+        """Return the bytes of all moves of a kind; of copies, those of each device."""
+        return sum(move.nbytes for each in self.classes for move in each.moves if move.kind == kind)
 
     def without_ssd_moves(self) -> "Job":
         """Return the job as if drives took no time."""
@@ -197,36 +189,14 @@ class Job:
         return total
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
-    """Parameters that are gathered and reduced together."""
+class Group(NamedTuple):
+    """Parameters that are gathered and reduced together: those of a unit, or with an empty name those of the root."""
 
     name: str
-    """Of the unit; empty for the root."""
     shard_bytes: int
     """Input of one rank to a gather, with padding."""
     reduced_bytes: int
     """Result of a reduction on one rank, with padding."""
-
-    @property
-    def is_root(self) -> bool:
-        """Whether it has the parameters outside of units."""
-        return not self.name
-
-
-def step_volume(groups: Iterable[Group], mesh: Mesh, num_micro_batches: int = 1, *, no_sync: bool = False) -> Volume:
-    """Return what every rank receives in one step. See [Note: Communication volume]."""
-    found = list(groups)
-    others = mesh.num_shards - 1
-    gathers = num_micro_batches * others
-    reductions = 1 if no_sync else num_micro_batches
-    reduced = sum(group.reduced_bytes for group in found)
-    return Volume(
-        forward_gather=float(gathers * sum(group.shard_bytes for group in found)),
-        backward_gather=float(gathers * sum(group.shard_bytes for group in found if not group.is_root)),
-        reduce_scatter=float(reductions * others * reduced),
-        all_reduce=reductions * 2 * (mesh.num_replicas - 1) / mesh.num_replicas * reduced,
-    )
 
 
 def groups_of(model: nn.Module, units: NamedUnits, mesh: Mesh, *, reduce_itemsize: int | None = None) -> list[Group]:
@@ -241,126 +211,53 @@ def groups_of(model: nn.Module, units: NamedUnits, mesh: Mesh, *, reduce_itemsiz
     for name, parameters in [(name, [*unit.parameters()]) for name, unit in units] + [("", list(left.values()))]:
         own = [parameter for each in parameters if (parameter := left.pop(id(each), None)) is not None]
         if own:
-            groups.append(_group(name, own, mesh, reduce_itemsize))
+            shards = sum(mesh.shard_numel(p) * p.element_size() for p in own)
+            reduced = sum(mesh.shard_numel(p) * (reduce_itemsize or p.element_size()) for p in own if p.requires_grad)
+            groups.append(Group(name, shards, reduced))
     return groups
 
 
-def _group(name: str, parameters: Sequence[Tensor], mesh: Mesh, reduce_itemsize: int | None) -> Group:
-    trained = [each for each in parameters if each.requires_grad]
-    return Group(
-        name=name,
-        shard_bytes=sum(mesh.shard_numel(each) * each.element_size() for each in parameters),
-        reduced_bytes=sum(mesh.shard_numel(each) * (reduce_itemsize or each.element_size()) for each in trained),
-    )
-
-
-_GRADS = (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS)
-
-
 def exchanges(
-    volume: Volume, mesh: Mesh, num_groups: int, num_micro_batches: int, num_reductions: int
+    groups: Sequence[Group], mesh: Mesh, num_micro_batches: int = 1, *, no_sync: bool = False
 ) -> tuple[Exchange, ...]:
-    """Return what the ranks exchange in one step."""
+    """Return what the ranks exchange in one step. See [Note: Communication volume]."""
     if not mesh.is_sharded:
         return ()
-    crosses = mesh.num_shards > mesh.num_devices
     ring, replicas = mesh.num_shards - 1, mesh.num_replicas - 1
+    reductions = 1 if no_sync else num_micro_batches
+    reduced = sum(group.reduced_bytes for group in groups)
+    all_reduce = reductions * 2 * replicas / mesh.num_replicas * reduced
 
-    def among_shards(phase: Phase, kind: str, nbytes: float, calls: int) -> Exchange:
+    def among_shards(name: str, phase: Phase, kind: Any, calls: int, shard: int, num_groups: int) -> Exchange:
+        nbytes = float(calls * ring * shard)
         peer = nbytes if mesh.num_devices > 1 else 0.0
-        return Exchange(phase, kind, peer, nbytes if crosses else 0.0, calls * ring)  # type: ignore[arg-type]
+        network = nbytes if mesh.num_shards > mesh.num_devices else 0.0
+        return Exchange(name, phase, kind, nbytes, peer, network, calls * num_groups * ring)
 
-    gathers = num_groups * num_micro_batches
-    reductions = num_groups * num_reductions
-    found = (
-        among_shards("forward", "gather", volume.forward_gather, gathers),
-        among_shards("backward", "gather", volume.backward_gather, gathers),
-        among_shards("backward", "reduce", volume.reduce_scatter, reductions),
-        Exchange("backward", "reduce", 0.0, mesh.num_devices * volume.all_reduce, reductions * 2 * replicas),
-        among_shards("update", "reduce", 16.0, 2),  # the norm, and whether the step is skipped
+    shards, in_units = (sum(g.shard_bytes for g in groups if g.name or with_root) for with_root in (True, False))
+    # the norm of gradients, and which of them are not finite: two numbers of 8 bytes, which are not counted as received
+    norm = among_shards("norm", "update", "reduce", 1, 0, 2)
+    norm = norm._replace(
+        peer_bytes=16.0 * (mesh.num_devices > 1), network_bytes=16.0 * (mesh.num_shards > mesh.num_devices)
     )
-    return tuple(each for each in found if each.peer_bytes or each.network_bytes or each.hops)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
-    """Bytes of a job that decide about its moves."""
-
-    num_micro_batches: int = 1
-    num_arrivals: int | None = None
-    """How often gradients come to the host; None: with every micro-batch."""
-    weight_bytes: int
-    """Compute weights on the host, all of them."""
-    trained_bytes: int
-    """Of those, what is updated."""
-    weights_are_read: bool = True
-    """The update reads compute weights: they are masters, or the upper halves of them."""
-    grad_bytes: int
-    """Gradients of all parameters as they are kept."""
-    arriving_bytes: int
-    """Gradients of all parameters as one backward delivers them."""
-    staged_bytes: int = 0
-    """Of those, what lands in staging memory first."""
-    written_back_bytes: int = 0
-    """Weights on the device that are overwritten from their masters after the update."""
-    root_bytes: int = 0
-    """Of several ranks, weights outside of units: they stay on the device until the backward ends."""
-    num_devices: int = 1
-    """Of the machine; each copies a part of the weights, and a part of the gradients comes from each."""
-
-
-def engine_moves(role: TensorRole, nbytes: int, traffic: Traffic) -> tuple[Move, ...]:
-    """Return the moves of all bytes of a role."""
-    n, arrivals = traffic.num_micro_batches, traffic.num_arrivals or traffic.num_micro_batches
-    if role is TensorRole.COMPUTE_WEIGHTS:
-        update = traffic.trained_bytes * (2 if traffic.weights_are_read else 1)
-        read = n * traffic.weight_bytes / traffic.num_devices
-        again = n * (traffic.weight_bytes - traffic.root_bytes) / traffic.num_devices
-        return Move("forward", "h2d", read), Move("backward", "h2d", again), Move("update", "cpu", float(update))
-    if role in _GRADS:
-        direct = arrivals * traffic.arriving_bytes - traffic.staged_bytes
-        once = arrivals == 1
-        touched = traffic.arriving_bytes if once else arrivals * (traffic.arriving_bytes + 2 * traffic.grad_bytes)
-        kept = touched + (traffic.staged_bytes if once else 0)  # copied out of staging memory
-        found = (Move("backward", "d2h", direct / traffic.num_devices), Move("backward", "cpu", float(kept)))
-        return tuple(m for m in (*found, Move("update", "cpu", float(traffic.grad_bytes))) if m.nbytes)
-    if role is TensorRole.STAGING:
-        return Move("backward", "d2h", traffic.staged_bytes / traffic.num_devices), Move(
-            "backward", "cpu", float(traffic.staged_bytes)
-        )
-    if role is TensorRole.ACTIVATIONS:
-        return Move("forward", "d2h", float(n * nbytes)), Move("backward", "h2d", float(n * nbytes))
-    moved = (Move("update", "cpu", 2.0 * nbytes),)
-    if role is TensorRole.MASTER_WEIGHTS and traffic.written_back_bytes:
-        return (*moved, Move("update", "h2d", float(traffic.written_back_bytes)))
-    return moved
-
-
-def ssd_moves(role: TensorRole, nbytes: int, updated_bytes: int, num_micro_batches: int) -> tuple[Move, ...]:
-    """Return what a step moves of a role on the tier `ssd`, beside what the CPUs read and write of it in memory.
-
-    Args:
-        role: of the class: weights are read for every forward and every backward, too; inputs of units are written in
-            every forward, and read in every backward.
-    """
-    if role is TensorRole.ACTIVATIONS:
-        moved = float(num_micro_batches * nbytes)
-        return Move("forward", "ssd_write", moved), Move("backward", "ssd_read", moved)
-    updates = Move("update", "ssd_read", float(updated_bytes)), Move("update", "ssd_write", float(updated_bytes))
-    if role is not TensorRole.COMPUTE_WEIGHTS:
-        return updates
-    read = float(num_micro_batches * nbytes)
-    moves = (Move("forward", "ssd_read", read), Move("backward", "ssd_read", read), *updates)
-    return tuple(move for move in moves if move.nbytes)
+    found = (
+        among_shards(COLLECTIVES[0], "forward", "gather", num_micro_batches, shards, len(groups)),
+        among_shards(COLLECTIVES[1], "backward", "gather", num_micro_batches, in_units, len(groups)),
+        among_shards(COLLECTIVES[2], "backward", "reduce", reductions, reduced, len(groups)),
+        Exchange(
+            *(COLLECTIVES[3], "backward", "reduce", all_reduce),
+            *(0.0, mesh.num_devices * all_reduce, reductions * len(groups) * 2 * replicas),
+        ),
+        norm,
+    )
+    return tuple(each for each in found if each.peer_bytes or each.network_bytes or each.steps)
 
 
 def model_job(name: str, inventory: Inventory) -> Job:
     """Return the job of a model that is trained."""
-    workload, run = inventory.workload, inventory.measured
-    parts, mesh = _device_parts(inventory), workload.mesh
-    n = workload.num_micro_batches
+    workload, run, mesh = inventory.workload, inventory.measured, inventory.workload.mesh
+    parts, n = _device_parts(inventory), workload.num_micro_batches
     groups = groups_of(inventory.model, inventory.units, mesh)
-    volume = step_volume(groups, mesh, n, no_sync=workload.no_sync)
     return Job(
         name=name,
         classes=_classes(inventory),
@@ -373,80 +270,86 @@ def model_job(name: str, inventory: Inventory) -> Job:
         backward_flops=run.backward_flops * n,
         overlap=inventory.overlap,
         device_bytes=sum(parts.values()) if run.device_peak_bytes else None,
-        exchanges=exchanges(volume, mesh, len(groups), n, workload.num_arrivals),
+        exchanges=exchanges(groups, mesh, n, no_sync=workload.no_sync),
         device_parts=parts,
         mesh=mesh,
-        volume=volume,
         notes=(run.note,) if run.note else (),
     )
 
 
 def _classes(inventory: Inventory) -> tuple[MemoryClass, ...]:
     """Return a class per role and tier that is asked for; each has its part of the role's moves."""
-    traffic = _traffic(inventory)
-    of_class: dict[tuple[TensorRole, str | None], int] = {}
-    of_role: dict[TensorRole, int] = {}
-    updated: dict[tuple[TensorRole, str | None], int] = {}
+    of_class: dict[tuple[TensorRole, str | None], list[HostTensor]] = {}
     for each in inventory.tensors:
-        of_class[each.role, each.tier] = of_class.get((each.role, each.tier), 0) + each.nbytes
-        of_role[each.role] = of_role.get(each.role, 0) + each.nbytes
-        updated[each.role, each.tier] = updated.get((each.role, each.tier), 0) + each.is_updated * each.nbytes
+        of_class.setdefault((each.role, each.tier), []).append(each)
+    moves_of = {role: _moves(inventory, role) for role, _ in of_class}
     classes = []
-    for (role, tier), nbytes in of_class.items():
-        part = nbytes / max(1, of_role[role])
-        of_all = engine_moves(role, of_role[role], _of_role(role, traffic, inventory))
-        moves = tuple(move._replace(nbytes=move.nbytes * part) for move in of_all)
+    for (role, tier), tensors in of_class.items():
+        nbytes = sum(each.nbytes for each in tensors)
+        part = nbytes / max(1, inventory.bytes_of(role))
+        moves = tuple(move._replace(nbytes=move.nbytes * part) for move in moves_of[role])
+        nbytes *= inventory.copies_of(role)
         if tier == SSD:
-            on_drives = nbytes * inventory.copies_of(role)
-            moves += ssd_moves(role, on_drives, updated[role, tier], traffic.num_micro_batches)
-        classes.append(MemoryClass(role=role, nbytes=nbytes * inventory.copies_of(role), tier=tier, moves=moves))
+            updated = sum(each.nbytes for each in tensors if each.is_updated)
+            moves += _moves_of_drives(role, nbytes, updated, inventory.workload.num_micro_batches)
+        classes.append(MemoryClass(role=role, nbytes=nbytes, tier=tier, moves=moves))
     return tuple(classes)
 
 
-def _of_role(role: TensorRole, traffic: Traffic, inventory: Inventory) -> Traffic:
-    """Return the traffic of one role: some gradients may be compute gradients, and others master gradients."""
-    if role not in GRADIENTS:
-        return traffic
-    own = [each for each in inventory.gradients if each.role is role]
-    part = parameter_bytes(own) / max(1, parameter_bytes(inventory.gradients))
-    return replace(
-        traffic,
-        grad_bytes=sum(each.nbytes for each in own),
-        arriving_bytes=round(part * traffic.arriving_bytes),
-        staged_bytes=round(part * traffic.staged_bytes),
-    )
+def _moves_of_drives(role: TensorRole, nbytes: int, updated_bytes: int, num_micro_batches: int) -> tuple[Move, ...]:
+    """Return the moves of a class on the tier `ssd`, beside what the CPUs read and write of it in memory."""
+    each_time = float(num_micro_batches * nbytes)
+    if role is TensorRole.ACTIVATIONS:
+        return Move("forward", "ssd_write", each_time), Move("backward", "ssd_read", each_time)
+    updates = Move("update", "ssd_read", float(updated_bytes)), Move("update", "ssd_write", float(updated_bytes))
+    if role is not TensorRole.COMPUTE_WEIGHTS:
+        return updates
+    moves = (Move("forward", "ssd_read", each_time), Move("backward", "ssd_read", each_time), *updates)
+    return tuple(move for move in moves if move.nbytes)
 
 
-def _traffic(inventory: Inventory) -> Traffic:
-    weight_bytes = inventory.bytes_of(TensorRole.COMPUTE_WEIGHTS)
-    parameters = known_parameters(inventory.model)
-    trained = sum(p.nbytes for p in parameters if p.requires_grad) / max(1, sum(p.nbytes for p in parameters))
+def _moves(inventory: Inventory, role: TensorRole) -> tuple[Move, ...]:
+    """Return the moves of all bytes of a role; the rules are in the module's docstring."""
+    workload, mesh, nbytes = inventory.workload, inventory.workload.mesh, inventory.bytes_of(role)
+    n, num_arrivals = workload.num_micro_batches, workload.num_arrivals
+    if role is TensorRole.ACTIVATIONS:
+        return Move("forward", "d2h", float(n * nbytes)), Move("backward", "h2d", float(n * nbytes))
+    all_on_host = workload.computes_on_host or mesh.is_sharded
     separate = [each for each in inventory.gradients if each.role is TensorRole.MASTER_GRADS]
-    mesh = inventory.workload.mesh
-    all_on_host = inventory.workload.computes_on_host or mesh.is_sharded
     on_host = [each for each in separate if each.unit or all_on_host]
-    arriving = [each.parameter for each in inventory.gradients if each.parameter is not None]
-    return Traffic(
-        num_micro_batches=inventory.workload.num_micro_batches,
-        num_arrivals=inventory.workload.num_arrivals,
-        weight_bytes=weight_bytes,
-        trained_bytes=round(weight_bytes * trained),
-        weights_are_read=not on_host,
-        grad_bytes=sum(each.nbytes for each in inventory.gradients),
-        arriving_bytes=mesh.machine_bytes(parameter_bytes(inventory.gradients), arriving),
-        staged_bytes=inventory.staged_bytes,
-        written_back_bytes=parameter_bytes(separate) - parameter_bytes(on_host),
-        root_bytes=_root_bytes(inventory),
-        num_devices=mesh.num_devices,
-    )
-
-
-def _root_bytes(inventory: Inventory) -> int:
-    """Return the weights on the host that a device reads once in forward and backward; see `Traffic`."""
-    if inventory.workload.computes_on_host or not inventory.workload.mesh.is_sharded:
-        return 0
-    weights = (each for each in inventory.tensors if each.role is TensorRole.COMPUTE_WEIGHTS)
-    return sum(each.nbytes for each in weights if not each.unit)
+    if role is TensorRole.COMPUTE_WEIGHTS:
+        parameters = known_parameters(inventory.model)
+        trained = sum(p.nbytes for p in parameters if p.requires_grad) / max(1, sum(p.nbytes for p in parameters))
+        # the update reads compute weights where they are masters, or the upper halves of them
+        update = round(nbytes * trained) * (1 if on_host else 2)
+        root = 0  # of several ranks, weights outside of units stay on the device until the backward ends
+        if mesh.is_sharded and not workload.computes_on_host:
+            root = sum(each.nbytes for each in inventory.tensors if each.role is role and not each.unit)
+        read, again = n * nbytes / mesh.num_devices, n * (nbytes - root) / mesh.num_devices
+        return Move("forward", "h2d", read), Move("backward", "h2d", again), Move("update", "cpu", float(update))
+    staged = inventory.staged_bytes
+    if role is TensorRole.STAGING:
+        return Move("backward", "d2h", staged / mesh.num_devices), Move("backward", "cpu", float(staged))
+    if role in GRADIENTS:
+        own = [each for each in inventory.gradients if each.role is role]
+        part = parameter_bytes(own) / max(1, parameter_bytes(inventory.gradients))
+        of_all = [each.parameter for each in inventory.gradients if each.parameter is not None]
+        arriving = round(part * mesh.machine_bytes(parameter_bytes(inventory.gradients), of_all))
+        staged, kept = round(part * staged), sum(each.nbytes for each in own)
+        once = num_arrivals == 1
+        # measured where it lies, and copied out of staging memory; or added to sums
+        touched = arriving + staged if once else num_arrivals * (arriving + 2 * kept)
+        moves = (
+            Move("backward", "d2h", (num_arrivals * arriving - staged) / mesh.num_devices),
+            Move("backward", "cpu", float(touched)),
+            Move("update", "cpu", float(kept)),
+        )
+        return tuple(move for move in moves if move.nbytes)
+    in_place = Move("update", "cpu", 2.0 * nbytes)
+    written_back = parameter_bytes(separate) - parameter_bytes(on_host)  # weights on the device, after the update
+    if role is TensorRole.MASTER_WEIGHTS and written_back:
+        return in_place, Move("update", "h2d", float(written_back))
+    return (in_place,)
 
 
 def _device_parts(inventory: Inventory) -> dict[str, int]:
@@ -474,9 +377,9 @@ def _device_parts(inventory: Inventory) -> dict[str, int]:
 
 def _parts_of_rank(inventory: Inventory) -> dict[str, int]:
     """Return memory of one of several ranks on its device, or where the CPU computes, what it works in."""
-    workload, whole = inventory.workload, Mesh()
-    *units, root = [*groups_of(inventory.model, inventory.units, whole), Group(name="", shard_bytes=0, reduced_bytes=0)]
-    if units and units[-1].is_root:
+    workload = inventory.workload
+    *units, root = [*groups_of(inventory.model, inventory.units, Mesh()), Group("", 0, 0)]
+    if units and not units[-1].name:
         root = units.pop()
     buffers = sum(buffer.nbytes for buffer in inventory.model.buffers() if not is_lazy(buffer))
     largest = max((unit.shard_bytes for unit in units), default=0)

@@ -13,22 +13,18 @@ the check whether a run fits, `plan`, and the run.
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import chain
 
 from lightning_cxl.config import OnTierFull
 from lightning_cxl.errors import SpillWarning
 from lightning_cxl.inventory.inventory import Inventory
 from lightning_cxl.inventory.tensors import (
-    HostTensor,
     PlannedRecord,
-    group_state,
-    input_records,
+    records_of,
     slot_bytes,
-    weight_records,
     with_slots,
 )
 from lightning_cxl.machine.machine import MachineSsd
-from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.units import format_bytes
 
@@ -39,13 +35,6 @@ costs less than a run that the kernel kills."""
 
 NO_ROOM = "does not fit in memory"
 """The source of a request for the tier `ssd` that no decorator or rule makes."""
-
-
-class _Movable(NamedTuple):
-    units: Sequence[PlannedRecord]  # in the order of the model
-    others: Sequence[PlannedRecord]  # the largest first
-    weights: Sequence[PlannedRecord]  # in the order of the model
-    inputs: Sequence[PlannedRecord]  # in the order of the forward
 
 
 def settle_state(
@@ -119,20 +108,21 @@ def _without_room(
     needed = memory_bytes_of(inventory)
     if needed <= memory_bytes:
         return []
-    there, movable = inventory.ssd_records, _movable(inventory)
+    there = inventory.ssd_records
     room = ssd.capacity_bytes - sum(record.stored_bytes(ssd) for record in there)
     num_devices = inventory.workload.mesh.num_devices
     without_slots = needed - slot_bytes(there, ssd.num_drives, num_devices)
     enough = memory_bytes * (1 - left_free)
     best: Sequence[PlannedRecord] = []
-    for choices in (_choices_of_state(movable), _choices_of_weights(movable), _choices_of_inputs(movable)):
+    for choices in _choices(inventory):
         before = best
         for more in choices:
             chosen = [*before, *more]
             if sum(record.stored_bytes(ssd) for record in chosen) > room:
                 continue
             slots = slot_bytes([*there, *chosen], ssd.num_drives, num_devices)
-            left = without_slots - sum(_bytes_in_memory(inventory, record) for record in chosen) + slots
+            in_memory = sum(record.tensor_bytes * inventory.copies_of(record.tensors[0].role) for record in chosen)
+            left = without_slots - in_memory + slots
             if left < needed:
                 best, needed = chosen, left
             if left <= enough:
@@ -142,51 +132,27 @@ def _without_room(
     return best
 
 
-def _movable(inventory: Inventory) -> _Movable:
-    """Return what nobody asks a tier for, of records of which nothing lies on the tier `ssd` yet."""
-    taken = {record.name for record in inventory.ssd_records}
-    parameters = {*inventory.asked.names.values()}
+def _choices(inventory: Inventory) -> list[Iterator[Sequence[PlannedRecord]]]:
+    """Return what nobody asks a tier for: state, weights, inputs, each as lists that grow from choice to choice."""
+    parameters, taken = {*inventory.asked.names.values()}, {record.name for record in inventory.ssd_records}
     order = {name: index for index, name in enumerate(dict.fromkeys(inventory.record_of.values()))}
-    free = group_state(inventory.tensors, inventory.record_of, lambda each: each.tier is None)
-    found = [record for record in free if record.name in order and record.name not in taken]
-    units = [record for record in found if record.name not in parameters]
-    others = [record for record in found if record.name in parameters]
-    weights = weight_records(inventory.tensors, lambda each: each.tier is None and inventory.may_leave_memory(each))
-    inputs = input_records(inventory.tensors, lambda each: each.tier is None and each.nbytes > 0)
-    units.sort(key=lambda record: order[record.name])
-    return _Movable(units, sorted(others, key=lambda record: -record.nbytes), weights, inputs)
-
-
-def _choices_of_state(movable: _Movable) -> Iterator[Sequence[PlannedRecord]]:
-    """Yield state that could go to the tier `ssd`, more and more of it; what makes the slots larger comes last."""
-    units, others = movable.units, movable.others
-    yield from _more_and_more(units)
+    free = [record for record in records_of(inventory.tensors, inventory.record_of) if record.tier is None]
+    state = [record for record in free if record.is_state and record.name in order and record.name not in taken]
+    units = sorted((r for r in state if r.name not in parameters), key=lambda record: order[record.name])
     largest = max((record.nbytes for record in units), default=0)
-    in_turn = [r for r in others if r.nbytes <= largest] + [r for r in others if r.nbytes > largest]
-    for count in range(1, len(others) + 1):
-        yield [*units, *in_turn[:count]]
+    others = sorted((r for r in state if r.name in parameters), key=lambda r: (r.nbytes > largest, -r.nbytes))
+    weights = [record for record in free if record.is_weights and record.tensors[0].may_leave]
+    frozen, updated = ([r for r in weights if r.is_updated is wanted] for wanted in (False, True))
+    inputs = [record for record in free if record.is_inputs and record.nbytes]
+    return [
+        chain(_evenly(units), ([*units, *others[:count]] for count in range(1, len(others) + 1))),
+        chain(_evenly(frozen), ([*frozen, *chosen] for chosen in _evenly(updated))),
+        (inputs[:count] for count in range(1, len(inputs) + 1)),
+    ]
 
 
-def _choices_of_weights(movable: _Movable) -> Iterator[Sequence[PlannedRecord]]:
-    """Yield weights that could go, more and more of them; those that steps write come last."""
-    frozen = [record for record in movable.weights if not record.is_updated]
-    yield from _more_and_more(frozen)
-    for chosen in _more_and_more([record for record in movable.weights if record.is_updated]):
-        yield [*frozen, *chosen]
-
-
-def _choices_of_inputs(movable: _Movable) -> Iterator[Sequence[PlannedRecord]]:
-    """Yield inputs that could go, more and more of them: those of the first units."""
-    for count in range(1, len(movable.inputs) + 1):
-        yield movable.inputs[:count]
-
-
-def _bytes_in_memory(inventory: Inventory, record: PlannedRecord) -> int:
-    """Return what the tensors of a record would take in memory."""
-    return record.tensor_bytes * inventory.copies_of(record.tensors[0].role)
-
-
-def _more_and_more(records: Sequence[PlannedRecord]) -> Iterator[Sequence[PlannedRecord]]:
+def _evenly(records: Sequence[PlannedRecord]) -> Iterator[Sequence[PlannedRecord]]:
+    """Yield one record, two, ..., all of them, each time evenly spread over their order."""
     for count in range(1, len(records) + 1):
         yield [records[index] for index in evenly_spread(count, len(records))]
 
@@ -195,24 +161,7 @@ def _placed(
     inventory: Inventory, records: Sequence[PlannedRecord], tier: str | None, source: str, num_drives: int
 ) -> Inventory:
     """Return the inventory with all of some records on a tier, and slots for what is on `ssd` now."""
-    state = {id(each.parameter) for record in records if record.is_state for each in record.tensors}
-    inputs = {record.owner for record in records if record.is_inputs}
-    pieces = {id(each.parameter) for record in records if record.is_weights for each in record.tensors}
-    inventory.asked.place_state((p for p in inventory.model.parameters() if id(p) in state), tier, source)
-    groups = [
-        group for unit in (*inventory.streamed, *inventory.gathered) for group in unit.groups if id(group[0]) in pieces
-    ]
-    inventory.asked.place_weights((parameter for group in groups for parameter in group), tier, source)
-
-    inventory.asked.place_inputs(inputs, tier, source)
-
-    def is_moved(each: HostTensor) -> bool:
-        if each.role is TensorRole.ACTIVATIONS:
-            return each.unit in inputs
-        if each.role is TensorRole.COMPUTE_WEIGHTS:
-            return bool(each.unit) and id(each.parameter) in pieces
-        return each.in_state and id(each.parameter) in state
-
-    tensors = (each._replace(tier=tier) if is_moved(each) else each for each in inventory.tensors)
+    moved = {id(each) for record in records for each in record.tensors}
+    tensors = [each._replace(tier=tier, source=source) if id(each) in moved else each for each in inventory.tensors]
     num_devices = inventory.workload.mesh.num_devices
     return replace(inventory, tensors=with_slots(tensors, inventory.record_of, num_drives, num_devices))

@@ -62,7 +62,7 @@ A gather or a reduction takes as long as the busier of two ways, and its latenci
 
     peer links    peer_bytes / peer_bytes_per_s          each device sends and receives at the same time
     network       network_bytes / network_bytes_per_s    so does each machine
-                  + hops * latency                       of the network where machines take part, else of peer links
+                  + steps * latency                      of the network where machines take part, else of peer links
 
 Where devices have no links to each other, what they exchange goes through host memory: out over the link of one device,
 and in over that of another one. Where the CPU is the device, it is written and read by it.
@@ -313,7 +313,7 @@ class StepModel:
                     "adapters, such as `network_bytes_per_s: 50 GB/s`; examples/machines/eight_gpus.yaml has all links"
                 )
             phase, crosses = _PHASES.index(each.phase), each.network_bytes > 0
-            latency = each.hops * (links.network_latency_s if crosses else links.peer_latency_s)
+            latency = each.steps * (links.network_latency_s if crosses else links.peer_latency_s)
             network = each.network_bytes / (links.network_bytes_per_s or 1.0) + latency if crosses else 0.0
             peer = 0.0 if crosses else latency
             if links.peer_bytes_per_s is None or self._device.is_host:

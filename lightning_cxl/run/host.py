@@ -111,7 +111,7 @@ class Host:
 
     def decide(self, inventory: Inventory) -> Plan:
         """Return where everything of an inventory goes."""
-        return decide(inventory, self.policy, self.memory, self.placer, self.config.on_tier_full, self.ssd)
+        return decide(inventory, self.policy, self.memory, self.config.on_tier_full, self.ssd)
 
     def report(self, state: str = "running", ssd: SsdUse | None = None) -> dict[str, Any]:
         """Return measured bytes of all tiers, and nothing of a run, as JSON-able data.
@@ -150,9 +150,11 @@ class Host:
 def _warn_of_weights_that_stay(inventory: Inventory) -> None:
     """Say it where weights are asked for on the tier `ssd` and none can lie there: memory has to hold all of them."""
     role = TensorRole.COMPUTE_WEIGHTS
-    if any(each.role is role and each.tier == SSD for each in inventory.tensors):
+    weights = [each for each in inventory.tensors if each.role is role]
+    if any(each.tier == SSD for each in weights):
         return
-    wishes = (inventory.asked.lookup(parameter, role) for parameter in inventory.model.parameters())
+    rows = {id(each.parameter): (each.tier, each.source) for each in weights}
+    wishes = (rows.get(id(p)) or inventory.asked.lookup(p, role) for p in inventory.model.parameters())
     why = next((why for tier, why in wishes if tier is None and why), None)
     if why is not None:
         warnings.warn(

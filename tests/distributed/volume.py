@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cxl.inventory.workload import Loop, Mesh
-from lightning_cxl.planning.job import groups_of, step_volume
+from lightning_cxl.planning.job import exchanges, groups_of
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import cut
@@ -69,7 +69,8 @@ def traffic(job: Job, *, no_sync: bool = False) -> tuple[list[Traffic], Any]:
     if job.bf16:
         model = model.to(torch.bfloat16)
     ranks = Mesh(num_devices=world // job.replicas, num_machines=job.replicas, replicates=job.replicas > 1)
-    expected = step_volume(groups_of(model, find_units(model), ranks), ranks, job.micro_batches, no_sync=no_sync)
+    collectives = exchanges(groups_of(model, find_units(model), ranks), ranks, job.micro_batches, no_sync=no_sync)
+    expected = {each.name: each.nbytes for each in collectives}
     session = Session(**job.options)
     root: Any = cut(model, find_units(model), mesh_of(job, world), session.host_on(device()).engine)
     loop = UserLoop(session, device(), Loop(accumulates=job.micro_batches > 1, reads_gradients=False))

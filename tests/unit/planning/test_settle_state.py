@@ -96,7 +96,7 @@ def weights_on_ssd(inventory):
 
 
 def placements(inventory):
-    return Plan(inventory.asked, Placer(TOPOLOGY, RoleHomePolicy(TOPOLOGY), lambda: {"dram": 1, "cxl": 1}))
+    return Plan(inventory, Placer(TOPOLOGY, RoleHomePolicy(TOPOLOGY), lambda: {"dram": 1, "cxl": 1}))
 
 
 def test_what_fits_in_memory_stays_there():
@@ -129,7 +129,7 @@ def test_as_many_whole_units_go_as_needed(widths, part, vocabulary, streams):
     # parameters outside of units only when all units are there
     assert moved <= {f"layers.{i}" for i in range(len(widths))} or len(moved - OUTSIDE) == len(widths)
     # nothing else has changed, and nothing is lost
-    rest = [each._replace(tier=None) for each in after.tensors if each.owner != SLOTS_OWNER]
+    rest = [each._replace(tier=None, source="") for each in after.tensors if each.owner != SLOTS_OWNER]
     assert [each[1:] for each in rest] == [each[1:] for each in before.tensors]
     slots = sum(each.nbytes for each in after.tensors if each.owner == SLOTS_OWNER)
     assert slots == slots_of(after)
@@ -201,10 +201,10 @@ def test_only_state_and_weights_go_and_every_reader_is_told_so():
 
 def test_the_marks_survive_parameters_that_are_made_anew():
     inventory = settled(listed(), 0)
-    model = inventory.model
+    decision, model = placements(inventory), inventory.model
     model.head.weight = nn.Parameter(torch.empty_like(model.head.weight))
     inventory.asked.read(model)
-    assert inventory.asked.tier(model.head.weight, TensorRole.MOMENTUM, in_state=True) == "ssd"
+    assert decision.place(model.head.weight, TensorRole.MOMENTUM, 8, in_state=True).tiers == ("ssd",)
 
 
 def test_copies_of_weights_stay_in_memory_with_a_reason():

@@ -1,5 +1,7 @@
 """Planned bytes by tier, and what is refused before anything is allocated."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ SPILLING = Placement(("dram", "cxl", "far"), shares=(0.8, 0.2, 0.0))
 
 
 def test_a_plan_counts_every_tier_of_a_split() -> None:
-    plan = Plan(None, None)
+    plan = Plan(SimpleNamespace(asked=None, tensors=(), streamed=(), gathered=()), None)
     plan.count(ROLE, 1001, SPLIT)
     plan.count(ROLE, 10, Placement(("cxl", "dram")))
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_cxl.inventory.workload import Mesh
-from lightning_cxl.planning.job import groups_of, step_volume
+from lightning_cxl.planning.job import COLLECTIVES, exchanges, groups_of
 
 WIDTH = 12
 
@@ -103,8 +103,9 @@ def test_the_volume_of_a_step_is_what_fsdp_asks_for(ranks, num_micro_batches, no
     for index in range(num_micro_batches):
         model.set_requires_gradient_sync(not no_sync or index == num_micro_batches - 1)
         model(torch.ones(2, 3)).sum().backward()
-    volume = step_volume(groups, ranks, num_micro_batches, no_sync=no_sync)
-    assert volume.forward_gather + volume.backward_gather == received["all_gather"] > 0
-    assert volume.reduce_scatter == received["reduce_scatter"] > 0
-    assert volume.all_reduce == pytest.approx(received["all_reduce"], abs=4 * num_micro_batches)
-    assert (volume.all_reduce > 0) == ranks.replicates
+    volume = {each.name: each.nbytes for each in exchanges(groups, ranks, num_micro_batches, no_sync=no_sync)}
+    forward, backward, scatter, all_reduce = (volume.get(name, 0.0) for name in COLLECTIVES)
+    assert forward + backward == received["all_gather"] > 0
+    assert scatter == received["reduce_scatter"] > 0
+    assert all_reduce == pytest.approx(received["all_reduce"], abs=4 * num_micro_batches)
+    assert (all_reduce > 0) == ranks.replicates

@@ -13,17 +13,7 @@ from lightning_cxl.inventory.workload import Mesh
 from lightning_cxl.machine.machine import Device, Machine, MachineLinks, MachineTier
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.job import (
-    Exchange,
-    Group,
-    Job,
-    MemoryClass,
-    Move,
-    Volume,
-    exchanges,
-    groups_of,
-    step_volume,
-)
+from lightning_cxl.planning.job import COLLECTIVES, Exchange, Group, Job, MemoryClass, Move, exchanges, groups_of
 from lightning_cxl.planning.step import predict_step
 
 TIER = MachineTier(
@@ -41,19 +31,26 @@ MACHINE = Machine(
     device=Device(flops=1, h2d_bytes_per_s=10, d2h_bytes_per_s=10, count=2),
     links=LINKS,
 )
-UNITS = [Group(name=f"unit {index}", shard_bytes=10, reduced_bytes=20) for index in range(3)]
-ROOT = Group(name="", shard_bytes=5, reduced_bytes=0)
+UNITS = [Group(f"unit {index}", 10, 20) for index in range(3)]
+ROOT = Group("", 5, 0)
+
+
+def received(groups, mesh, *batches, **options):
+    """Bytes by collective: gathers of forward and backward, reduce-scatter, all-reduce."""
+    found = {each.name: each.nbytes for each in exchanges(groups, mesh, *batches, **options)}
+    return [found.get(name, 0.0) for name in COLLECTIVES]
+
+
+def exchange(phase, kind, peer_bytes, network_bytes, steps):
+    return Exchange("of a test", phase, kind, 0.0, peer_bytes, network_bytes, steps)
 
 
 def test_volumes_by_hand():
-    shards = step_volume([*UNITS, ROOT], Mesh(num_devices=4), num_micro_batches=2)
-    assert shards == Volume(forward_gather=2 * 3 * 35, backward_gather=2 * 3 * 30, reduce_scatter=2 * 3 * 60)
-    assert shards.total == 210 + 180 + 360
-    once = step_volume([*UNITS, ROOT], Mesh(num_devices=4), num_micro_batches=2, no_sync=True)
-    assert once == replace(shards, reduce_scatter=180)
-    replicas = step_volume(UNITS, Mesh(num_devices=2, num_machines=5, replicates=True))
-    assert replicas == Volume(forward_gather=30, backward_gather=30, reduce_scatter=60, all_reduce=2 * 4 / 5 * 60)
-    assert step_volume(UNITS, Mesh()) == Volume()
+    assert received([*UNITS, ROOT], Mesh(num_devices=4), 2) == [2 * 3 * 35, 2 * 3 * 30, 2 * 3 * 60, 0]
+    assert received([*UNITS, ROOT], Mesh(num_devices=4), 2, no_sync=True) == [210, 180, 180, 0]
+    replicas = Mesh(num_devices=2, num_machines=5, replicates=True)
+    assert received(UNITS, replicas) == [30, 30, 60, 2 * 4 / 5 * 60]
+    assert received(UNITS, Mesh()) == [0, 0, 0, 0]
 
 
 def test_groups_of_a_model():
@@ -63,12 +60,12 @@ def test_groups_of_a_model():
     units = [("0", model[0]), ("1", model[1])]
     half = Mesh(num_devices=2)
     assert groups_of(model, units, half) == [
-        Group(name="0", shard_bytes=2 * (12 + 2), reduced_bytes=2 * (12 + 2)),
-        Group(name="1", shard_bytes=2 * 8, reduced_bytes=0),
-        Group(name="", shard_bytes=2 * 3, reduced_bytes=2 * 3),
+        Group("0", 2 * (12 + 2), 2 * (12 + 2)),
+        Group("1", 2 * 8, 0),
+        Group("", 2 * 3, 2 * 3),
     ]
     assert groups_of(model, units, half, reduce_itemsize=4)[0].reduced_bytes == 4 * 14
-    assert [group.is_root for group in groups_of(model, [("all", model)], half)] == [False]
+    assert [group.name for group in groups_of(model, [("all", model)], half)] == ["all"]
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.booleans(), st.integers(1, 4))
@@ -77,39 +74,32 @@ def test_volumes_grow_towards_those_of_whole_parameters(devices, machines, repli
     parameters.weight = nn.Parameter(torch.empty(64 * 8 * 9, device="meta"))
     mesh = Mesh(num_devices=devices, num_machines=machines, replicates=replicates)
     groups = groups_of(parameters, [("all", parameters)], mesh)
-    volume = step_volume(groups, mesh, batches)
+    forward, backward, scatter, all_reduce = received(groups, mesh, batches)
     n = mesh.num_shards
     padded = mesh.shard_numel(parameters.weight) * 4 * n
-    assert (
-        volume.forward_gather
-        == volume.backward_gather
-        == volume.reduce_scatter
-        == pytest.approx(batches * (n - 1) / n * padded)
-    )
+    assert forward == backward == scatter == pytest.approx(batches * (n - 1) / n * padded)
     # an all-reduce of all shards is what one of whole parameters would be, spread over the devices of a machine
     r = mesh.num_replicas
-    assert volume.all_reduce == pytest.approx(batches * 2 * (r - 1) / r * padded / n)
-    assert (volume.total == 0) == (mesh.num_ranks == 1)
+    assert all_reduce == pytest.approx(batches * 2 * (r - 1) / r * padded / n)
+    assert (forward + scatter + all_reduce == 0) == (mesh.num_ranks == 1)
 
 
 def test_exchanges_between_devices_and_between_machines():
-    volume = Volume(forward_gather=40, backward_gather=30, reduce_scatter=60, all_reduce=24)
-    alone = exchanges(volume, Mesh(num_devices=4), 3, 2, 1)
-    assert alone == (
-        Exchange("forward", "gather", 40, 0, 3 * 2 * 3),
-        Exchange("backward", "gather", 30, 0, 3 * 2 * 3),
-        Exchange("backward", "reduce", 60, 0, 3 * 1 * 3),
-        Exchange("backward", "reduce", 0, 4 * 24, 0),
-        Exchange("update", "reduce", 16, 0, 6),
-    )
-    across = exchanges(volume, Mesh(num_devices=4, num_machines=2), 3, 1, 1)
-    assert across[0] == Exchange("forward", "gather", 40, 40, 3 * 7)
-    single = exchanges(volume, Mesh(num_devices=1, num_machines=2), 3, 1, 1)
-    assert single[0] == Exchange("forward", "gather", 0, 40, 3)
-    replicas = exchanges(volume, Mesh(num_devices=4, num_machines=3, replicates=True), 3, 2, 2)
-    assert replicas[0].network_bytes == 0
-    assert replicas[3] == Exchange("backward", "reduce", 0, 4 * 24, 3 * 2 * 2 * 2)
-    assert exchanges(volume, Mesh(), 3, 2, 1) == ()
+    def found(*batches, **mesh):
+        return [each[1:3] + each[4:] for each in exchanges(UNITS, Mesh(**mesh), *batches)]
+
+    assert found(2, num_devices=4) == [
+        ("forward", "gather", 180, 0, 3 * 2 * 3),
+        ("backward", "gather", 180, 0, 3 * 2 * 3),
+        ("backward", "reduce", 360, 0, 3 * 2 * 3),
+        ("update", "reduce", 16, 0, 6),
+    ]
+    assert found(num_devices=4, num_machines=2)[0] == ("forward", "gather", 210, 210, 3 * 7)
+    assert found(num_devices=1, num_machines=2)[0] == ("forward", "gather", 0, 30, 3)
+    replicas = found(2, num_devices=4, num_machines=3, replicates=True)
+    assert replicas[0][3] == 0
+    assert replicas[3] == ("backward", "reduce", 0, 4 * 2 * 2 * 2 / 3 * 60, 3 * 2 * 2 * 2)
+    assert found(num_devices=1) == []
 
 
 def job_of(*found, units=4, forward=20.0, backward=60.0, moves=(), overlap="none"):
@@ -130,7 +120,7 @@ def time_of(job, machine=MACHINE):
 
 def test_the_first_gather_and_the_last_reduction_are_waited_for():
     time = time_of(
-        job_of(Exchange("forward", "gather", 80, 0, 0), Exchange("backward", "reduce", 160, 0, 100)),
+        job_of(exchange("forward", "gather", 80, 0, 0), exchange("backward", "reduce", 160, 0, 100)),
     )
     assert time.forward.seconds == pytest.approx(20 + 4 / 4)
     assert time.backward.seconds == pytest.approx(60 + (8 + 1) / 4)
@@ -140,32 +130,32 @@ def test_the_first_gather_and_the_last_reduction_are_waited_for():
 
 def test_gathers_and_reductions_share_links_and_may_decide_about_a_phase():
     time = time_of(
-        job_of(Exchange("backward", "gather", 800, 0, 0), Exchange("backward", "reduce", 800, 0, 0), backward=4.0)
+        job_of(exchange("backward", "gather", 800, 0, 0), exchange("backward", "reduce", 800, 0, 0), backward=4.0)
     )
     assert time.backward.seconds == pytest.approx(40 + 40 + 4 / 4)
     assert time.backward.bound_by == "peer links"
 
 
 def test_machines_exchange_over_the_network_while_devices_do_over_their_links():
-    time = time_of(job_of(Exchange("forward", "gather", 200, 200, 10), forward=1.0))
+    time = time_of(job_of(exchange("forward", "gather", 200, 200, 10), forward=1.0))
     assert time.forward.resources["peer links"] == pytest.approx(10)
     assert time.forward.resources["network"] == pytest.approx(50 + 1)
     assert time.forward.seconds == pytest.approx(51 + 1 / 4)
     unknown = replace(MACHINE, links=replace(LINKS, network_bytes_per_s=None))
     with pytest.raises(ConfigError, match="`two` does not say how fast: give network_bytes_per_s under `links`"):
-        time_of(job_of(Exchange("forward", "gather", 200, 200, 10)), unknown)
+        time_of(job_of(exchange("forward", "gather", 200, 200, 10)), unknown)
 
 
 def test_devices_without_links_exchange_through_host_memory():
     machine = replace(MACHINE, links=MachineLinks())
-    time = time_of(job_of(Exchange("forward", "gather", 80, 0, 5), forward=1.0), machine)
+    time = time_of(job_of(exchange("forward", "gather", 80, 0, 5), forward=1.0), machine)
     # each of two devices sends and receives 80 bytes over its link, and memory is written and read twice
     assert time.forward.resources == pytest.approx(
         {"compute": 1, "link h2d": 8, "link d2h": 8, "tier dram0": 3.2, "peer links": 0, "network": 0}
     )
     assert time.forward.seconds >= 8
     cpu = replace(machine, device=replace(machine.device, is_host=True))
-    assert time_of(job_of(Exchange("forward", "gather", 80, 0, 5), forward=1.0), cpu).forward.resources[
+    assert time_of(job_of(exchange("forward", "gather", 80, 0, 5), forward=1.0), cpu).forward.resources[
         "tier dram0"
     ] == pytest.approx(3.2)
 
@@ -177,8 +167,8 @@ def test_more_bytes_never_make_a_step_shorter_and_no_resource_is_busier_than_the
     def seconds(gather, reduce):
         time = time_of(
             job_of(
-                Exchange("forward", "gather", gather, 0, 1),
-                Exchange("backward", "reduce", reduce, reduce, 1),
+                exchange("forward", "gather", gather, 0, 1),
+                exchange("backward", "reduce", reduce, reduce, 1),
                 moves=moves,
                 overlap=overlap,
             )

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from footprint import ModelShape, split_masters
 from torch import nn
 
 from lightning_cxl.config import OffloadConfig
@@ -18,7 +17,7 @@ from lightning_cxl.inventory.workload import Mesh, Workload
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.placement.rules import resolve
-from lightning_cxl.planning.job import Traffic, engine_moves, model_job
+from lightning_cxl.planning.job import Move, model_job
 from lightning_cxl.ssd_options import SsdOptions
 from tests.cases import every_value
 from tests.integration.llama import LlamaTask, tiny_llama
@@ -55,9 +54,7 @@ def planned(precision, length, options, *, num_layers=3, accumulate=1, computes_
     )
     config = OffloadConfig(**options)
     seen = measure(model, config, load, lambda: model(input_ids=ids, labels=ids, use_cache=True).loss)
-    asked = (
-        None if tier_of is None else SimpleNamespace(tier=tier_of, may_leave_memory=lambda parameters, why_not: None)
-    )
+    asked = None if tier_of is None else SimpleNamespace(lookup=lambda owner, role, **_: (tier_of(owner, role), ""))
     return model_job("llama", list_tensors(model, None, config, load, asked=asked, measured=seen))
 
 
@@ -150,7 +147,7 @@ def test_without_streaming_everything_is_on_the_device_and_copied_masters_are_on
 
 
 def test_decorated_modules_are_classes_of_their_own_and_no_byte_is_lost():
-    def tier_of(owner, role, *, in_state=False):
+    def tier_of(owner, role):
         on_card = owner == "model.layers.0" if isinstance(owner, str) else owner.dim() == 1
         return "cxl0" if on_card else None
 
@@ -259,15 +256,19 @@ def test_inputs_on_the_tier_ssd_are_written_and_read_once_in_every_micro_batch_o
     assert job.num_records == 0
 
 
-def test_moves_agree_with_the_formulas_for_published_shapes():
-    shape = ModelShape(name="x", num_parameters=1_000_000, num_layers=10, hidden=100)
-    traffic = Traffic(
-        weight_bytes=2_000_000, trained_bytes=2_000_000, grad_bytes=2_000_000, arriving_bytes=2_000_000, staged_bytes=0
+def test_moves_of_weights_and_moments():
+    """Weights are read for forward and recompute, in every micro-batch; the update reads and writes all."""
+    model = llama().to("meta", torch.bfloat16)
+    load = Workload(batch=BATCH, sequence=128, num_micro_batches=3)
+    job = model_job("llama", list_tensors(model, None, OffloadConfig(stream_weights=True), load))
+    classes = {each.role: each for each in job.classes}
+    weights, momentum = classes[TensorRole.COMPUTE_WEIGHTS], classes[TensorRole.MOMENTUM]
+    assert weights.moves == (
+        Move("forward", "h2d", 3 * weights.nbytes),
+        Move("backward", "h2d", 3 * weights.nbytes),
+        Move("update", "cpu", 2 * weights.nbytes),
     )
-    for each in split_masters(shape, 1, 1000).classes:
-        own = engine_moves(each.role, each.nbytes, traffic)
-        # the formulas leave out that the host reads gradients once when they arrive, to measure them
-        assert [move for move in own if (move.phase, move.kind) != ("backward", "cpu")] == list(each.moves)
+    assert momentum.moves == (Move("update", "cpu", 2 * momentum.nbytes),)
 
 
 def test_one_layer_without_units_is_planned_too():

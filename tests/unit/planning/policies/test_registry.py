@@ -6,6 +6,7 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import Placement, RoleHomePolicy
 from lightning_cxl.placement.placer import Placer
+from lightning_cxl.planning.decide import DecidedPolicy
 from lightning_cxl.planning.policies import POLICIES, Decision, get_policy
 from tests.unit.planning.policies.jobs import R, job_of, machine
 
@@ -52,7 +53,8 @@ def test_names_that_are_no_policy(name, message):
 
 def decided(splits):
     topology = Topology.fake(["1GiB"], ["1GiB"])
-    return Placer(topology, RoleHomePolicy(topology), dict).with_plan(splits, {R.MOMENTUM: "because"})
+    decision = Decision(splits, {R.MOMENTUM: "because"})
+    return Placer(topology, DecidedPolicy(decision, topology.names, RoleHomePolicy(topology)), dict)
 
 
 def test_a_decided_split_is_placed_with_its_reason():
