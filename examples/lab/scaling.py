@@ -34,7 +34,6 @@ class Row:
     num_gpus: int
     num_machines: int
     between_nodes: str
-    weights: str
     seconds: float
     tokens_per_s: float
     efficiency: float
@@ -67,7 +66,7 @@ def scaling(model: PlannedModel, settings: Settings, machine: Machine, sizes: It
 
 
 def _row(model: PlannedModel, settings: Settings, machine: Machine, first: Row | None) -> Row:
-    found = make_plan(model, settings, machine, "bandwidth", either=True)
+    found = make_plan(model, settings, machine, "bandwidth")
     time, mesh = found.chosen.time, found.job.mesh
     assert time is not None, found.chosen.error or "the machine file has no speeds"
     tokens_per_s = found.job.num_tokens / time.seconds
@@ -77,7 +76,6 @@ def _row(model: PlannedModel, settings: Settings, machine: Machine, first: Row |
         num_gpus=mesh.num_ranks,
         num_machines=mesh.num_machines,
         between_nodes=settings.between_nodes if mesh.num_machines > 1 else "",
-        weights=found.settings.weights if mesh.num_devices > 1 else "",
         seconds=time.seconds,
         tokens_per_s=tokens_per_s,
         efficiency=each / alone,
@@ -90,14 +88,13 @@ def _row(model: PlannedModel, settings: Settings, machine: Machine, first: Row |
 
 def table(rows: Iterable[Row]) -> list[Sequence[str]]:
     """Return the rows as columns of text, with a header."""
-    header = "GPUs", "machines", "between them", "weights", "step s", "tokens/s", "efficiency"
+    header = "GPUs", "machines", "between them", "step s", "tokens/s", "efficiency"
     cells: list[Sequence[str]] = [(*header, "host, each machine", "received, each GPU", "busiest", "fits")]
     cells += [
         (
             str(row.num_gpus),
             str(row.num_machines),
             row.between_nodes or "-",
-            row.weights or "-",
             f"{row.seconds:.3f}",
             f"{row.tokens_per_s:,.0f}",
             f"{row.efficiency:.0%}",
