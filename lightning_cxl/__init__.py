@@ -38,9 +38,8 @@ from lightning_cxl.planning.job import Job, MemoryClass, Move
 from lightning_cxl.planning.policies import Decision, PlanningPolicy
 from lightning_cxl.planning.step import predict_adam_seconds, predict_copy_seconds
 from lightning_cxl.run.checkpoint import plain_checkpoint
-from lightning_cxl.sequences.attention import packed_arguments
 from lightning_cxl.sequences.chunked_loss import chunked_loss
-from lightning_cxl.sequences.packing import pack_sequences
+from lightning_cxl.sequences.packing import pack_sequences, packed_arguments
 from lightning_cxl.weights.hf import from_pretrained, save_pretrained
 from lightning_cxl.weights.load import LoadReport, empty_weights, load_weights
 from lightning_cxl.weights.save import save_weights

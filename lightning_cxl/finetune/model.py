@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerB
 from lightning_cxl.commands.export.layouts import FILES_KEY
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule, OptimizerLRScheduler
-from lightning_cxl.sequences.attention import packed_arguments, separate
-from lightning_cxl.sequences.chunked_loss import chunked_loss
-from lightning_cxl.sequences.cross_entropy import IGNORED
+from lightning_cxl.sequences.chunked_loss import IGNORED, chunked_loss
+from lightning_cxl.sequences.packing import packed_arguments, separate
 from lightning_cxl.sharding.fsdp import gathered, is_cut
 from lightning_cxl.weights.hf import from_pretrained, quantization_fields, with_adapters, without_code
 

@@ -16,7 +16,7 @@ from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.evaluation_samples import EvaluationSamples
 from lightning_cxl.finetune.export import ExportPretrained
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.sequences.attention import packed_arguments
+from lightning_cxl.sequences.packing import packed_arguments
 from tests import training_device
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.unit.finetune.chats import MARKED, byte_tokenizer

@@ -5,8 +5,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cxl import packed_arguments
-from lightning_cxl.sequences.attention import separate
-from lightning_cxl.sequences.packing import without_first
+from lightning_cxl.sequences.packing import separate, without_first
 from tests.cases import every_value
 from tests.integration.llama import tiny_llama
 from tests.integration.test_parity import assert_identical

@@ -5,7 +5,7 @@ from tokenizers import processors
 from lightning_cxl.errors import ConfigError, LightningCXLWarning
 from lightning_cxl.finetune import data as module
 from lightning_cxl.finetune.data import FALLBACK_TEMPLATE, IGNORED, TextData, cut, pack, train_tokenizer
-from lightning_cxl.sequences.attention import separate
+from lightning_cxl.sequences.packing import separate
 from tests.unit.finetune.chats import CHATML, MARKED, REWRITES, by_hand, byte_tokenizer
 
 

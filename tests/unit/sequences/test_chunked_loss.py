@@ -11,9 +11,8 @@ from lightning_cxl import chunked_loss
 from lightning_cxl.commands.planned_model import loss_on_meta
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.dry_run import dry_run
-from lightning_cxl.sequences import chunked_loss as module
-from lightning_cxl.sequences import cross_entropy, deferred_logits
-from lightning_cxl.sequences.deferred_logits import DeferredLogits
+from lightning_cxl.sequences import lazy
+from lightning_cxl.sequences.chunked_loss import DeferredLogits, chunk_tokens, chunked_cross_entropy
 from lightning_cxl.streaming.stand_in import StandIn
 from tests.unit.sequences.models import VOCABULARY, tiny
 
@@ -37,8 +36,7 @@ def batch():
 @pytest.fixture
 def lines(caplog, monkeypatch):
     """What the log says, in which each line comes once."""
-    for each in (module, deferred_logits):
-        monkeypatch.setattr(each, "_told", set())
+    monkeypatch.setattr(lazy, "_told", set())
     caplog.set_level(logging.INFO, logger="lightning_cxl")
     return lambda: [record.message for record in caplog.records]
 
@@ -105,7 +103,7 @@ def test_a_sum_over_chunks_in_bfloat16_is_rounded_once():
     truth = None
     for dtype, tokens in ((torch.float64, 4096), (torch.bfloat16, 4096), (torch.bfloat16, 16)):
         copied = copy.deepcopy(layer).to(dtype)
-        cross_entropy.chunked_cross_entropy(
+        chunked_cross_entropy(
             copied.forward, copied, None, hidden.bfloat16().to(dtype), labels, None, tokens
         ).backward()
         gradient = copied.weight.grad.double()
@@ -415,7 +413,7 @@ def test_a_chunk_has_at_least_one_token():
 
 
 def test_chunks_are_a_quarter_of_the_width_within_limits():
-    assert [cross_entropy.chunk_tokens(width) for width in (64, 2048, 8192)] == [256, 512, 1024]
+    assert [chunk_tokens(width) for width in (64, 2048, 8192)] == [256, 512, 1024]
 
 
 def test_the_dry_run_holds_one_chunk():
