@@ -11,7 +11,7 @@ from torch import nn
 from lightning_cxl import empty_weights, from_pretrained, load_weights, save_pretrained
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.weights import load as quantise
-from lightning_cxl.weights.files import TensorFile
+from lightning_cxl.weights.files import FileTensor
 from tests.models import TINY_LLAMA
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -142,10 +142,8 @@ def test_what_is_quantised_is_saved_and_loads(tmp_path, way):
 def test_no_weight_is_read_as_a_whole(tmp_path, monkeypatch):
     folder = saved(MODELS["Llama"](), tmp_path)
     whole = []
-    read_into = TensorFile.read_into
-    monkeypatch.setattr(
-        TensorFile, "read_into", lambda self, name, *rest: whole.append(name) or read_into(self, name, *rest)
-    )
+    read_into = FileTensor.read_into
+    monkeypatch.setattr(FileTensor, "read_into", lambda self, *rest: whole.append(self.name) or read_into(self, *rest))
     model = ours(folder, **WAYS["nf4"])
     kinds = {name: type(parameter).__name__ for name, parameter in model.named_parameters()}
     assert sorted(whole) == sorted(name for name, kind in kinds.items() if kind == "Parameter")
@@ -237,10 +235,10 @@ def test_a_failure_leaves_the_weights_on_the_meta_device(tmp_path, monkeypatch):
     tensors = {"0.weight": torch.zeros(8, 8), "1.weight": torch.zeros(64, 64)}
     save_file(tensors, tmp_path / "model.safetensors")
 
-    def fail(self, name, count):
+    def fail(self, count):
         raise CheckpointError("a disk that fails")
 
-    monkeypatch.setattr(TensorFile, "parts", fail)
+    monkeypatch.setattr(FileTensor, "parts", fail)
     with pytest.raises(CheckpointError, match="a disk that fails"):
         load_weights(model, tmp_path)
     assert all(parameter.is_meta for parameter in model.parameters())

@@ -11,7 +11,7 @@ from lightning_cxl.memory import hook as scope
 from lightning_cxl.memory.hook import HostAllocationMode
 from lightning_cxl.placement.placement import RoleHomePolicy, TensorRole
 from lightning_cxl.placement.placer import Placer
-from lightning_cxl.weights.files import TensorFile
+from lightning_cxl.weights.files import FileTensor
 from lightning_cxl.weights.load import empty_weights, load_weights
 from tests.models import TinyConvNet, TinyTransformer
 from tests.unit.memory.host import Host
@@ -253,7 +253,7 @@ def test_the_prefix_of_a_base_model_is_added_or_left_out(path):
 
 @pytest.fixture
 def fails_at_the_fifth(monkeypatch):
-    read, calls = TensorFile.read_into, []
+    read, calls = FileTensor.read_into, []
 
     def read_into(self, *args):
         calls.append(args)
@@ -261,7 +261,7 @@ def fails_at_the_fifth(monkeypatch):
             raise CheckpointError("the disk is gone")
         read(self, *args)
 
-    monkeypatch.setattr(TensorFile, "read_into", read_into)
+    monkeypatch.setattr(FileTensor, "read_into", read_into)
 
 
 def test_after_an_error_in_the_middle_nothing_is_half_loaded(path, fails_at_the_fifth):
