@@ -209,11 +209,12 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
 # ----------------------------------------------------------------------------------------------------
 # `DeferredLogits`: logits that are not made yet, and what a model does with each of them.
 #
-# [Note: Deferred logits] Between the output layer of a model of transformers and its loss lie a few lines that differ
-# from model to model: Gemma caps logits, Granite divides and Cohere multiplies them by a number, others turn them into
-# float32. While `chunked_loss` is on, the output layer returns `DeferredLogits`. Operations that treat every logit by
-# itself, with numbers alone, are noted; `chunked_cross_entropy` does them chunk by chunk. Any other operation, of the
-# model or of whoever reads ``output.logits``, gets logits that are made then, all of them: right, but as large as ever.
+# [Note: Deferred logits]
+# Between the output layer of a model of transformers and its loss lie a few lines that differ from model to model:
+# Gemma caps logits, Granite divides and Cohere multiplies them by a number, others turn them into float32. While
+# `chunked_loss` is on, the output layer returns `DeferredLogits`. Operations that treat every logit by itself, with
+# numbers alone, are noted; `chunked_cross_entropy` does them chunk by chunk. Any other operation, of the model or of
+# whoever reads ``output.logits``, gets logits that are made then, all of them: right, but as large as ever.
 #
 # What is made is kept, and is what the logits are from then on, also for the loss: somebody may have written to it, or
 # waits for its gradient. It is made with gradients and autocast as they were when the layer was called, and with the

@@ -117,11 +117,12 @@ def lengths_of(position_ids: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------------------------------
 # `PackedMask`: the attention mask of packed rows, which no one has to make.
 #
-# [Note: Attention document by document] A mask has one number for each pair of tokens of a row: 1 GiB for 32,768
-# tokens. In packed rows nearly all of them are False, and sdpa attention still computes all pairs. So models of
-# transformers that use sdpa attention are given a `PackedMask`. They hand it on, as they do with every mask of four
-# dimensions, to ``torch.nn.functional.scaled_dot_product_attention``, which is torch's way to ask a tensor of a class
-# of its own. It is answered in pieces:
+# [Note: Attention document by document]
+# A mask has one number for each pair of tokens of a row: 1 GiB for 32,768 tokens. In packed rows nearly all of them are
+# False, and sdpa attention still computes all pairs. So models of transformers that use sdpa attention are given a
+# `PackedMask`. They hand it on, as they do with every mask of four dimensions, to
+# ``torch.nn.functional.scaled_dot_product_attention``, which is torch's way to ask a tensor of a class of its own. It
+# is answered in pieces:
 #
 # * A long document is a piece, causal and without a mask: torch has its fastest kernels for that.
 # * Short documents that follow each other, up to `_GROUP_TOKENS` together, are a piece with a small mask of their own.
