@@ -29,7 +29,7 @@ from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLError
 from lightning_cxl.storage import store
 from tests import training_device
 from tests.faulty_system import FAULTS, FaultySystem
-from tests.integration.llama import LlamaTask, tiny_llama
+from tests.integration.llama import LlamaInStep, tiny_llama
 from tests.integration.training import make_trainer, offload
 from tests.models import token_data
 
@@ -39,14 +39,6 @@ SAVED = (2, 3)  # steps after which a checkpoint is saved
 SURVIVABLE = ("short", "late", "behind the next")
 DAMAGES = ("flip", "vanish")  # of what lies on the drive
 _HANGS_S = 60
-
-
-class Sequential(LlamaTask):
-    """Takes the batch that belongs to the step, also after it was resumed."""
-
-    def training_step(self, batch, batch_idx):
-        batch = [each.to(self.device) for each in list(token_data())[self.global_step]]
-        return super().training_step(batch, batch_idx)
 
 
 class Saves(Callback):
@@ -83,7 +75,7 @@ def train(folder: Path, schedule: str, steps: int, system: FaultySystem | None =
     """Train from the newest checkpoint in a folder, with the system calls of `system`."""
     folder.mkdir(exist_ok=True)
     seed_everything(11, verbose=False)
-    module = Sequential(tiny_llama(1).to(torch.bfloat16))
+    module = LlamaInStep(tiny_llama(1).to(torch.bfloat16))
     ssd = {"ssd": {"path": str(folder / "ssd"), "budget": "8MiB", "checkpoint": "reference"}} if on_ssd else {}
     rule = {"*": {"optimizer_state": "ssd"}} if on_ssd else {}
     strategy = offload(tiers=ssd, tier_rules=rule, **SCHEDULES[schedule])

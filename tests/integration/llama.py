@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.models import Task
+from tests.models import InStep, Task
 
 
 def tiny_llama(num_layers=3, **config):
@@ -28,3 +28,7 @@ class LlamaTask(Task):
         """Record what someone sees who looks at parameters now."""
         for parameter in parameters:
             self.record(parameter.detach().double().sum())
+
+
+class LlamaInStep(InStep, LlamaTask):
+    """Goes on with the batch that comes next."""

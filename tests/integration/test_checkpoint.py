@@ -8,24 +8,15 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import lightning_cxl
 from tests.integration.training import EXACT, make_trainer, offload
-from tests.models import Task, TinyTransformer, token_data
+from tests.models import InStep, Task, TinyTransformer, token_data
 
 
 def no_dropout():
     return TinyTransformer(dropout=0.0)  # Lightning does not restore the random state: dropout would differ
 
 
-class Sequential(Task):
-    """Continues a resumed run with the batch that comes next: the data order is the step's."""
-
-    def training_step(self, batch, batch_idx):
-        batch = [each.to(self.device) for each in self.batches()[self.global_step % 20]]
-        return super().training_step(batch, batch_idx)
-
-    def batches(self):
-        if not hasattr(self, "_batches"):
-            self._batches = list(token_data())
-        return self._batches
+class Sequential(InStep, Task):
+    pass
 
 
 def fit(strategy, steps, *, task=None, ckpt_path=None, save=None, **trainer_args):

@@ -8,8 +8,7 @@ import lightning_cxl
 from tests import training_device
 from tests.cases import every_value
 from tests.integration.llama import tiny_llama
-from tests.integration.test_parity import assert_identical
-from tests.integration.training import EXACT, offload, train
+from tests.integration.training import EXACT, assert_identical, offload, train
 from tests.models import Task
 
 peft = pytest.importorskip("peft")

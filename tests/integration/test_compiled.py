@@ -6,8 +6,7 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 
-from tests.integration.test_parity import assert_identical
-from tests.integration.training import EXACT, make_trainer, offload, train
+from tests.integration.training import EXACT, assert_identical, make_trainer, offload, train
 from tests.models import Task, TinyTransformer, token_data
 
 pytestmark = [

@@ -15,8 +15,7 @@ from lightning_cxl import CXLFabricStrategy
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
 from tests import training_device
 from tests.integration.fabric_loop import make_fabric
-from tests.integration.test_parity import assert_identical
-from tests.integration.training import EXACT
+from tests.integration.training import EXACT, assert_identical
 from tests.models import TinyTransformer, token_data
 
 NUM_STEPS = 6

@@ -1,31 +1,88 @@
-"""The Trainer of transformers trains as without us: the same losses, norms, rates and weights."""
+"""The Trainer of transformers: what it has of its own, beside the contract of front ends."""
 
+import contextlib
+import warnings
+
+import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch.nn.utils import clip_grad
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import HPSearchBackend
 
+import lightning_cxl.transformers
+from lightning_cxl import plain_checkpoint
+from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.transformers import CXLTrainer, CXLTrainerMixin
 from tests import training_device
 from tests.cases import every_value
-from tests.integration.hf_trainer import EXACT, PLAIN, assert_close, assert_identical, finish, make_trainer, train
+from tests.integration.hf_trainer import (
+    EXACT,
+    PLAIN,
+    assert_close,
+    assert_identical,
+    finish,
+    losses_of,
+    make_trainer,
+    only_checkpoint,
+    rows,
+    train,
+    weights_of,
+)
 from tests.integration.llama import tiny_llama
 
 STREAMED = {"stream_weights": True}
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
+NOT_COMPARED = ("runtime", "per_second", "preparation_time")
 CASES = {
     "accumulation with a rest": {"gradient_accumulation_steps": 3},
-    "cosine": {"lr_scheduler_type": "cosine", "warmup_steps": 3},
     "neftune": {"neftune_noise_alpha": 5.0},
     "own checkpointing": {"activation_checkpointing": True},
+    "own offload": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}},
+    "reentrant": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
     "adafactor": {"optim": "adafactor"},
-    "grouped by length": {"train_sampling_strategy": "group_by_length"},
+    "adagrad": {"optim": "adagrad"},  # makes its state when it is constructed
+    "sgd": {"optim": "sgd", "optim_args": "momentum=0.9"},
     "fused": {"optim": "adamw_torch_fused"},
+    "grouped by length": {"train_sampling_strategy": "group_by_length"},
+    "polynomial": {"lr_scheduler_type": "polynomial", "warmup_steps": 2},  # reads the optimizer's defaults
+    "plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}, **EVALUATED},
+    "parts of predictions": {"eval_accumulation_steps": 1, "eval_do_concat_batches": False, **EVALUATED},
+    "an evaluation first": {"eval_on_start": True, **EVALUATED},
+    "label smoothing": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+    "counted tokens": {"include_num_input_tokens_seen": "all", "torch_empty_cache_steps": 1},
+    "mean of micro-batches": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 3},
+    "workers": {"dataloader_num_workers": 2, "dataloader_persistent_workers": True},
+    "debug": {"debug": "underflow_overflow"},
+    "compiled": {"gradient_accumulation_steps": 2, **COMPILED},
 }
 
 
-@pytest.mark.parametrize(("case", "streams"), every_value(CASES, [True, False]))
+def run(folder, offload=PLAIN, *, parts=None, **given):
+    """Train; returns all that was logged, but for times, and what was trained."""
+    torch._dynamo.reset()
+    trainer = make_trainer(folder, offload, parts={"eval_dataset": rows(6, seed=5), **(parts or {})}, **given)
+    trainer.train()
+    logged = [
+        {key: value for key, value in entry.items() if not any(word in key for word in NOT_COMPARED)}
+        for entry in trainer.state.log_history
+    ]
+    return logged, finish(trainer)
+
+
 @pytest.mark.usefixtures("late_copies")
-def test_is_the_plain_trainer(tmp_path, case, streams):
-    assert_identical(
-        train(tmp_path, **CASES[case]), train(tmp_path, {"stream_weights": streams, **EXACT}, **CASES[case])
-    )
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # workers are forked
+@pytest.mark.parametrize(("case", "streams"), every_value(CASES, [True, False]))
+def test_logs_and_trains_what_the_plain_trainer_does(tmp_path, case, streams):
+    plain, ours = (run(tmp_path, each, **CASES[case]) for each in (PLAIN, {"stream_weights": streams, **EXACT}))
+    assert len(plain[0]) > 2 and ours[0] == plain[0]
+    assert_identical(plain[1], ours[1])
 
 
 @pytest.mark.on_cpu  # where bitsandbytes has kernels for plain transformers, too
@@ -76,3 +133,585 @@ def test_a_loss_scaler(tmp_path, options, given):
         assert_identical(found[0][:2], found[1][:2])
     else:
         assert_close(found[0][:2], found[1][:2], atol=1e-4)  # last bits of weights decide how some are rounded to fp16
+
+
+class Averages(torch.optim.SGD):
+    """Evaluates with the mean of its weights so far, as optimizers without a schedule do."""
+
+    is_training = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["num_steps"] = state.get("num_steps", 0) + 1
+            mean = state.setdefault("mean", torch.zeros_like(parameter))
+            mean.lerp_(parameter, 1 / state["num_steps"])
+        return loss
+
+    def train(self):
+        self._swap(to_training=True)
+
+    def eval(self):
+        self._swap(to_training=False)
+
+    @torch.no_grad()
+    def _swap(self, to_training):
+        if self.is_training is to_training:
+            return
+        self.is_training = to_training
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if "mean" in state:
+                other = state["mean"].clone()
+                state["mean"].copy_(parameter)
+                parameter.copy_(other)
+
+
+@pytest.mark.parametrize("options", [STREAMED, {"stream_weights": False}], ids=str)
+def test_optimizers_without_a_schedule_evaluate_with_other_weights(tmp_path, options):
+    found = []
+    for offload in (PLAIN, options):
+        model = tiny_llama()
+        averages = Averages(model.parameters(), lr=0.1)
+        parts = {"optimizers": (averages, torch.optim.lr_scheduler.ConstantLR(averages, 1.0))}
+        found.append(run(tmp_path, offload, model=model, parts=parts, **EVALUATED))
+        assert not averages.is_training or offload != PLAIN
+    (plain, trained), (ours, same) = found
+    assert ours == plain
+    for name, value in trained[1].items():
+        assert torch.equal(same[1][name], value), name
+
+
+HALVES = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
+
+WARM = {"lr_scheduler_type": "cosine", "warmup_steps": 2, **HALVES}
+
+STEP = 3  # in the middle of the first epoch, which has 4
+
+
+@pytest.mark.on_cpu  # the Trainer keeps the random numbers of known devices only
+def test_resumes_exactly_with_random_numbers(tmp_path):
+    noise = {**WARM, "neftune_noise_alpha": 5.0}
+    whole = train(tmp_path / "whole", {"stream_weights": True}, **noise)
+    middle = only_checkpoint(tmp_path / "whole", tmp_path / "resumed", STEP)
+    assert_identical(whole, train(tmp_path / "resumed", {"stream_weights": True}, resume=str(middle), **noise))
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_weights": True, "state": "8bit"}], ids=str)
+def test_the_best_model_is_loaded_at_the_end(tmp_path, options):
+    best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "save_only_model": True}
+    parts = {"eval_dataset": rows(4, seed=5)}
+    losses = {}
+    for name, offload in (("plain", PLAIN), ("ours", options)):
+        trainer = make_trainer(tmp_path / name, offload, parts=parts, **{**WARM, **best, "learning_rate": 3e-2})
+        trainer.train()
+        found = trainer.state.best_model_checkpoint
+        weights = weights_of(trainer.model)
+        losses[name] = trainer.evaluate()["eval_loss"]
+        finish(trainer)
+        assert trainer.state.best_metric == pytest.approx(losses[name], abs=1e-6)
+        for key, value in load_file(f"{found}/model.safetensors").items():
+            assert torch.equal(weights[key], value), key
+    assert "optimizer.pt" not in {path.name for path in (tmp_path / "ours").rglob("*")}
+    if not options:
+        assert losses["ours"] == pytest.approx(losses["plain"], abs=1e-5)
+
+
+@pytest.mark.parametrize("state", ["bf16", "8bit"])
+def test_state_in_few_bits_goes_to_the_plain_trainer(tmp_path, state):
+    large = {"hidden_size": 64, "intermediate_size": 128}  # state of small weights stays float32
+    train(tmp_path / "whole", {"state": state}, model=tiny_llama(**large), **WARM)
+    middle = only_checkpoint(tmp_path / "whole", tmp_path / "resumed", STEP)
+    if state == "8bit":
+        with pytest.raises(KeyError, match="exp_avg"):
+            train(tmp_path / "resumed", resume=str(middle), model=tiny_llama(**large), **WARM)
+        own = torch.load(middle / "optimizer.pt")
+        whole = {
+            "state_dict": load_file(middle / "model.safetensors"),
+            "optimizer_states": [own],
+            "lightning_cxl": own["lightning_cxl"],
+        }
+        torch.save(plain_checkpoint(whole)["optimizer_states"][0], middle / "optimizer.pt")
+    losses, _ = train(tmp_path / "resumed", resume=str(middle), model=tiny_llama(**large), **WARM)
+    exact, _ = train(tmp_path / "exact", model=tiny_llama(**large), **WARM)
+    assert [loss for loss, *_ in losses] == pytest.approx([loss for loss, *_ in exact], abs=2e-3)
+
+
+def adapted():
+    torch.manual_seed(4)
+    return get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # peft asks for it
+def test_adapters_train_are_saved_and_resume(tmp_path):
+    best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+    parts = {"eval_dataset": rows(4, seed=5)}
+    found = []
+    for name, options in (("plain", PLAIN), ("ours", {"stream_weights": True, **EXACT})):
+        found.append(train(tmp_path / name, options, model=adapted(), parts=parts, **WARM, **best))
+    assert_identical(*found)
+    whole = train(tmp_path / "whole", {"stream_weights": True}, model=adapted(), **WARM)
+    middle = only_checkpoint(tmp_path / "whole", tmp_path / "resumed", STEP)
+    resumed = train(tmp_path / "resumed", {"stream_weights": True}, resume=str(middle), model=adapted(), **WARM)
+    assert_identical(whole, resumed)
+    assert (middle / "adapter_model.safetensors").exists()
+
+
+HELD_OUT = {"eval_dataset": rows(6, seed=5)}
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("options", [STREAMED, {"stream_weights": False}], ids=str)
+def test_evaluates_and_predicts_without_training(tmp_path, options):
+    found = {}
+    for name, offload in (("plain", PLAIN), ("ours", options)):
+        trainer = make_trainer(tmp_path, offload, parts=HELD_OUT)
+        found[name] = trainer.evaluate()["eval_loss"], trainer.predict(rows(3)).predictions
+        finish(trainer)
+    assert found["ours"][0] == found["plain"][0]
+    assert np.array_equal(found["ours"][1], found["plain"][1])
+
+
+def test_the_model_stays_on_the_host_until_it_is_trained(tmp_path):
+    trainer = make_trainer(tmp_path, STREAMED)
+    assert {p.device.type for p in trainer.model.parameters()} == {"cpu"}
+
+
+def test_a_model_besides_the_trained_one_stays_prepared(tmp_path):
+    other, tokens = tiny_llama(), torch.zeros(1, 8, dtype=torch.long)
+    expected = other(tokens).logits.detach()
+    trainer = make_trainer(tmp_path, STREAMED)
+    trainer.accelerator.prepare_model(other, evaluation_mode=True)
+    for _ in range(2):
+        trainer.train()
+        with torch.no_grad():
+            found = other(tokens.to(training_device.current)).logits.cpu()
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        assert len(trainer.accelerator.offload.session.runs) == 2
+    finish(trainer)
+
+
+# -- several trainings -------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_made_for_each_training(tmp_path):
+    found = []
+    for offload in (PLAIN, EXACT):
+        trainer = make_trainer(tmp_path, offload, parts={"model_init": lambda: tiny_llama()}, model=False)
+        trainer.train()
+        trainer.train()
+        if offload != PLAIN:
+            assert len(trainer.accelerator.offload.session.runs) == 1, "the model before is let go of"
+        found.append(finish(trainer))
+    assert_identical(*found)
+
+
+# -- the user's own objects --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("options", [STREAMED, EXACT], ids=str)
+def test_the_users_optimizer_and_scheduler_are_used_without_a_warning(tmp_path, options):
+    found = []
+    for offload in (PLAIN, options):
+        model = tiny_llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3) for _ in range(2)],
+            milestones=[4],
+        )
+        trainer = make_trainer(tmp_path, offload, model=model, parts={"optimizers": (optimizer, scheduler)})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train()
+            trainer.train()
+        assert not [each for each in caught if "lr_scheduler" in str(each.message)]
+        found.append(finish(trainer))
+    (assert_close if options == STREAMED else assert_identical)(*found)
+
+
+def test_an_existing_trainer(tmp_path):
+    plain = train(tmp_path)
+    trainer = make_trainer(tmp_path)
+    assert lightning_cxl.transformers.offload(trainer, **STREAMED) is trainer
+    assert isinstance(trainer, CXLTrainerMixin) and type(trainer).__name__ == "Trainer"
+    trainer.train()
+    assert "AdamW by CPUAdam" in trainer.report()["optimizers"][0]
+    assert_close(plain, finish(trainer))
+    with pytest.raises(ConfigError, match="offloads already"):
+        lightning_cxl.transformers.offload(trainer)
+
+
+def test_options_come_from_a_file(tmp_path):
+    path = tmp_path / "offload.yaml"
+    path.write_text("state: bf16\n")
+    trainer = make_trainer(tmp_path, str(path))
+    trainer.train()
+    assert "bf16 state" in trainer.report()["optimizers"][0]
+    finish(trainer)
+    existing = make_trainer(tmp_path)
+    with pytest.raises(ConfigError, match="give one of them"):
+        lightning_cxl.transformers.offload(existing, str(path), state="bf16")
+    lightning_cxl.transformers.offload(existing, str(path))
+    assert existing.accelerator.offload.session.config.state == "bf16"
+    finish(existing)
+
+
+def test_a_trainer_that_has_trained_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.train()
+    with pytest.raises(ConfigError, match="has prepared 1 models and 1 optimizers"):
+        lightning_cxl.transformers.offload(trainer)
+    finish(trainer)
+
+
+@pytest.mark.parametrize(
+    "given, why",
+    [({"bf16_full_eval": True}, "cast the model"), ({"optim": "galore_adamw_layerwise"}, "inside the backward")],
+)
+def test_what_cannot_be_honoured_is_refused(tmp_path, given, why):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **{**given, "bf16_full_eval": False})
+    for name, value in given.items():
+        setattr(args, name, value)
+    with pytest.raises(UnsupportedError, match=why):
+        CXLTrainer(tiny_llama(), args)
+
+
+def test_several_devices_are_refused(tmp_path):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    args._n_gpu = 2
+    with pytest.raises(UnsupportedError, match="CUDA_VISIBLE_DEVICES=0"):
+        CXLTrainer(tiny_llama(), args)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+class Looks(TrainerCallback):
+    """Reads gradients before the step, as loggers of gradient norms do."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer, **_):
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        self.norms.append(float(torch.stack([g.double().norm() for g in grads]).norm()))
+
+
+@pytest.fixture
+def num_clipped_in_place(monkeypatch):
+    """Counts passes of torch over gradients that clip them."""
+    counted = []
+    scale = clip_grad.clip_grad_norm_
+
+    def counting(*arguments, **keywords):
+        counted.append(1)
+        return scale(*arguments, **keywords)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", counting)
+    return counted
+
+
+def test_clipping_needs_no_pass_of_its_own(tmp_path, num_clipped_in_place):
+    train(tmp_path, STREAMED, gradient_accumulation_steps=2)
+    assert not num_clipped_in_place
+    train(tmp_path, {**STREAMED, **EXACT})
+    assert len(num_clipped_in_place) == 8
+
+
+def test_who_looks_before_the_step_sees_clipped_gradients(tmp_path, num_clipped_in_place):
+    found = {}
+    for name, offload in (("plain", PLAIN), ("ours", STREAMED)):
+        looks = Looks()
+        train(tmp_path, offload, parts={"callbacks": [looks]}, max_grad_norm=0.5)
+        found[name] = looks.norms
+    assert max(found["plain"]) == pytest.approx(0.5, rel=1e-5)
+    assert found["ours"] == pytest.approx(found["plain"], rel=1e-5)
+
+
+def test_gradients_outside_of_the_optimizer_count_for_the_norm(tmp_path):
+    found = []
+    for offload in (PLAIN, {"stream_weights": False}):
+        model = tiny_llama()
+        part = torch.optim.AdamW(model.model.layers[1].parameters(), lr=1e-3)
+        found.append(train(tmp_path, offload, model=model, parts={"optimizers": (part, None)}))
+    assert_close(*found)
+
+
+def frozen_blocks():
+    model = tiny_llama()
+    model.model.layers.requires_grad_(False)
+    return model
+
+
+@pytest.mark.skipif(training_device.chosen.type == "cpu", reason="copies are made where the device is apart")
+def test_clipping_keeps_the_copies_on_the_device(tmp_path):
+    fetches = []
+    for clips in (CXLTrainer._clip_grad_norm, Trainer._clip_grad_norm):  # the second looks at the parameters
+        cls = type("Clips", (CXLTrainer,), {"_clip_grad_norm": clips, "__module__": "lightning_cxl"})
+        trainer = make_trainer(tmp_path, STREAMED, ours=cls, model=frozen_blocks())
+        trainer.train()
+        fetches.append(trainer.report()["streamed"]["num_fetches"])
+        finish(trainer)
+    assert fetches[0] < fetches[1]
+
+
+@pytest.mark.skipif(training_device.chosen.type == "cpu", reason="updates overlap where the device is apart")
+def test_the_step_returns_before_units_are_updated(tmp_path, slow_updates):
+    under_way = []
+
+    class Watches(CXLTrainerMixin, Trainer):
+        def compute_loss(self, *arguments, **keywords):
+            run = self.accelerator.offload.session.run
+            under_way.append(any(unit.is_updating() for unit in run._residence.units))
+            return super().compute_loss(*arguments, **keywords)
+
+    plain = train(tmp_path)
+    ours = train(tmp_path, STREAMED, ours=Watches)
+    assert under_way[0] is False and all(under_way[1:])
+    assert_close(plain, ours)
+
+
+def test_counting_operations_does_not_look_at_parameters(tmp_path):
+    plain, ours = make_trainer(tmp_path), make_trainer(tmp_path, STREAMED)
+    batch = {"input_ids": torch.zeros(2, 8, dtype=torch.long)}
+    assert ours.floating_point_ops(batch) == plain.floating_point_ops(batch) > 0
+    ours.model = None  # is not asked again
+    assert ours.floating_point_ops({"input_ids": torch.zeros(4, 8)}) == 2 * plain.floating_point_ops(batch)
+
+
+@pytest.mark.parametrize(
+    ("how", "options"),
+    every_value(["cpu", "a part", "meta", "after the trainer"], [STREAMED, {"stream_weights": False}]),
+    ids=str,
+)
+def test_a_model_that_is_moved_away_is_plain(tmp_path, options, how):
+    trainer = make_trainer(tmp_path, options)
+    trainer.train()
+    model, loop = trainer.model, trainer.accelerator.offload
+    tokens = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        expected = model(tokens.to(training_device.current)).logits.cpu()
+    if how == "after the trainer":
+        del trainer
+    is_move = how == "meta" or training_device.current.type != "cpu"
+    warns = pytest.warns(LightningCXLWarning, match="ends its run") if is_move else contextlib.nullcontext()
+    with warns:
+        (model.model.layers[0] if how == "a part" else model).to("meta" if how == "meta" else "cpu")
+    assert loop.knows(model) != is_move
+    if how == "meta":
+        assert all(p.is_meta for p in model.parameters())
+    else:
+        with torch.no_grad():
+            torch.testing.assert_close(model(tokens).logits, expected)
+    if is_move:
+        assert not any({"forward", "_apply", "zero_grad"} & vars(m).keys() for m in model.modules())
+        assert all(type(p) is torch.nn.Parameter for p in model.parameters())
+    loop.close()
+
+
+# -- several Trainers, one model ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("options", "ends"), [(EXACT, True), ({**STREAMED, **EXACT}, False)], ids=str)
+def test_the_next_trainer_takes_the_model_over(tmp_path, options, ends):
+    """The one before may still hold it, or have let go of it."""
+
+    def both(offload):
+        model, losses, trainers = tiny_llama(), [], []
+        for _ in range(2):
+            trainers.append(make_trainer(tmp_path, offload, model=model))
+            trainers[-1].train()
+            losses += losses_of(trainers[-1])
+            if ends:
+                trainers[-1].end()
+        result = losses, weights_of(model)
+        if offload != PLAIN:
+            assert trainers[0].accelerator.offload.session.run is None
+        for each in trainers:
+            each.end()
+        return result
+
+    assert_identical(both(PLAIN), both(options))
+
+
+def test_a_second_trainer_evaluates_in_the_middle_of_a_training(tmp_path):
+    found = []
+
+    class Evaluates(TrainerCallback):
+        def __init__(self, offload):
+            self.offload = offload
+
+        def on_step_end(self, *_, model, **__):
+            other = make_trainer(tmp_path, self.offload, model=model, parts={"eval_dataset": rows(6, seed=5)})
+            found.append(other.evaluate()["eval_loss"])
+            model.train()
+
+    results = []
+    for options in (PLAIN, {**STREAMED, **EXACT}):
+        trainer = make_trainer(tmp_path, options, parts={"callbacks": [Evaluates(options)]})
+        trainer.train()
+        results.append(finish(trainer))
+    assert_identical(*results)
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+
+
+@pytest.mark.skipif(training_device.chosen.type == "cpu", reason="moves where the device is apart")
+def test_a_plain_trainer_is_told_that_the_model_is_held(tmp_path):
+    model = tiny_llama()
+    trainer = make_trainer(tmp_path, STREAMED, model=model)
+    trainer.train()
+    with pytest.raises(UnsupportedError, match=r"trainer\.end\(\)"):
+        make_trainer(tmp_path, model=model).train()
+    with pytest.warns(LightningCXLWarning, match="ends its run"):
+        model.cpu()
+    trainer.end()
+
+
+@pytest.mark.parametrize("options", [STREAMED, {"stream_weights": False}], ids=str)
+def test_a_backward_after_the_training_is_told_so(tmp_path, options):
+    """Its gradients would be swallowed, and whoever steps with them would not learn."""
+    trainer = make_trainer(tmp_path, options, parts={"eval_dataset": rows(6, seed=5)})
+    trainer.train()
+    trainer.evaluate()
+    model, batch = trainer.model, torch.tensor([rows(1)[0]["input_ids"]])
+    with pytest.raises(UnsupportedError, match=r"trainer\.end\(\)"):
+        model(input_ids=batch.to(trainer.args.device), labels=batch.to(trainer.args.device)).loss.backward()
+    trainer.evaluate()
+    trainer.train()
+    trainer.end()
+    model(input_ids=batch, labels=batch).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# -- a search for hyper-parameters -------------------------------------------------------------------------------------
+def searched(folder, options, make):
+    """Train two trials, as `hyperparameter_search` does with W&B, which gives it dicts."""
+    trainer = make(folder, options)
+    trainer.hp_search_backend, trainer.hp_name = HPSearchBackend.WANDB, str
+    losses, runs = [], []
+    for rate in (1e-3, 1e-2):
+        trainer.train(trial={"learning_rate": rate})
+        losses += losses_of(trainer)
+        runs.append(getattr(getattr(trainer.accelerator, "offload", None), "session", None))
+    if runs[0] is not None:
+        assert runs[0] is not runs[1] and runs[0].run is None, "the trial before has let go of its memory"
+    return losses, finish(trainer)[1]
+
+
+def with_init(folder, options):
+    return make_trainer(folder, options, parts={"model_init": lambda: tiny_llama()}, model=False)
+
+
+def taken_over(folder, options):
+    trainer = with_init(folder, PLAIN)
+    return trainer if options == PLAIN else lightning_cxl.transformers.offload(trainer, **options)
+
+
+@pytest.mark.parametrize("make", [with_init, taken_over])
+def test_a_search_trains_with_the_same_options(tmp_path, make, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.hp_params", dict)  # looks for Ray, Optuna and W&B
+    monkeypatch.setattr("transformers.trainer.Trainer._get_output_dir", lambda self, trial: str(tmp_path))
+    assert_identical(*(searched(tmp_path, options, make) for options in (PLAIN, {**STREAMED, **EXACT})))
+
+
+# -- trained again -----------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler
+@pytest.mark.parametrize("compiled, resumes", [(COMPILED, False), ({}, True)], ids=str)
+def test_train_again(tmp_path, compiled, resumes):
+    found = []
+    for name, options in (("plain", PLAIN), ("ours", {**STREAMED, **EXACT})):
+        torch._dynamo.reset()
+        trainer = make_trainer(tmp_path / name, options, save_strategy="steps", save_steps=3, **compiled)
+        trainer.train()
+        trainer.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-3") if resumes else None)
+        found.append(finish(trainer))
+    assert_identical(*found)
+
+
+class Fails(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 2:
+            raise RuntimeError("enough")
+
+
+@pytest.mark.parametrize("options", [STREAMED, pytest.param(EXACT, marks=pytest.mark.full)], ids=str)
+def test_a_loss_scaler_after_an_error(tmp_path, options):
+    found = []
+    for offload_options in (PLAIN, options):
+        trainer = make_trainer(tmp_path, offload_options, optim="adamw_torch", parts={"callbacks": [Fails()]})
+        accelerator = trainer.accelerator
+        accelerator.scaler = torch.amp.GradScaler(training_device.current.type, init_scale=2.0**10)
+        accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
+        if offload_options != PLAIN:
+            accelerator.offload.attach_scaler(accelerator.scaler)
+        with pytest.raises(RuntimeError, match="enough"):
+            trainer.train()
+        trainer.remove_callback(Fails)
+        trainer.train()
+        found.append(finish(trainer))
+    assert_close(*found, atol=1e-4)  # last bits of weights decide how some are rounded to fp16
+
+
+class Exhausted:
+    """Has no memory for its fifth micro-batch."""
+
+    num_calls = 0
+
+    def compute_loss(self, *arguments, **keywords):
+        self.num_calls += 1
+        if self.num_calls == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return super().compute_loss(*arguments, **keywords)
+
+
+class Plain(Exhausted, Trainer):
+    pass
+
+
+class Ours(Exhausted, CXLTrainer):
+    pass
+
+
+def test_a_smaller_batch_goes_on_in_the_middle(tmp_path):
+    given = {"auto_find_batch_size": True, "gradient_accumulation_steps": 2, "cls": Plain, "ours": Ours}
+    found = []
+    for options in (PLAIN, {**STREAMED, **EXACT}):
+        trainer = make_trainer(tmp_path, options, **given)
+        trainer.train()
+        assert trainer.state.train_batch_size == 1
+        found.append(finish(trainer))
+    assert_identical(*found)
+
+
+# -- code of others ----------------------------------------------------------------------------------------------------
+def test_a_patched_method_may_edit_gradients(tmp_path, monkeypatch):
+    step = Trainer.training_step
+
+    def tripled(self, *arguments):
+        loss = step(self, *arguments)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.data.mul_(3.0)
+        return loss
+
+    def norms(**given):
+        trainer = make_trainer(tmp_path, STREAMED, max_grad_norm=1e9, **given)
+        trainer.train()
+        return finish(trainer)[0][0][1]
+
+    expected = norms()
+    monkeypatch.setattr(Trainer, "training_step", tripled)
+    assert norms() == pytest.approx(3 * expected, rel=1e-5)
+    assert norms(ours=type("Mixed", (CXLTrainerMixin, Trainer), {})) == pytest.approx(3 * expected, rel=1e-5)
+
+
+# -- Trainers that would train without us ------------------------------------------------------------------------------
+def test_a_mixin_behind_the_trainer_is_refused_when_the_class_is_made():
+    with pytest.raises(ConfigError, match=r"Write `class Mine\(CXLTrainerMixin, Trainer\)`"):
+        type("Mine", (Trainer, CXLTrainerMixin), {})
+
+
+def test_an_accelerator_in_the_place_of_ours_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path, STREAMED)
+    ours, trainer.accelerator = trainer.accelerator, Accelerator()
+    with pytest.raises(ConfigError, match="a plain Accelerator"):
+        trainer.train()
+    trainer.accelerator = ours
+    trainer.end()

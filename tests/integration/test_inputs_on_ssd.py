@@ -15,6 +15,7 @@ from lightning_cxl.storage.system import System
 from tests.cases import every_pair
 from tests.faulty_system import FaultySystem
 from tests.integration.llama import LlamaTask, tiny_llama
+from tests.integration.training import assert_identical as assert_same
 from tests.integration.training import make_trainer, offload, train
 from tests.models import Task, TinyConvNet, TinyTransformer, image_data, token_data
 
@@ -43,13 +44,6 @@ def both(tmp_path, make_model=tiny_llama, rules=INPUTS, **options):
     planned = strategy.report()["planned_roles"]["activations"]
     assert set(planned) == {"ssd"} and "activations" not in strategy.report()["peak_roles"]
     return strategy
-
-
-def assert_same(ours, theirs):
-    assert ours[0] == theirs[0]
-    assert ours[1].keys() == theirs[1].keys()
-    for name in ours[1]:
-        assert torch.equal(ours[1][name], theirs[1][name]), name
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.cases import every_pair, every_value
 from tests.integration.llama import LlamaTask, tiny_llama
-from tests.integration.test_parity import assert_identical
-from tests.integration.training import EXACT, offload, train
+from tests.integration.training import EXACT, assert_identical, offload, train
 from tests.models import TinyTransformer
 
 

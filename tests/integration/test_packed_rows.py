@@ -8,8 +8,7 @@ from lightning_cxl import packed_arguments
 from lightning_cxl.sequences.packing import separate, without_first
 from tests.cases import every_value
 from tests.integration.llama import tiny_llama
-from tests.integration.test_parity import assert_identical
-from tests.integration.training import EXACT, offload, train
+from tests.integration.training import EXACT, assert_identical, offload, train
 from tests.models import Task
 
 POSITIONS = torch.tensor([*range(6), *range(9), *range(1), *range(4), *range(12)])

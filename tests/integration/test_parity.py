@@ -8,16 +8,8 @@ import torch
 from lightning.pytorch import seed_everything
 from torch import nn
 
-from tests.integration.training import EXACT, make_trainer, offload, train
+from tests.integration.training import EXACT, assert_identical, make_trainer, offload, train
 from tests.models import Task, TinyConvNet, TinyTransformer, image_data, token_data
-
-
-def assert_identical(plain, ours):
-    assert len(plain[0]) == len(ours[0]) > 0
-    assert plain[0] == ours[0]
-    assert plain[1].keys() == ours[1].keys()
-    for name, value in plain[1].items():
-        assert torch.equal(value, ours[1][name]), name
 
 
 def assert_close(plain, ours):

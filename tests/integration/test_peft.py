@@ -6,8 +6,7 @@ from lightning.pytorch import Callback
 
 from tests.cases import others_full
 from tests.integration.llama import LlamaTask, tiny_llama
-from tests.integration.test_parity import assert_identical
-from tests.integration.training import EXACT, offload, train
+from tests.integration.training import EXACT, assert_identical, offload, train
 from tests.training_device import LATE_CASES
 
 peft = pytest.importorskip("peft")

@@ -15,8 +15,7 @@ from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.transfer import engine
 from tests import training_device
 from tests.cases import every_value, others_full
-from tests.integration.test_parity import assert_identical
-from tests.integration.training import EXACT, make_trainer, offload
+from tests.integration.training import EXACT, assert_identical, make_trainer, offload
 from tests.models import token_data
 
 bnb = pytest.importorskip("bitsandbytes")

@@ -5,9 +5,8 @@ import torch
 import transformers as tf
 
 import lightning_cxl
-from tests.integration.test_parity import assert_identical
 from tests.integration.test_qlora import NF4, QLoRA, _library, fit  # noqa: F401  # a fixture
-from tests.integration.training import EXACT, offload
+from tests.integration.training import EXACT, assert_identical, offload
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")

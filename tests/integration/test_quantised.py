@@ -8,8 +8,7 @@ from lightning_cxl.streaming.unit_weights import UnitWeights
 from tests import training_device
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.quantised import KINDS, four_bit, quantise
-from tests.integration.test_parity import assert_identical
-from tests.integration.training import EXACT, offload, train
+from tests.integration.training import EXACT, assert_identical, offload, train
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")

@@ -6,20 +6,15 @@ from lightning.pytorch import seed_everything
 
 from lightning_cxl.optim.number_formats import split
 from tests.integration.training import EXACT, make_trainer, offload
-from tests.models import Task, TinyTransformer, token_data
+from tests.models import InStep, Task, TinyTransformer, token_data
 
 pytestmark = pytest.mark.on_cpu
 
 FORMS = {"split": {}, "fp32": {"master": "fp32"}, "torch": EXACT}
 
 
-class Ordered(Task):
-    """A resumed run goes on with the batch that comes next."""
-
-    def training_step(self, batch, batch_idx):
-        if not hasattr(self, "batches"):
-            self.batches = list(token_data())
-        return super().training_step(self.batches[self.global_step % 20], batch_idx)
+class Ordered(InStep, Task):
+    pass
 
 
 def fit(strategy, steps, *, ckpt_path=None, save=None, precision="bf16-true", model=None, **options):

@@ -14,7 +14,8 @@ from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, Uns
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
 from lightning_cxl.optim.state_visits import StateVisits
 from tests.cases import every_pair
-from tests.integration.llama import LlamaTask, tiny_llama
+from tests.integration.llama import LlamaInStep, LlamaTask, tiny_llama
+from tests.integration.training import assert_identical as assert_same
 from tests.integration.training import make_trainer, offload, train
 from tests.models import token_data
 from tests.storage_cases import damage
@@ -41,13 +42,6 @@ def both(tmp_path, make_model=tiny_llama, **options):
     return strategy, ours, theirs
 
 
-def assert_same(ours, theirs):
-    assert ours[0] == theirs[0]
-    assert ours[1].keys() == theirs[1].keys()
-    for name in ours[1]:
-        assert torch.equal(ours[1][name], theirs[1][name]), name
-
-
 @pytest.mark.parametrize(
     ("state", "dtype", "overlap"), every_pair(["fp32", "bf16", "8bit"], [torch.float32, torch.bfloat16], [False, True])
 )
@@ -71,19 +65,11 @@ REFERENCE = {"ssd": {"checkpoint": "reference"}}
 WEIGHTS = {"tier_rules": {"*": {"weights": "ssd"}}, "stream_weights": True}
 
 
-class Sequential(LlamaTask):
-    """Continues a resumed run with the batch that comes next: the data order is the step's."""
-
-    def training_step(self, batch, batch_idx):
-        batch = [each.to(self.device) for each in list(token_data())[self.global_step % 20]]
-        return super().training_step(batch, batch_idx)
-
-
 def bfloat16_llama():
     return tiny_llama().to(torch.bfloat16)
 
 
-def fit(strategy, steps, *, make_model=bfloat16_llama, task=Sequential, ckpt_path=None, save=None, callbacks=()):
+def fit(strategy, steps, *, make_model=bfloat16_llama, task=LlamaInStep, ckpt_path=None, save=None, callbacks=()):
     seed_everything(11, verbose=False)
     module = task(make_model())
     saves = any(isinstance(each, ModelCheckpoint) for each in callbacks)
@@ -110,7 +96,7 @@ def test_a_run_resumes_exactly(tmp_path, checkpoint, state):
     saved = next(tmp_path.glob("*.ckpt"))
     second = fit(on_ssd(tmp_path / "ssd", **options), 7, ckpt_path=saved)
     assert first.losses + second.losses == straight.losses
-    assert_same(([], weights(second)), ([], weights(straight)))
+    assert_same(([0], weights(second)), ([0], weights(straight)))
 
 
 def test_a_checkpoint_that_refers_has_no_state_in_it(tmp_path):
@@ -132,7 +118,7 @@ def test_a_checkpoint_that_refers_becomes_a_whole_one(tmp_path):
     for key, entry in copied["optimizer_states"][0]["state"].items():
         for name, value in entry.items():
             assert torch.equal(plain["optimizer_states"][0]["state"][key][name], value), (key, name)
-    assert_same(([], plain["state_dict"]), ([], copied["state_dict"]))
+    assert_same(([0], plain["state_dict"]), ([0], copied["state_dict"]))
 
 
 def test_only_the_latest_checkpoint_of_a_run_can_be_loaded(tmp_path):
@@ -214,7 +200,7 @@ class JoinsLater(Callback):
         self.joined = state_dict["joined"]
 
 
-class WithLatecomer(Sequential):
+class WithLatecomer(LlamaInStep):
     """Has a parameter that no optimizer gets at first."""
 
     def __init__(self, model):
@@ -273,7 +259,7 @@ def test_training_goes_on_after_a_checkpoint_that_could_not_be_written(tmp_path,
     assert ours.losses == straight.losses[:5] and again.losses == straight.losses[4:]
 
 
-class TwoOptimizers(Sequential):
+class TwoOptimizers(LlamaInStep):
     """Steps two optimizers itself, and keeps references to them."""
 
     def __init__(self, model):
@@ -329,7 +315,7 @@ def test_a_drive_that_fails_at_the_end_leaves_the_users_optimizers(tmp_path, mon
     assert not after_error or "the error that ended the run was not the only one: cannot write" in caplog.text
 
 
-class Reversed(Sequential):
+class Reversed(LlamaInStep):
     """Gives its parameters to the optimizer in the opposite order, which changes where their state lies."""
 
     def configure_optimizers(self):
@@ -407,7 +393,7 @@ def test_state_is_memory_of_the_users_optimizer_after_the_run(tmp_path, checkpoi
     states = {}
     for name, strategy in strategies.items():
         seed_everything(11, verbose=False)
-        module = Sequential(bfloat16_llama())
+        module = LlamaInStep(bfloat16_llama())
         trainer = make_trainer(strategy, max_steps=3)
         trainer.fit(module, token_data())
         trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
@@ -452,7 +438,7 @@ def test_damaged_weights_are_not_copied_into_a_checkpoint_of_weights_alone(tmp_p
 
 def test_state_of_a_run_that_is_over_is_not_overwritten_while_it_is_taken_over(tmp_path):
     seed_everything(11, verbose=False)
-    module = Sequential(bfloat16_llama())
+    module = LlamaInStep(bfloat16_llama())
     configured = module.configure_optimizers()
     module.configure_optimizers = lambda: configured
     saves = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1)

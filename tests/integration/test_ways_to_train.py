@@ -8,8 +8,7 @@ from lightning.pytorch import Callback
 
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.test_checkpoint import fit
-from tests.integration.test_parity import assert_identical
-from tests.integration.training import EXACT, offload, train
+from tests.integration.training import EXACT, assert_identical, offload, train
 from tests.models import Task, TinyTransformer
 
 pytestmark = pytest.mark.usefixtures("late_copies")

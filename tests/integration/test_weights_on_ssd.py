@@ -21,7 +21,8 @@ from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.system import System
 from tests.cases import every_pair, every_value, others_full
 from tests.faulty_system import FaultySystem
-from tests.integration.llama import LlamaTask, tiny_llama
+from tests.integration.llama import LlamaInStep, LlamaTask, tiny_llama
+from tests.integration.training import assert_identical as assert_same
 from tests.integration.training import make_trainer, offload, train
 from tests.models import token_data
 from tests.storage_cases import data_file
@@ -44,13 +45,6 @@ def both(tmp_path, make_model=tiny_llama, rules=ALL, **options):
     theirs = train(make_model, offload(stream_weights=True, **options), steps=STEPS, **given)
     assert_same(ours, theirs)
     return strategy
-
-
-def assert_same(ours, theirs):
-    assert ours[0] == theirs[0]
-    assert ours[1].keys() == theirs[1].keys()
-    for name in ours[1]:
-        assert torch.equal(ours[1][name], theirs[1][name]), name
 
 
 @pytest.mark.parametrize(
@@ -259,7 +253,7 @@ def test_weights_outlive_the_run_and_move_again(tmp_path):
 def test_a_run_resumes_exactly(tmp_path, checkpoint, dtype):
     def fit(strategy, steps, ckpt_path=None, save=None):
         seed_everything(11, verbose=False)
-        task = Sequential(tiny_llama().to(dtype))
+        task = LlamaInStep(tiny_llama().to(dtype))
         trainer = make_trainer(strategy, max_steps=steps)
         trainer.fit(task, token_data(), ckpt_path=ckpt_path)
         if save:
@@ -271,14 +265,6 @@ def test_a_run_resumes_exactly(tmp_path, checkpoint, dtype):
     first = fit(on_ssd(tmp_path / "ssd", **options), 3, save=tmp_path / "saved.ckpt")
     second = fit(on_ssd(tmp_path / "ssd", **options), 6, ckpt_path=tmp_path / "saved.ckpt")
     assert_same((first.losses + second.losses, second.state_dict()), (straight.losses, straight.state_dict()))
-
-
-class Sequential(LlamaTask):
-    """Continues a resumed run with the batch that comes next."""
-
-    def training_step(self, batch, batch_idx):
-        batch = [each.to(self.device) for each in list(token_data())[self.global_step % 20]]
-        return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.parametrize(("fault", "overlap"), every_value(["EIO", "EIO for good", "flip", "late"], OVERLAPS))

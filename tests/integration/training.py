@@ -1,5 +1,6 @@
 """What the integration tests share: quiet Trainers on the device under test, and one seeded run."""
 
+import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -65,3 +66,11 @@ def train(
     trainer = make_trainer(strategy, max_steps=steps, **(trainer_args or {}))
     trainer.fit(module, data())
     return module.losses, {name: value.cpu().clone() for name, value in module.state_dict().items()}
+
+
+def assert_identical(plain, ours):
+    assert len(plain[0]) == len(ours[0]) > 0
+    assert plain[0] == ours[0]
+    assert plain[1].keys() == ours[1].keys()
+    for name, value in plain[1].items():
+        assert torch.equal(value, ours[1][name]), name

@@ -138,7 +138,7 @@ MUTATIONS = {
         Mutation("masters are restored", "run: _LoadStateDict.__call__", DELETE, "restore_masters"),
         Mutation("random rounding continues after a resume", "run: _LoadStateDict.__call__", DELETE, "num_received"),
     ),
-    "integration/test_accelerate_files.py::test_loaded_state_lies_on_its_tier": (
+    "integration/test_accelerate.py::test_loaded_state_lies_on_its_tier": (
         Mutation("restored state is on its tier", "run: _LoadStateDict.__call__", DELETE, "rehome_state"),
     ),
     "distributed/test_loading.py::test_a_model_can_be_used_before_it_is_cut": (

@@ -139,7 +139,7 @@ MUTATIONS = {
             nth=1,
         ),
     ),
-    "integration/test_accelerate_loops.py": (
+    "integration/test_accelerate.py": (
         Mutation(
             "memory that a user holds is not overwritten", "streaming: UnitWeights.take_in", NEVER, "is_only_holder"
         ),

@@ -122,7 +122,7 @@ MUTATIONS = {
             "_is_written",
         ),
     ),
-    "integration/test_hf_trainer_life.py::test_a_backward_after_the_training_is_told_so": (
+    "integration/test_hf_trainer.py::test_a_backward_after_the_training_is_told_so": (
         Mutation(
             "a model whose training has ended takes no gradients", "run: refuse_gradients", DELETE, "UnsupportedError"
         ),

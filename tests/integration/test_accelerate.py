@@ -1,13 +1,24 @@
-"""Accelerate loops of many shapes: several models, optimizers prepared apart, errors, gradients that are read."""
+"""Accelerate: what it has of its own, beside the contract of front ends."""
 
 import copy
+import gc
+import importlib
+import pickle
+import weakref
 
 import pytest
 import torch
-from accelerate.utils import find_executable_batch_size
+from accelerate.utils import DistributedType, ProjectConfiguration, find_executable_batch_size
+from safetensors.torch import load_file
 from torch import nn
+from transformers import LlamaForCausalLM
 
+import lightning_cxl
+from lightning_cxl.accelerate import CXLAccelerator
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.memory.hook import active
+from lightning_cxl.run.session import close_garbage
+from tests import training_device
 from tests.cases import every_pair, every_value
 from tests.integration.accelerate_loop import (
     EXACT,
@@ -15,13 +26,24 @@ from tests.integration.accelerate_loop import (
     adamw,
     assert_close,
     assert_identical,
+    forget_accelerators,
     loss_of,
     make_accelerator,
+    prepared,
+    steps,
+    train,
     warm,
     weights_of,
 )
+from tests.integration.llama import tiny_llama
+from tests.integration.test_unclosed import collect
 from tests.models import TinyTransformer, token_data
 
+pytestmark = [
+    # torch's compiler looks for gradients of what units are called with
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
+]
 STREAMED = {"stream_weights": True, **EXACT}
 
 
@@ -450,3 +472,334 @@ def test_prepare_again_after_an_optimizer_was_refused():
     ours = plain_steps(accelerator, *accelerator.prepare(model, optimizer, token_data(2)))
     accelerator.free_memory()
     assert_close(plain_steps(make_accelerator(), *make_accelerator().prepare(*made(), token_data(2))), ours)
+
+
+def compiled(model):
+    model.compile(backend="eager")
+    return model
+
+
+MODELS = {
+    "compiled in place": lambda: compiled(TinyTransformer(dropout=0.0)),
+    "compiled": lambda: torch.compile(TinyTransformer(dropout=0.0), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_compiled_model(kind):
+    parts = {"make_model": MODELS[kind]}
+    assert_identical(train(parts=parts, num_batches=4), train(STREAMED, parts=parts, num_batches=4))
+
+
+def test_a_model_for_evaluation_alone():
+    def run(accelerator):
+        torch.manual_seed(5)
+        model = accelerator.prepare_model(TinyTransformer().eval(), evaluation_mode=True)
+        with torch.no_grad():
+            return [loss_of(model, batch).item() for batch in accelerator.prepare(token_data(3))], {}
+
+    plain = run(make_accelerator())
+    accelerator = make_accelerator(STREAMED)
+    ours = run(accelerator)
+    assert accelerator.report()["streamed"]["num_units"] == 3
+    accelerator.free_memory()
+    assert_identical(plain, ours)
+
+
+# -- the end
+def test_nothing_is_left_where_nobody_frees():
+    before = training_device.held()
+    accelerator = make_accelerator({})
+    parts = prepared(accelerator, data=lambda: token_data(2))
+    list(steps(accelerator, *parts))
+    model = weakref.ref(parts[0])
+    del accelerator, parts
+    forget_accelerators()
+    collect()
+    close_garbage()
+    gc.collect()
+    assert model() is None
+    assert active() is None
+    assert training_device.held() == before
+
+
+def test_copies_are_in_no_run():
+    accelerator = make_accelerator({"stream_weights": True})
+    parts = prepared(accelerator, data=lambda: token_data(2))
+    list(steps(accelerator, *parts))
+    weights = weights_of(accelerator, parts[0])
+    for average in (copy.deepcopy(parts[0]), pickle.loads(pickle.dumps(parts[0]))):
+        average.cpu()
+        assert all(torch.equal(value, weights[name]) for name, value in average.state_dict().items())
+        loss_of(average, next(iter(token_data(1)))).backward()
+    other = pickle.loads(pickle.dumps(accelerator.offload))
+    assert other.session.config == accelerator.offload.session.config and other.session.runs == []
+    accelerator.free_memory()
+
+
+# -- what is refused
+def test_a_model_is_missing():
+    accelerator = make_accelerator({})
+    with pytest.raises(ConfigError, match="the model of this AdamW was not prepared"):
+        accelerator.prepare(adamw(TinyTransformer()))
+
+
+def test_a_second_optimizer_comes_too_late():
+    accelerator = make_accelerator({})
+    model = TinyTransformer()
+    first = torch.optim.AdamW(model.blocks.parameters())
+    second = torch.optim.AdamW(model.head.parameters())
+    model, first = accelerator.prepare(model, first)
+    with pytest.raises(UnsupportedError, match="has optimizers already"):
+        accelerator.prepare(second)
+    accelerator.free_memory()
+
+
+def test_an_accelerator_that_has_prepared_a_model():
+    accelerator = make_accelerator()
+    accelerator.prepare(TinyTransformer())
+    with pytest.raises(ConfigError, match="before `prepare`"):
+        CXLAccelerator.attach(accelerator)
+
+
+@pytest.mark.parametrize(("kind", "num_processes"), [("NO", 2), ("MULTI_GPU", 2), ("FSDP", 1), ("DEEPSPEED", 1)])
+def test_several_processes_and_other_plugins(kind, num_processes):
+    accelerator = make_accelerator()
+    accelerator.state.distributed_type, accelerator.state.num_processes = DistributedType[kind], num_processes
+    with pytest.raises(UnsupportedError, match=f"{num_processes} processes"):
+        CXLAccelerator.attach(accelerator)
+    forget_accelerators()
+
+
+BATCHES, HALF = 8, 4
+
+
+def steady(**arguments):
+    return TinyTransformer(dropout=0.0, **arguments)
+
+
+def start(offload, make_model=steady, **arguments):
+    accelerator = make_accelerator(offload, **arguments)
+    return accelerator, prepared(accelerator, make_model, data=lambda: token_data(BATCHES))
+
+
+def go_on(accelerator, parts, first, last):
+    """Train on some of the batches; returns the losses."""
+    model, optimizer, data, scheduler = parts
+    batches = [batch for index, batch in enumerate(data) if first <= index < last]
+    return list(steps(accelerator, model, optimizer, batches, scheduler))
+
+
+def close(accelerator):
+    accelerator.free_memory()
+
+
+def whole(offload, **arguments):
+    accelerator, parts = start(offload, **arguments)
+    losses = go_on(accelerator, parts, 0, BATCHES)
+    result = losses, weights_of(accelerator, parts[0])
+    close(accelerator)
+    return result
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_no_weight_is_missing_in_a_file(safe, tmp_path):
+    accelerator, parts = start(STREAMED)
+    go_on(accelerator, parts, 0, 2)
+    accelerator.save_state(str(tmp_path), safe_serialization=safe)
+    path = tmp_path / ("model.safetensors" if safe else "pytorch_model.bin")
+    saved = load_file(path) if safe else torch.load(path, weights_only=True, map_location="cpu")
+    weights = weights_of(accelerator, parts[0])
+    assert saved.keys() == weights.keys()
+    assert all(torch.equal(value, weights[name]) for name, value in saved.items())
+    close(accelerator)
+
+
+def test_a_model_alone(tmp_path):
+    accelerator, parts = start(STREAMED)
+    go_on(accelerator, parts, 0, 2)
+    accelerator.save_model(parts[0], str(tmp_path), max_shard_size="20KB")
+    saved = {}
+    for path in tmp_path.glob("*.safetensors"):
+        saved |= load_file(path)
+    weights = weights_of(accelerator, parts[0])
+    assert saved.keys() == weights.keys() and len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert all(torch.equal(value, weights[name]) for name, value in saved.items())
+    close(accelerator)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_of_transformers_alone(tied, tmp_path):
+    accelerator = make_accelerator(STREAMED, mixed_precision="bf16")
+    parts = prepared(accelerator, lambda: tiny_llama(tie_word_embeddings=tied))
+
+    def loss_of(model, batch):
+        return model(input_ids=batch[0], labels=batch[0]).loss
+
+    list(steps(accelerator, *parts, loss_of=loss_of))
+    accelerator.unwrap_model(parts[0]).save_pretrained(
+        tmp_path, is_main_process=accelerator.is_main_process, save_function=accelerator.save
+    )
+    weights = weights_of(accelerator, parts[0])
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(value, weights[name]) for name, value in loaded.items())
+    accelerator.unwrap_model(parts[0], keep_fp32_wrapper=False).save_pretrained(
+        tmp_path / "2", state_dict=accelerator.get_state_dict(parts[0])
+    )
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "2").state_dict().keys() == weights.keys()
+    close(accelerator)
+
+
+class Counter:
+    def __init__(self):
+        self.value = 0
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def test_automatic_names_and_objects_of_the_user(tmp_path):
+    def project():
+        return ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+
+    accelerator, parts = start(STREAMED, project_config=project())
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    losses = []
+    for first in (0, 2, 4):
+        losses += go_on(accelerator, parts, first, first + 2)
+        counter.value += 1
+        accelerator.save_state()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    close(accelerator)
+    accelerator, parts = start(STREAMED, project_config=project())
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    accelerator.load_state()
+    assert counter.value == 3
+    losses += go_on(accelerator, parts, 6, BATCHES)
+    assert_identical(whole(PLAIN), (losses, weights_of(accelerator, parts[0])))
+    close(accelerator)
+
+
+def test_loaded_state_lies_on_its_tier(tmp_path):
+    """Torch's own optimizers make new tensors when they load."""
+    accelerator, parts = start(STREAMED)
+    go_on(accelerator, parts, 0, 1)
+    accelerator.save_state(str(tmp_path))
+    close(accelerator)
+    accelerator, parts = start(STREAMED)
+    accelerator.load_state(str(tmp_path))
+    averages = [state["exp_avg"] for state in parts[1].state.values()]
+    assert sum(average.nbytes for average in averages) > 0
+    assert all(lightning_cxl.residency(average) == {"dram": average.nbytes} for average in averages)
+    assert sum(accelerator.report()["roles"]["momentum"].values()) > 0
+    close(accelerator)
+
+
+# -- the tier ssd
+def ssd(folder, **more):
+    return {
+        "tiers": {"ssd": {"path": str(folder), "budget": "64MiB", **more}},
+        "tier_rules": {"*": {"optimizer_state": "ssd"}},
+    }
+
+
+# -- state in formats of ours
+def converted(folder):
+    """Make the optimizer's file one for plain torch, as the guide says."""
+    state = torch.load(folder / "optimizer.bin", weights_only=True)
+    weights = load_file(folder / "model.safetensors")
+    checkpoint = {"state_dict": weights, "optimizer_states": [state], "lightning_cxl": state["lightning_cxl"]}
+    torch.save(lightning_cxl.plain_checkpoint(checkpoint)["optimizer_states"][0], folder / "optimizer.bin")
+
+
+@pytest.mark.parametrize(("state", "converts"), [("bf16", False), ("bf16", True), ("8bit", True)])
+def test_files_with_small_state_go_to_plain_accelerate(state, converts, tmp_path):
+    accelerator, parts = start({"state": state}, make_model=wide)
+    losses = go_on(accelerator, parts, 0, HALF)
+    accelerator.save_state(str(tmp_path))
+    close(accelerator)
+    if converts:
+        converted(tmp_path)
+    accelerator, parts = start(PLAIN, make_model=wide)
+    accelerator.load_state(str(tmp_path))
+    assert {value.dtype for each in parts[1].state.values() for value in each.values()} == {torch.float32}
+    losses += go_on(accelerator, parts, HALF, BATCHES)
+    assert_close(whole(PLAIN, make_model=wide), (losses, {}), atol=1e-3)
+
+
+def wide():
+    return steady(width=128)  # small tensors have no 8-bit state
+
+
+def test_options_of_the_environment(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_CXL_CPU_ADAM", "false")
+    accelerator = make_accelerator(None)
+    assert accelerator.offload.session.config.cpu_adam is False
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a list", "must map names of options"),
+        ("no_such_option: 1", "unknown option 'no_such_option'"),
+        ("tiers: {", "cannot read the options"),
+        (None, "cannot read the options"),
+    ],
+)
+def test_a_file_that_is_no_good(text, message, tmp_path):
+    path = tmp_path / "options.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        make_accelerator(path)
+
+
+SCRIPTS = "accelerate.test_utils.scripts."
+
+
+@pytest.fixture
+def script(request, monkeypatch):
+    """One of their scripts, whose accelerators are ours; yields it and those accelerators that were made."""
+    forget_accelerators()
+    module = importlib.import_module(SCRIPTS + request.param)
+    made = []
+
+    class Ours(CXLAccelerator):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(module, "Accelerator", Ours)
+    yield module, made
+    while made:
+        made.pop().free_memory()
+    forget_accelerators()
+
+
+def check_trained(made):
+    assert any(each.report()["optimizers"] for each in made), "nothing was trained with our accelerator"
+
+
+@pytest.mark.filterwarnings("ignore:RegressionModel was moved to `cpu`, which ends its run")  # as it does
+@pytest.mark.parametrize("script", ["test_script"], indirect=True)
+def test_the_test_script(script, monkeypatch, capsys):
+    module, made = script
+    monkeypatch.setattr(module, "is_fp16_available", bool)  # Accelerate refuses it on devices unknown to it
+    module.main()
+    check_trained(made)
+    assert "**Test reinstantiated state**" in capsys.readouterr().out, "its last part"
+
+
+@pytest.mark.on_cpu
+@pytest.mark.filterwarnings("ignore:RegressionModel gets gradients and was prepared without")  # one half of test_sync
+@pytest.mark.parametrize("script", ["test_script", "test_sync"], indirect=True)
+def test_scripts_on_the_cpu(script, capsys):
+    module, made = script
+    module.main()
+    check_trained(made)
