@@ -77,7 +77,7 @@ class GradientOverflowError(LightningCXLError, ArithmeticError):
 
 
 class LostRankError(LightningCXLError, RuntimeError):
-    """Another process of the same job has ended, or does not come to where this one waits for it."""
+    """Nothing raises it any more: where another process of the job has ended, torch's own errors say so."""
 
 
 class LightningCXLWarning(UserWarning):

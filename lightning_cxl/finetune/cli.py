@@ -19,6 +19,7 @@ from typing import IO, Any, NoReturn
 
 import datasets
 import transformers
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from lightning_cxl.commands.overview import COMMANDS, PROGRAM
 from lightning_cxl.errors import ConfigError, LightningCXLError
@@ -240,6 +241,7 @@ class FinetuneCLI(LightningCLI):
             print(f"\n{self.summary.describe(self.trainer)}")
 
 
+@record  # torchrun repeats an error in its summary
 def main(arguments: Sequence[str]) -> None:
     """Run the command line of `sys.argv`, where LightningCLI finds its subcommand and `arguments`."""
     # raised by Lightning's own use of torch.utils._pytree (lightning 2.6 with torch 2.13): not for our user to act on

@@ -7,14 +7,13 @@ import signal
 import statistics
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_cxl.run.sharded_reading import ShardedCheckpoint
 from tests.distributed import killed_ranks
-from tests.integration.several_ranks import start
+from tests.integration.several_ranks import processes_of, start
 
 pytestmark = [pytest.mark.on_cpu, pytest.mark.slow, pytest.mark.timeout(900)]
 LIMIT_S = 60
@@ -74,17 +73,6 @@ class Job:
         with suppress(ProcessLookupError):
             os.killpg(self._processes[0].pid, signal.SIGKILL)
         self._processes[0].wait()
-
-
-def processes_of(group):
-    """Return the numbers of the processes of a group that have not ended."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            state, _, number = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(number) == group and state != "Z":
-                found.append(int(stat.parent.name))
-    return found
 
 
 def check_checkpoints(folder):

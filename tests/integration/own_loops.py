@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor
 
 from tests.models import TinyTransformer, token_data
@@ -114,6 +115,7 @@ def _cell(asked):
 LOOPS = {"fabric": with_fabric, "accelerate": with_accelerate, "trainer": with_trainer}
 
 
+@record
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("loop", choices=[*LOOPS, "notebook"])

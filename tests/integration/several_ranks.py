@@ -8,11 +8,13 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_cxl
@@ -59,6 +61,7 @@ def sleep_for_ever():
         time.sleep(1)
 
 
+@record
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -140,6 +143,17 @@ def start(
                 )
             )
     return processes
+
+
+def processes_of(group):
+    """Return the numbers of the processes of a group that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, _, number = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(number) == group and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
 
 
 def free_port() -> int:

@@ -77,13 +77,14 @@ def test_two_processes_share_a_model(tmp_path, loop, launcher):
 
 
 FAILING = [("fabric", "itself"), ("accelerate", "torchrun"), ("trainer", "torchrun")]
+GONE = ("Connection closed by peer", "Connection reset by peer", "Check the logs of the remote worker", "SIGKILL")
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=full)])
 @pytest.mark.parametrize(("loop", "launcher"), others_full(FAILING, FAILING[1:2]))
 def test_a_rank_that_raises_is_shown(tmp_path, loop, launcher, rank):
     code, log, took = run(loop, launcher, tmp_path, "--fail=raise", f"--rank={rank}")
-    assert code != 0 and 0 < took < 120
+    assert code != 0 and 0 < took < 60
     assert "ValueError: this batch is bad" in log
     assert "NoneType: None" not in log and "To enable traceback see" not in log, "torchrun has the traceback"
 
@@ -91,12 +92,11 @@ def test_a_rank_that_raises_is_shown(tmp_path, loop, launcher, rank):
 @pytest.mark.parametrize(("loop", "launcher"), others_full(FAILING, FAILING[:1]))
 def test_a_rank_that_is_killed_ends_all(tmp_path, loop, launcher):
     code, log, took = run(loop, launcher, tmp_path, "--fail=kill")
-    assert code != 0 and 0 < took < 120
-    assert "it was killed" in log or "SIGKILL" in log, log[-3000:]
+    assert code != 0 and 0 < took < 60
+    assert any(sign in log for sign in GONE), log[-3000:]
 
 
 def test_a_forked_process_that_ends_first_has_not_failed(tmp_path):
     code, log, _ = run("notebook", "itself", tmp_path)
     assert code == 0, log[-3000:]
-    assert "failure" not in log and "killed" not in log, log[-3000:]
     assert len(list(tmp_path.glob("rank_*.json"))) == 2

@@ -33,7 +33,6 @@ from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.sharding.fsdp import is_cut, without_reducing
 from lightning_cxl.sharding.machines import find_machines
 from lightning_cxl.sharding.processes import backend_for, gather_on_machine, make_mesh
-from lightning_cxl.sharding.program import watch_program
 
 
 def with_gloo(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +82,7 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
             )
 
     def _meet(self) -> None:
-        """Watch all processes, make the mesh, and give this process its part of the machine.
+        """Make the mesh, and give this process its part of the machine.
 
         `accumulate` reduces with every micro-batch from now on: Accelerate would keep gradients of the whole model on
         every device until the last one.
@@ -93,7 +92,6 @@ class ShardedAccelerator(Accelerator):  # type: ignore[misc]
         """
         if self.num_processes == 1:
             return
-        watch_program(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         self.gradient_state.plugin_kwargs["sync_each_batch"] = True
         session, rank, machines = self.offload.session, self.process_index, find_machines()
         replicate = session.config.replicate_machines

@@ -40,7 +40,6 @@ from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import without_reducing
 from lightning_cxl.sharding.processes import gather_on_machine
-from lightning_cxl.sharding.program import watch_program
 from lightning_cxl.updates.adoption import repoint_scheduler
 
 _UNKNOWN = Loop(writes_unseen=True)
@@ -107,11 +106,9 @@ class CXLFabricStrategy(Reporting, Processes, FabricParallelStrategy):
             self._launcher = FabricLauncher(cluster, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
-        """Prepare the device, let the processes meet and be watched, and give each its part of the machine."""
+        """Prepare the device, let the processes meet, and give each its part of the machine."""
         super().setup_environment()
         if self.is_distributed:
-            assert self.cluster_environment is not None
-            watch_program(self.cluster_environment.main_address)
             gather = partial(gather_on_machine, machine=self.node_rank)
             local = self.local_rank, self.num_processes
             self._session.bind(self.global_rank, self.world_size, *local, self.root_device, gather)

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cxl.devices.device_type import device_type_of
-from lightning_cxl.integrations.lightning.launcher import WatchingLauncher
 from lightning_cxl.integrations.lightning.lightning_api import (
     ParallelStrategy,
+    SubprocessScriptLauncher,
     init_dist_connection,
     rank_zero_only,
     reset_seed,
@@ -158,19 +158,12 @@ class ProcessesStrategy(Processes, ParallelStrategy):
         """Several processes are started by Lightning where nobody else has; else what was started is checked."""
         if self.is_distributed:
             assert self.cluster_environment is not None
-            self._launcher = WatchingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _meet(self) -> None:
         super()._meet()
-        if isinstance(self._launcher, WatchingLauncher):
-            self._launcher.watch()
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh  # users find it there in `configure_model`
-
-    def teardown(self) -> None:
-        """Nobody needs to know any more whether this process goes on."""
-        if isinstance(self._launcher, WatchingLauncher):
-            self._launcher.end_watch()
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Replace a tensor by that of all processes together; anything else stays as it is."""

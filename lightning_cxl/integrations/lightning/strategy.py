@@ -282,7 +282,6 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
     def teardown(self) -> None:
         """Free everything but the model's weights and the optimizers' state, which belong to the user."""
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
-            cleanup.callback(super().teardown)
             if self.cluster_environment is not None:
                 cleanup.callback(self.cluster_environment.teardown)
             if self.accelerator is not None:
