@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -41,7 +42,7 @@ class Failing(Task):
         if self.global_step == 2:
             if self.asked.fail is not None and self.global_rank == 0:
                 print("failing", flush=True)
-            if self.fails("raise"):
+            if self.fails("raise") or self.fails("raise, and save"):
                 raise ValueError("this batch is bad")
             if self.fails("kill"):
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -82,7 +83,8 @@ def main() -> None:
     )
     trainer = Trainer(
         accelerator="cpu", devices=asked.devices, num_nodes=asked.machines, strategy=strategy, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[ModelCheckpoint(asked.folder, save_on_exception=True)] if asked.fail == "raise, and save" else [],
+        enable_checkpointing=asked.fail == "raise, and save", enable_progress_bar=False, enable_model_summary=False,
         max_epochs=1 if asked.steps < 0 else -1, max_steps=asked.steps,
     )  # fmt: skip
     rows = torch.arange(NUM_ROWS).repeat_interleave(4).view(NUM_ROWS, 4)

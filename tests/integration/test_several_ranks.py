@@ -63,7 +63,9 @@ GONE = ("Connection closed by peer", "Connection reset by peer", "terminated wit
 """What torch or a launcher says of a rank that has ended: gloo, Lightning's observer, torchrun."""
 
 
-@pytest.mark.parametrize(("fails", "launcher"), [("raise", "lightning"), ("raise", "torchrun"), ("setup", "machines")])
+@pytest.mark.parametrize(
+    ("fails", "launcher"), [("raise, and save", "lightning"), ("raise", "torchrun"), ("setup", "machines")]
+)
 def test_a_rank_that_raises_ends_all_and_its_error_is_shown(tmp_path, fails, launcher):
     codes, logs, took = run(launcher, tmp_path, f"--fail={fails}")
     assert 0 not in codes and took < SECONDS

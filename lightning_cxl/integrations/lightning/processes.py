@@ -5,7 +5,9 @@ devices or machines have a process for each device, which start and meet as thos
 do. torch.distributed is asked in `sharding/processes.py`.
 """
 
+import logging
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +26,7 @@ from lightning_cxl.integrations.lightning.lightning_api import (
 )
 from lightning_cxl.sharding import processes
 
+log = logging.getLogger(__name__)
 _Base: Any = object  # two frameworks have each a class of their own behind `super()`
 
 
@@ -151,6 +154,22 @@ class Processes(_Base):  # type: ignore[misc]
         return self.is_distributed and dist.is_initialized()
 
 
+class _Launcher(SubprocessScriptLauncher):
+    """Names an error before callbacks get it: one that saves then waits for other ranks, and may end with theirs."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start what is to be started, then call `function` in every process."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                log.error("rank %s fails: %s: %s", rank_zero_only.rank, type(error).__name__, error)  # type: ignore[attr-defined]
+                raise
+
+        return super().launch(call, *args, trainer=trainer, **kwargs)
+
+
 class ProcessesStrategy(Processes, ParallelStrategy):
     """What Lightning's Trainer asks. See `Processes`."""
 
@@ -158,7 +177,7 @@ class ProcessesStrategy(Processes, ParallelStrategy):
         """Several processes are started by Lightning where nobody else has; else what was started is checked."""
         if self.is_distributed:
             assert self.cluster_environment is not None
-            self._launcher = SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _meet(self) -> None:
         super()._meet()
