@@ -66,11 +66,11 @@ class OffloadConfig:
             start.
         num_threads: Threads of the optimizer's kernels. None: every CPU that this process may use; two fewer, at least
             one, where they run behind what a device does, for the threads that keep it busy.
-        numa_binding: Where a process that shares its machine with others runs and allocates: on the CPUs of its
-            device's NUMA node or socket, with memory near these first. ``"exclusive"``: each on cores of its own of
-            that node; ``"core-complex"``: on cores that share a cache. ``"auto"``: each on cores of its own of that
-            socket, where there are several processes and several sockets. A process that its launcher has bound keeps
-            its CPUs. False: wherever the system puts it.
+        numa_binding: Where a process that shares its machine with others runs and allocates. ``"auto"``: on cores of
+            its own of the socket of its device, with memory near these first, where there are several processes and
+            several sockets; a process that its launcher has bound keeps its CPUs. ``"node"``, ``"socket"``,
+            ``"exclusive"`` and ``"core-complex"`` are the modes of ``torchrun --numa-binding``, for GPUs. False:
+            wherever the system puts it.
         on_missing_tier: Without CXL memory in the machine: back tier ``cxl`` by DRAM, with one warning, when something
             asks for it by name; or refuse to start.
         on_tier_full: When a tier's budget or memory is used up: go on with the next tier and warn once, or refuse.

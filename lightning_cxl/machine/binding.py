@@ -5,8 +5,10 @@ Each process of a machine calls `bind_rank` once, early, and before it allocates
 what only they know (`RankFacts`): the node of their device, the CPUs they may use, and local rank 0 what is free, so
 that free memory is measured once. From these facts each decides for all alike (`decide_places`), and takes its part:
 
-1. CPUs. All threads that are there move to them, and threads and children made later inherit them. A process that its
-   launcher has bound (``torchrun --numa-binding``, numactl, SLURM) keeps its own.
+1. CPUs. With ``"auto"`` a process gets its share of the cores of the socket of its device, and one that its launcher
+   has bound (``torchrun --numa-binding``, numactl, SLURM) keeps its own. The other modes are torch's, for GPUs: torch
+   binds before the processes tell each other their CPUs. All threads that are there move, and threads and children made
+   later inherit the CPUs.
 2. Threads. As many as CPUs, divided by the processes that use the same ones. torchrun sets ``OMP_NUM_THREADS=1`` where
    nobody has; one thread would leave most CPUs idle while the optimizer steps, so that 1 does not count.
 3. Memory. In the view of the process each tier fills its nearest nodes first (`seen_from`).
@@ -16,24 +18,27 @@ that free memory is measured once. From these facts each decides for all alike (
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.disk_space import ssd_capacity_bytes
-from lightning_cxl.machine.nodes import Node, parse_id_list, read_text
+from lightning_cxl.machine.nodes import parse_id_list, read_text
 from lightning_cxl.machine.topology import Tier, Topology
 from lightning_cxl.native import _cpu
 from lightning_cxl.ssd_options import SSD, SsdOptions
+from lightning_cxl.torch_private import find
 from lightning_cxl.units import format_bytes
 
 _NODES = "sys/devices/system/node"
 _CPUS = "sys/devices/system/cpu"
+_THREADS = "OMP_NUM_THREADS"
 LOCAL, REMOTE = 10, 20
 """The kernel's distances where the firmware gives none: of a node from itself, and from any other."""
 
@@ -48,8 +53,6 @@ class HostCpus:
     """The socket of every such node."""
     cores: Mapping[int, int]
     """The core of every CPU, named by its first hardware thread."""
-    complexes: Mapping[int, tuple[int, ...]]
-    """For every CPU those that share its last-level cache, itself alone where the kernel names none."""
     distances: Mapping[int, Mapping[int, int]]
     """From every online node to every other, as the firmware says."""
 
@@ -64,34 +67,11 @@ class HostCpus:
         return tuple(sorted(found, key=lambda node: (self.sockets[node], node)))
 
     def sockets_of(self, cpus: Iterable[int]) -> frozenset[int]:
-        """Return the sockets that have some of these CPUs."""
         return frozenset(self.sockets[node] for node in self.nodes_of(cpus))
 
-    def cores_of(self, nodes: Sequence[int], allowed: frozenset[int]) -> list[tuple[int, ...]]:
-        """Return the allowed CPUs of nodes, core by core, so that hardware threads of one core stay together."""
-        found = []
-        for node in nodes:
-            by_core: dict[int, list[int]] = {}
-            for cpu in self.nodes[node]:
-                if cpu in allowed:
-                    by_core.setdefault(self.cores[cpu], []).append(cpu)
-            found += [tuple(by_core[core]) for core in sorted(by_core)]
-        return found
-
-    def complexes_of(self, node: int, allowed: frozenset[int]) -> list[tuple[int, ...]]:
-        """Return the allowed CPUs of a node, together where they share a last-level cache; the largest groups first."""
-        usable = [cpu for cpu in self.nodes[node] if cpu in allowed]
-        found = {tuple(other for other in usable if other in self.complexes[cpu]) for cpu in usable}
-        return sorted(found, key=lambda group: (-len(group), group))
-
     def distance(self, source: int, target: int) -> int:
-        """Return how far a node is from another, by the kernel's own numbers where the firmware gives none."""
         known = self.distances.get(source, {}).get(target)
         return known if known is not None else LOCAL if source == target else REMOTE
-
-    def nearest(self, node: int, candidates: Iterable[int]) -> int:
-        """Return the candidate that is nearest to a node; the lowest id of equals."""
-        return min(candidates, key=lambda other: (self.distance(node, other), other))
 
 
 def read_host_cpus(root: Path, allowed: Sequence[int]) -> HostCpus:
@@ -104,41 +84,27 @@ def read_host_cpus(root: Path, allowed: Sequence[int]) -> HostCpus:
     if online:
         nodes = {node: tuple(cpu for cpu in cpus if cpu in online) for node, cpus in nodes.items()}
     nodes = {node: cpus for node, cpus in nodes.items() if cpus}
+    distances: dict[int, dict[int, int]] = {}
+    for node in node_ids:
+        words = (read_text(root / _NODES / f"node{node}/distance") or "").split()
+        distances[node] = {other: int(word) for other, word in zip(node_ids, words, strict=False)}
     return HostCpus(
         nodes=nodes,
-        sockets={node: _socket(root, node, cpus) for node, cpus in nodes.items()},
+        sockets={node: _socket(root, node, cpus[0]) for node, cpus in nodes.items()},
         cores={cpu: _core(root, cpu) for cpus in nodes.values() for cpu in cpus},
-        complexes={cpu: _complex(root, cpu) for cpus in nodes.values() for cpu in cpus},
-        distances={node: _distances(root, node, node_ids) for node in node_ids},
+        distances=distances,
     )
 
 
-def _socket(root: Path, node: int, cpus: Sequence[int]) -> int:
+def _socket(root: Path, node: int, cpu: int) -> int:
     # a firmware that does not say it writes -1; then every node is taken for a socket
-    text = read_text(root / _CPUS / f"cpu{cpus[0]}/topology/physical_package_id")
+    text = read_text(root / _CPUS / f"cpu{cpu}/topology/physical_package_id")
     return int(text) if text and int(text) >= 0 else node
 
 
 def _core(root: Path, cpu: int) -> int:
     siblings = parse_id_list(read_text(root / _CPUS / f"cpu{cpu}/topology/thread_siblings_list") or "")
     return min(siblings, default=cpu)
-
-
-def _complex(root: Path, cpu: int) -> tuple[int, ...]:
-    found: tuple[int, tuple[int, ...]] = (0, (cpu,))
-    for cache in (root / _CPUS / f"cpu{cpu}/cache").glob("index*"):
-        level, sharers = read_text(cache / "level"), read_text(cache / "shared_cpu_list")
-        if level and sharers and read_text(cache / "type") in ("Unified", "Data"):
-            found = max(found, (int(level), parse_id_list(sharers)))
-    return found[1]
-
-
-def _distances(root: Path, node: int, node_ids: Sequence[int]) -> dict[int, int]:
-    words = (read_text(root / _NODES / f"node{node}/distance") or "").split()
-    return {other: int(word) for other, word in zip(node_ids, words, strict=False)}
-
-
-_SHARES_CORES = ("auto", "exclusive")
 
 
 class RankFacts(NamedTuple):
@@ -167,98 +133,62 @@ class RankPlace:
     """Processes that use the same CPUs, this one included."""
     is_bound: bool = True
     """False: it runs and allocates wherever it may."""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    """Unexpected findings, one sentence each."""
 
 
 def decide_places(facts: Sequence[RankFacts], mode: str | Literal[False], host: HostCpus) -> list[RankPlace]:
-    """Return what every process of this machine gets, by local rank.
-
-    Every process decides for all of them from the same facts, so they agree without another word.
-    """
+    """Return what every process of this machine gets, by local rank: each decides for all, from the same facts."""
     usable = [frozenset(each.cpus) & host.all for each in facts]
-    if not mode or (mode == "auto" and (len(facts) == 1 or len(host.sockets_of(host.all)) == 1)):
-        return [_unbound(rank, usable, host) for rank in range(len(facts))]
-    if _was_bound(usable, host):
-        return [_kept(rank, facts, usable, host) for rank in range(len(facts))]
-    homes = _homes(facts, usable[0], host)
-    return [_bound(rank, homes, usable[0], mode, host) for rank in range(len(facts))]
+    stays = len(facts) == 1 or len(host.sockets_of(host.all)) == 1
+    # a container that has some CPUs of every socket leaves a choice
+    is_chosen = len(set(usable)) > 1 or host.sockets_of(usable[0]) != host.sockets_of(host.all)
+    if mode == "auto" and not stays and not is_chosen:
+        return _parts_of_sockets([each.device_node for each in facts], usable[0], host)
+    is_bound = bool(mode) and not (mode == "auto" and stays)
+    places = []
+    for own, cpus in zip(facts, usable, strict=True):
+        num_sharers = sum(bool(cpus & other) for other in usable)
+        place = RankPlace(tuple(sorted(cpus)), host.nodes_of(cpus), num_sharers, is_bound)
+        places.append(_with_notes(place, own.device_node) if is_bound and mode == "auto" else place)
+    return places
 
 
-def _was_bound(usable: Sequence[frozenset[int]], host: HostCpus) -> bool:
-    """Return whether a launcher gave the processes CPUs of their own, or of some sockets only.
-
-    A container that has some CPUs of every socket leaves a choice, and so does a machine that has one socket.
-    """
-    return len(set(usable)) > 1 or host.sockets_of(usable[0]) != host.sockets_of(host.all)
-
-
-def _unbound(rank: int, usable: Sequence[frozenset[int]], host: HostCpus) -> RankPlace:
-    cpus = tuple(sorted(usable[rank]))
-    return RankPlace(cpus, host.nodes_of(cpus), _overlapping(rank, usable), is_bound=False)
-
-
-def _kept(rank: int, facts: Sequence[RankFacts], usable: Sequence[frozenset[int]], host: HostCpus) -> RankPlace:
-    cpus = tuple(sorted(usable[rank]))
-    node_ids = host.nodes_of(cpus)
+def _with_notes(place: RankPlace, device_node: int | None) -> RankPlace:
     notes = [
-        f"CPUs {id_ranges(cpus)} were chosen before this process began (torchrun --numa-binding, numactl, SLURM or a "
-        f"container): they stay, and memory is taken near them"
+        f"CPUs {id_ranges(place.cpus)} were chosen before this process began (torchrun --numa-binding, numactl, SLURM "
+        f"or a container): they stay, and memory is taken near them"
     ]
-    if (device_node := facts[rank].device_node) is not None and device_node not in node_ids:
+    if device_node is not None and device_node not in place.node_ids:
         notes.append(
-            f"the device is at node {device_node}, and the CPUs are of node {', '.join(map(str, node_ids))}: copies to "
-            f"it cross sockets. Let the launcher choose CPUs of node {device_node}, or none"
+            f"the device is at node {device_node}, and the CPUs are of node {', '.join(map(str, place.node_ids))}: "
+            f"copies to it cross sockets. Let the launcher choose CPUs of node {device_node}, or none"
         )
-    return RankPlace(cpus, node_ids, _overlapping(rank, usable), notes=tuple(notes))
+    return replace(place, notes=tuple(notes))
 
 
-def _overlapping(rank: int, usable: Sequence[frozenset[int]]) -> int:
-    return sum(bool(usable[rank] & other) for other in usable)
-
-
-def _homes(facts: Sequence[RankFacts], usable: frozenset[int], host: HostCpus) -> list[int]:
-    """Return a node with CPUs for every process: its device's, else the nodes in turn, as many processes on each."""
+def _parts_of_sockets(device_nodes: Sequence[int | None], usable: frozenset[int], host: HostCpus) -> list[RankPlace]:
+    """Return an equal part of the cores of its socket for each process, or all of them where there are too few."""
     nodes = host.nodes_of(usable)
-    homes = []
-    for rank, each in enumerate(facts):
-        if each.device_node is None:
-            homes.append(nodes[rank * len(nodes) // len(facts)])
-        else:
-            homes.append(host.nearest(each.device_node, nodes))
-    return homes
-
-
-def _bound(rank: int, homes: Sequence[int], usable: frozenset[int], mode: str, host: HostCpus) -> RankPlace:
-    own = homes[rank]
-    wide = mode in ("auto", "socket")
-    domain = [
-        node for node in host.nodes_of(usable) if node == own or (wide and host.sockets[node] == host.sockets[own])
+    near = [  # of each process a node with CPUs: the nearest to its device, else the nodes in turn
+        nodes[rank * len(nodes) // len(device_nodes)]
+        if device is None
+        else min(nodes, key=lambda node: (host.distance(device, node), node))
+        for rank, device in enumerate(device_nodes)
     ]
-    sharers = sorted((home, other) for other, home in enumerate(homes) if home in domain)
-    index = sharers.index((own, rank))
-    if mode == "core-complex":
-        groups = host.complexes_of(own, usable)
-        turn = index % len(groups)
-        return RankPlace(groups[turn], (own,), len(range(turn, len(sharers), len(groups))))
-    cores = host.cores_of(domain, usable)
-    if mode == "exclusive" and len(cores) < len(sharers):
-        raise ConfigError(
-            f'numa_binding="exclusive" needs a core for every process: node {own} has {len(cores)} cores that may be '
-            f'used, and {len(sharers)} processes. Use "node" or "socket", or start fewer processes on this machine'
-        )
-    num_sharers = len(sharers)
-    if mode in _SHARES_CORES and len(cores) >= len(sharers):
-        cores = _part(cores, index, len(sharers))
-        num_sharers = 1
-    cpus = tuple(sorted(cpu for core in cores for cpu in core))
-    return RankPlace(cpus, host.nodes_of(cpus), num_sharers)
-
-
-def _part(cores: Sequence[tuple[int, ...]], index: int, count: int) -> list[tuple[int, ...]]:
-    """Return one of `count` parts; where they cannot be equal, the first ones have a core more."""
-    size, more = divmod(len(cores), count)
-    begin = index * size + min(index, more)
-    return list(cores[begin : begin + size + (index < more)])
+    places: dict[int, RankPlace] = {}
+    for socket in {host.sockets[node] for node in near}:
+        own = [node for node in nodes if host.sockets[node] == socket]
+        cpus = {cpu: (node, host.cores[cpu]) for node in own for cpu in host.nodes[node] if cpu in usable}
+        cores = sorted(set(cpus.values()))  # hardware threads of one core stay together
+        ranks = sorted((node, rank) for rank, node in enumerate(near) if node in own)
+        size, more = divmod(len(cores), len(ranks))
+        for index, (_, rank) in enumerate(ranks):
+            begin = index * size + min(index, more)  # the first ones have a core more
+            part = cores[begin : begin + size + (index < more)] if size else cores
+            chosen = tuple(sorted(cpu for cpu in cpus if cpus[cpu] in part))
+            places[rank] = RankPlace(chosen, host.nodes_of(chosen), 1 if size else len(ranks))
+    return [places[rank] for rank in range(len(near))]
 
 
 def id_ranges(ids: Sequence[int]) -> str:
@@ -325,39 +255,28 @@ def seen_from(topology: Topology, near: Sequence[int], host: HostCpus, cpus: Seq
 
     So `dram` is the memory of its socket until that is full, and `cxl` the card of its socket.
     """
-    tiers = tuple(_seen(tier, near, host) for tier in topology.tiers)
-    return replace(topology, tiers=tiers, measured_on=frozenset(cpus))
 
+    def seen(tier: Tier) -> Tier:
+        distance_of = {node: min(host.distance(own, node) for own in near) for node in tier.node_ids}
+        distance_of |= dict.fromkeys(near, LOCAL)
+        found = [replace(node, distance=distance_of[node.node_id]) for node in tier.nodes]
+        found.sort(key=lambda node: (node.distance, node.node_id))
+        return replace(tier, nodes=tuple(found), nearest_first=len({node.distance for node in found}) > 1)
 
-def _seen(tier: Tier, near: Sequence[int], host: HostCpus) -> Tier:
-    nodes = sorted((_at_distance(node, near, host) for node in tier.nodes), key=lambda n: (n.distance, n.node_id))
-    several = len({node.distance for node in nodes}) > 1
-    return replace(tier, nodes=tuple(nodes), nearest_first=several)
-
-
-def _at_distance(node: Node, near: Sequence[int], host: HostCpus) -> Node:
-    if node.node_id in near:
-        return replace(node, distance=LOCAL)
-    return replace(node, distance=min(host.distance(own, node.node_id) for own in near))
+    return replace(topology, tiers=tuple(map(seen, topology.tiers)), measured_on=frozenset(cpus))
 
 
 def share_ssd(options: SsdOptions, rank: int, num_local_ranks: int, capacity_bytes: int) -> SsdOptions:
-    """Return the options of the tier `ssd` for one of several processes.
+    """Return the tier `ssd` of one process: its part of what all of this machine may store, in folders of its own.
 
-    Their folders lie below those of the user, so that no two processes open one file, also where several machines see
-    the same folder.
-
-    Args:
-        capacity_bytes: what they may store together, measured once for all of them.
+    No two processes open one file, also where several machines see the same folder.
     """
     paths = tuple(path / f"rank-{rank}" for path in options.paths)
-    share = capacity_bytes // num_local_ranks
-    return replace(options, paths=paths, budget_bytes=share, is_part=True)
+    return replace(options, paths=paths, budget_bytes=capacity_bytes // num_local_ranks, is_part=True)
 
 
 Gather = Callable[[RankFacts], Sequence[RankFacts]]
 """Returns what all processes of this machine gave, by local rank."""
-_THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,11 +301,6 @@ class RankBinding:
     ssd: SsdOptions | None
     """Its folders and its share of the tier `ssd`; None where there is none."""
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Unexpected findings, one sentence each."""
-        return self.place.notes
-
     def describe(self) -> list[str]:
         """Return lines for a report: CPUs and threads, nodes, share of every tier, and what is unusual."""
         who = f"local rank {self.local_rank} of {self.num_local_ranks}"
@@ -407,7 +321,7 @@ class RankBinding:
             if self.ssd is not None and self.ssd.budget_bytes is not None:
                 folders = ", ".join(map(str, self.ssd.paths))
                 lines.append(f"{who} may take {format_bytes(self.ssd.budget_bytes)} of {SSD}, in {folders}")
-        return [*lines, *self.notes]
+        return [*lines, *self.place.notes]
 
 
 def bind_rank(
@@ -432,12 +346,13 @@ def bind_rank(
     root = topology.root or Path("/")
     for name in config.budgets():
         topology.tier(name)
+    mode = _bind_as_torch_does(config.numa_binding, device)
     own = _facts(local_rank, num_local_ranks, device, topology, root)
     if (options := config.ssd()) is not None and local_rank == 0:
         own = own._replace(ssd_bytes=ssd_capacity_bytes(options))
     facts = _exchange(own, num_local_ranks, gather)
     host = read_host_cpus(root, own.cpus)
-    places = decide_places(facts, config.numa_binding, host)
+    places = decide_places(facts, mode, host)
     place, seen, budgets, room = places[local_rank], topology, config.budgets(), dict[str, int]()
     if place.is_bound:
         seen = seen_from(topology, place.node_ids, host, own.cpus)
@@ -456,11 +371,23 @@ def bind_rank(
         threads = _num_threads(place, len(own.cpus), num_local_ranks)
         os.environ[_THREADS] = str(threads)
         torch.set_num_threads(threads)
-    if place.is_bound:
+    if place.is_bound and mode == "auto":
         move_threads(place.cpus)
-    return RankBinding(
-        local_rank, num_local_ranks, config.numa_binding, own.device_node, place, threads, seen, budgets, room, ssd
-    )
+    return RankBinding(local_rank, num_local_ranks, mode, own.device_node, place, threads, seen, budgets, room, ssd)
+
+
+def _bind_as_torch_does(mode: str | Literal[False], device: torch.device) -> str | Literal[False]:
+    """Let torch bind this process in one of its modes, and return the mode; ``"auto"`` for a device that is no GPU."""
+    if mode in ("auto", False):
+        return mode
+    if device.type != "cuda":
+        return "auto"
+    bind = find("torch.numa.binding", "_maybe_apply_numa_binding_to_current_process", f"honour numa_binding={mode!r}")
+    try:
+        bind(gpu_index=device.index or 0, numa_options=NumaOptions(AffinityMode(mode)))
+    except Exception as error:  # of any kind: torch expects none
+        raise ConfigError(f'numa_binding={mode!r} cannot be honoured: {error}. Choose "auto" or False') from error
+    return mode
 
 
 def device_node(device: torch.device, root: Path = Path("/")) -> int | None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.numa import binding as torch_binding
 
 from lightning_cxl import OffloadConfig, Topology
 from lightning_cxl.devices import device_type
@@ -89,6 +90,27 @@ def test_a_rank_is_bound_to_the_socket_of_its_device(root, process):
     assert found.describe()[0] == "local rank 0 of 2: CPUs 4-5 of node 1, device at node 1 (auto)"
 
 
+def test_the_modes_of_torch_bind_before_the_processes_meet(root, process, monkeypatch):
+    asked = []
+
+    def bind(*, gpu_index, numa_options):
+        asked.append((gpu_index, numa_options.affinity_mode.value))
+        process.cpus = {4, 5}
+
+    name = "_maybe_apply_numa_binding_to_current_process"
+    monkeypatch.setattr(torch_binding, name, bind)
+    found = bound(root, 1, device=torch.device("cuda", 1), numa_binding="exclusive")
+    assert asked == [(1, "exclusive")] and process.moved is None
+    assert found.place.cpus == (4, 5) and found.place.is_bound and found.topology.tier("dram").node_ids == (1, 0)
+    assert found.describe()[0] == "local rank 1 of 2: CPUs 4-5 of node 1, device at node 1 (exclusive)"
+    # a CPU has no index that torch knows
+    process.cpus = set(range(8))
+    assert bound(root, 1, numa_binding="exclusive").place.cpus == (4, 5, 6, 7) and len(asked) == 1
+    monkeypatch.setattr(torch_binding, name, lambda **_: 1 / 0)
+    with pytest.raises(ConfigError, match="numa_binding='socket' cannot be honoured: division by zero"):
+        bound(root, 1, device=torch.device("cuda", 1), numa_binding="socket")
+
+
 def test_one_process_stays_as_it_is(root, process):
     found = bind_rank(0, 1, CPU, OffloadConfig(tiers={"cxl": GIB}), topology := Topology.detect(root))
     assert found.topology is topology and found.describe() == []
@@ -131,11 +153,10 @@ def test_threads_are_cpus_within_quota_and_limit(root, process, monkeypatch, giv
 
 
 def test_ranks_on_the_same_cpus_divide_threads(root, process):
-    assert bound(root, 3, count=4, numa_binding="node").num_threads == 2
     process.cpus = {4, 5}
     found = bound(root, 1)
-    assert process.moved == (4, 5) and found.num_threads == 1 and len(found.notes) == 1
-    assert found.describe()[-1] == found.notes[0]
+    assert process.moved == (4, 5) and found.num_threads == 1 and len(found.place.notes) == 1
+    assert found.describe()[-1] == found.place.notes[0]
 
 
 def test_several_processes_must_hear_from_each_other(root, process):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.binding import RankFacts, decide_places, id_ranges, read_host_cpus
 from tests.unit.machine.ranks.sysfs import TWO_CARDS, write_machine
 
@@ -55,34 +54,14 @@ def test_without_a_node_of_the_device_ranks_fill_the_sockets_in_order(host):
     assert [place.node_ids for place in decide(host, [1, None])] == [(1,), (1,)]
 
 
-def test_modes_of_torchrun(host):
-    node = decide(host, [0, 0, 1], "node")
-    assert cpus_of(node) == [tuple(TWO_SOCKETS[0]), tuple(TWO_SOCKETS[0]), tuple(TWO_SOCKETS[1])]
-    assert [place.num_sharers for place in node] == [2, 2, 1]
-    assert cpus_of(decide(host, [0, 0, 1], "socket")) == cpus_of(node)
-    assert cpus_of(decide(host, [0, 0, 1], "exclusive")) == [(0, 1, 8, 9), (2, 3, 10, 11), tuple(TWO_SOCKETS[1])]
-    assert cpus_of(decide(host, [1], "node")) == [tuple(TWO_SOCKETS[1])], "one process, where it is asked for"
+def test_without_binding_and_where_torch_has_bound_cpus_stay(host):
     off = decide(host, [0, 1], False)
     assert cpus_of(off) == [EVERY, EVERY] and not any(place.is_bound for place in off)
     assert [place.num_sharers for place in off] == [2, 2]
-
-
-def test_a_core_complex_is_cpus_that_share_their_last_cache(tmp_path):
-    root = write_machine(tmp_path, ([0, 1, 2, 3, 4], [5, 6]), ("10 21", "21 10"))
-    for cpu, l3 in enumerate(("0-1", "0-1", "2-4", "2-4", "2-4", None, None)):
-        caches = {"index0": ("1", "Data", str(cpu)), "index1": ("1", "Instruction", "0-4")}
-        caches |= {"index3": ("3", "Unified", l3), "index4": ("4", "Instruction", "0-4")} if l3 else {}
-        for index, texts in caches.items():
-            folder = root / f"sys/devices/system/cpu/cpu{cpu}/cache/{index}"
-            folder.mkdir(parents=True)
-            for name, text in zip(("level", "type", "shared_cpu_list"), texts, strict=True):
-                (folder / name).write_text(text + "\n")
-    host = read_host_cpus(root, range(7))
-    places = decide(host, [0, 0, 0, 1, 1, 1], "core-complex", range(7))
-    assert cpus_of(places) == [(2, 3, 4), (0, 1), (2, 3, 4), (5,), (6,), (5,)]
-    assert [place.num_sharers for place in places] == [2, 1, 2, 2, 1, 2]
-    assert [place.node_ids for place in places] == [(0,)] * 3 + [(1,)] * 3
-    assert cpus_of(decide(host, [0, 0], "core-complex", (0, 1, 2, 5))) == [(0, 1), (2,)], "what is left of each"
+    facts = [RankFacts(0, (0, 1)), RankFacts(0, (0, 1)), RankFacts(1, (4, 5))]
+    node = decide_places(facts, "node", host)
+    assert cpus_of(node) == [(0, 1), (0, 1), (4, 5)] and all(place.is_bound and not place.notes for place in node)
+    assert [place.node_ids for place in node] == [(0,), (0,), (1,)] and [each.num_sharers for each in node] == [2, 2, 1]
 
 
 def test_a_socket_of_several_nodes(tmp_path):
@@ -91,14 +70,12 @@ def test_a_socket_of_several_nodes(tmp_path):
     nodes = ([0, 1], [2, 3], [4, 5], [6, 7])
     host = read_host_cpus(write_machine(tmp_path, nodes, distances, sockets=sockets), range(8))
 
-    def decided(device_nodes, mode):
-        places = decide(host, device_nodes, mode, range(8))
+    def decided(device_nodes):
+        places = decide(host, device_nodes, allowed=range(8))
         return [(place.cpus, place.node_ids) for place in places]
 
-    assert decided([1, 3], "auto") == [((0, 1, 2, 3), (0, 1)), ((4, 5, 6, 7), (2, 3))]
-    assert decided([1, 3], "socket") == decided([1, 3], "auto")
-    assert decided([1, 3], "node") == decided([1, 3], "exclusive") == [((2, 3), (1,)), ((6, 7), (3,))]
-    assert decided([1, 0, 3, 2], "auto") == [((2, 3), (1,)), ((0, 1), (0,)), ((6, 7), (3,)), ((4, 5), (2,))]
+    assert decided([1, 3]) == [((0, 1, 2, 3), (0, 1)), ((4, 5, 6, 7), (2, 3))]
+    assert decided([1, 0, 3, 2]) == [((2, 3), (1,)), ((0, 1), (0,)), ((6, 7), (3,)), ((4, 5), (2,))]
 
 
 def test_auto_leaves_one_process_and_one_socket_as_they_are(host, tmp_path):
@@ -108,11 +85,9 @@ def test_auto_leaves_one_process_and_one_socket_as_they_are(host, tmp_path):
     assert not any(place.is_bound for place in places) and cpus_of(places) == [(0, 1), (0, 1)]
 
 
-def test_more_ranks_than_cores_share_or_are_refused(host):
+def test_more_ranks_than_cores_share_them(host):
     places = decide(host, [0] * 5 + [1])
     assert cpus_of(places)[0] == tuple(TWO_SOCKETS[0]) and places[0].num_sharers == 5
-    with pytest.raises(ConfigError, match=r"node 0 has 4 cores that may be used, and 5 processes"):
-        decide(host, [0] * 5 + [1], "exclusive")
 
 
 def test_cores_that_are_offline_or_forbidden_are_not_given(tmp_path):
@@ -127,10 +102,9 @@ def test_one_hardware_thread_of_a_core_may_be_all_that_is_left(host):
     assert cpus_of(decide(host, [0, 0, 1, 1], allowed=range(8))) == [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 
-@pytest.mark.parametrize("mode", ["auto", "node", "exclusive"])
-def test_what_a_launcher_has_bound_stays(host, mode):
+def test_what_a_launcher_has_bound_stays(host):
     facts = [RankFacts(0, (4, 5)), RankFacts(1, (6, 7))]
-    first, second = decide_places(facts, mode, host)
+    first, second = decide_places(facts, "auto", host)
     assert (first.cpus, first.node_ids) == ((4, 5), (1,)) and second.cpus == (6, 7)
     assert "CPUs 4-5 were chosen before" in first.notes[0] and len(second.notes) == 1
     assert "the device is at node 0, and the CPUs are of node 1" in first.notes[1]
@@ -151,7 +125,7 @@ def test_a_device_at_a_node_without_usable_cpus_takes_the_nearest(host):
 def test_a_kernel_without_numa_or_topology(tmp_path):
     bare = read_host_cpus(tmp_path, (0, 1, 2))
     assert bare.nodes == {0: (0, 1, 2)} and bare.distance(0, 0) == 10
-    assert cpus_of(decide(bare, [None, None], "exclusive", (0, 1, 2))) == [(0, 1), (2,)]
+    assert cpus_of(decide(bare, [None, None], allowed=(0, 1, 2))) == [(0, 1, 2)] * 2
     (tmp_path / "sys/devices/system/cpu").mkdir(parents=True)
     (tmp_path / "sys/devices/system/cpu/online").write_text("0-1\n")
     assert read_host_cpus(tmp_path, (0,)).nodes == {0: (0, 1)}
