@@ -241,7 +241,6 @@ class FinetuneCLI(LightningCLI):
             print(f"\n{self.summary.describe(self.trainer)}")
 
 
-@record  # torchrun repeats an error in its summary
 def main(arguments: Sequence[str]) -> None:
     """Run the command line of `sys.argv`, where LightningCLI finds its subcommand and `arguments`."""
     # raised by Lightning's own use of torch.utils._pytree (lightning 2.6 with torch 2.13): not for our user to act on
@@ -252,5 +251,7 @@ def main(arguments: Sequence[str]) -> None:
     if not sys.stderr.isatty():  # a log, which bars fill
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
+    # torchrun repeats in its summary what `record` has noted of an error
+    run = record(FinetuneCLI) if "TORCHELASTIC_ERROR_FILE" in os.environ else FinetuneCLI
     with option_errors():
-        FinetuneCLI()
+        run()
