@@ -109,7 +109,7 @@ class Clock(Callback):
         run = trainer.strategy.run
         run.wait_for_updates()
         if run.on_ssd is not None:
-            run.on_ssd.visits.wait()
+            run.on_ssd.state.wait()
         self.times.append(time.perf_counter())
 
     @property

@@ -119,7 +119,7 @@ class Turns(Callback):
         on_ssd = trainer.strategy.run.on_ssd
         trainer.strategy.run.wait_for_updates()
         if on_ssd is not None:
-            on_ssd.visits.wait()
+            on_ssd.state.wait()
         now, cpu = time.perf_counter(), time.process_time() - self.update_start_cpu
         tell(step=now - self.start, update=now - self.update_start, cpu=cpu, loss=float(outputs["loss"]))
 

@@ -26,10 +26,9 @@ from lightning_cxl.optim.number_formats import (
 from lightning_cxl.optim.param_groups import AdamScalars, check_options, check_ranges, plain, scalars_of
 from lightning_cxl.optim.parameter_state import KnownRow, ParameterState, ParameterStates
 from lightning_cxl.optim.saved_state import check_moments, parameter_name
-from lightning_cxl.optim.state_visits import Visit, Visits
+from lightning_cxl.optim.swapped_state import AddressedRecord, InBuffers, StateSwapper
 from lightning_cxl.optim.threads import Stretch, ThreadTeams
 from lightning_cxl.shards import first_element, local
-from lightning_cxl.storage.record import Visitor
 
 # ----------------------------------------------------------------------------------------------------
 # `KernelTable`: what one call of the Adam kernel is given, as rows of numbers.
@@ -114,12 +113,12 @@ class KernelTable:
 
     Args:
         teams: which threads take which part; None where all are near to all memory.
-        visit: where state and weights are now that are not in memory otherwise; None where all is in memory.
+        swapped: where state and weights are now that are not in memory otherwise; None where all is in memory.
     """
 
-    def __init__(self, teams: ThreadTeams | None = None, visit: Visit | None = None) -> None:
+    def __init__(self, teams: ThreadTeams | None = None, swapped: InBuffers | None = None) -> None:
         self._teams = teams
-        self._visit = visit
+        self._swapped = swapped
         self._rows = array("Q")
         self._scalars = array("f")
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters with gaps, and what is updated
@@ -136,10 +135,10 @@ class KernelTable:
             self._rows[start + _GRAD], self._rows[start + _KEY] = update.grad.data_ptr(), update.key
             self._rows[start + _ROW] = scalars_row
             stretches = known.stretches
-            if self._visit is not None:
+            if self._swapped is not None:
                 for field in _KEPT:
-                    self._rows[start + field] = self._visit.moved(self._rows[start + field])
-                stretches = self._stretches(update.kept)  # of a slot, which is another one each time
+                    self._rows[start + field] = self._swapped.moved(self._rows[start + field])
+                stretches = self._stretches(update.kept)  # of a buffer, which is another one each time
             if stretches is None:
                 continue
             if len(stretches) == 1:
@@ -155,7 +154,7 @@ class KernelTable:
         if self._teams is None:
             return None
         momentum = kept.momentum.flat
-        return self._teams.stretches(momentum if self._visit is None else self._visit.at_slot(momentum))
+        return self._teams.stretches(momentum if self._swapped is None else self._swapped.flat(momentum))
 
     def _describe(self, update: Update) -> KnownRow:
         """Return the row of a parameter, which knows it from now on if it was not copied."""
@@ -314,18 +313,21 @@ class AdamStep:
             kept = update.kept
             if kept.known is None or kept.known.signature is not update.signature:
                 kept.bind(update.written[0], self._state[update.written[0]])
-        visits = self._kept.visits
-        in_memory, parts = _parts(work, visits)
+        swapper = self._kept.swapper
+        if swapper is None:
+            self._apply(work, scale, None)
+            return
+        in_memory, parts = _parts(work, swapper)
         if in_memory:
-            visits.expect([record for records, _ in parts for record in records])  # read behind what is updated now
+            swapper.expect([record for records, _ in parts for record in records])  # read behind what is updated now
             self._apply(in_memory, scale, None)
         for index, (records, part) in enumerate(parts):
-            with visits.visit(records) as visit:
-                visits.expect([record for following, _ in parts[index + 1 :] for record in following])
-                self._apply(part, scale, visit)
+            with swapper.use(records) as swapped:
+                swapper.expect([record for following, _ in parts[index + 1 :] for record in following])
+                self._apply(part, scale, swapped)
 
-    def _apply(self, work: Sequence[Work], scale: float, visit: Visit | None) -> None:
-        """Carry out updates of what is in memory, or visits it together."""
+    def _apply(self, work: Sequence[Work], scale: float, swapped: InBuffers | None) -> None:
+        """Carry out updates of what is in memory, or in buffers together."""
         steps = array("Q", [each.update.kept.step.data_ptr() for each in work])
         values = array("f", bytes(4 * len(work)))
         _adam.next_steps(steps, values)
@@ -336,31 +338,33 @@ class AdamStep:
                 begin = first_element(update.written[0])  # shards of one parameter get different bits
                 update = update._replace(key=mix_key(self._seed, ordinal, int(step), *([begin] if begin else [])))
             rows.setdefault((group_index, step), []).append(update)
-        table = KernelTable(self._teams, visit)
+        table = KernelTable(self._teams, swapped)
         for (group_index, step), updates in rows.items():
             table.add(updates, scalars_of(self._groups[group_index], step, scale))
         table.run(self._num_threads, self._isa)
         _adam.store_steps(steps, values)  # only now: a step that fails before has not been made
 
 
-def _parts(work: Sequence[Work], visits: Visits) -> tuple[list[Work], list[tuple[list[Visitor], list[Work]]]]:
+def _parts(
+    work: Sequence[Work], swapper: StateSwapper
+) -> tuple[list[Work], list[tuple[list[AddressedRecord], list[Work]]]]:
     """Return the updates that need no record, and the others with the records that they need.
 
     A record is needed by one part only: what it is read for first would be lost where it is read again.
     """
     in_memory: list[Work] = []
-    part_of: dict[Visitor, tuple[list[Visitor], list[Work]]] = {}
+    part_of: dict[AddressedRecord, tuple[list[AddressedRecord], list[Work]]] = {}
     for each in work:
         update = each.update
-        records: list[Visitor] = [] if update.kept.record is None else [update.kept.record]
+        records: list[AddressedRecord] = [] if update.kept.record is None else [update.kept.record]
         for weights in (update.parameter, update.compute):
-            record = None if weights is None else visits.find([weights])
+            record = None if weights is None else swapper.find([weights])
             if record is not None:
                 records.append(record)
         if not records:
             in_memory.append(each)
             continue
-        own: tuple[list[Visitor], list[Work]] = ([], [])
+        own: tuple[list[AddressedRecord], list[Work]] = ([], [])
         for record in records:
             other = part_of.get(record)
             if other is None:

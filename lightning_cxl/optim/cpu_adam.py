@@ -24,7 +24,7 @@ from lightning_cxl.optim.parameter_state import (
     moment_bytes,
 )
 from lightning_cxl.optim.saved_state import StateLoading, parameter_name
-from lightning_cxl.optim.state_visits import NoVisits, Visits, read_states
+from lightning_cxl.optim.swapped_state import StateSwapper, read_states
 from lightning_cxl.optim.threads import ThreadTeams, chosen_isa, thread_count
 from lightning_cxl.shards import local, sums_over_processes
 from lightning_cxl.torch_private import keeps_mark, mark_as_called, share_hooks
@@ -64,7 +64,7 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
             parameter that requires a gradient. None: ``torch.empty``.
         compute_weights: for float32 parameters: bfloat16 or float16 host tensors, shaped and laid out as these, that
             get the new weights in the same pass, rounded to nearest. Read at every step: entries may be added later.
-        visits: bring state to memory that `allocate_state` has put elsewhere. None: all of it is in memory.
+        swapper: brings state to memory that `allocate_state` has put elsewhere. None: all of it is in memory.
 
     Raises:
         ConfigError: a hyper-parameter out of range, a parameter that is not float32 or bfloat16 on the host.
@@ -90,7 +90,7 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
         isa: str | None = None,
         allocate_state: AllocateState | None = None,
         compute_weights: Mapping[torch.Tensor, torch.Tensor] | None = None,
-        visits: Visits | None = None,
+        swapper: StateSwapper | None = None,
     ) -> None:
         self.num_threads = thread_count(num_threads)
         self.isa = chosen_isa(isa)
@@ -105,7 +105,7 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
         self.teams = ThreadTeams.detect()
         """Which threads update what; None on a machine with CPUs on one node."""
         self.compute_weights = {} if compute_weights is None else compute_weights
-        self.kept = ParameterStates(state, fp32_state, allocate_state or allocate_from_torch, visits or NoVisits())
+        self.kept = ParameterStates(state, fp32_state, allocate_state or allocate_from_torch, swapper)
         self._sums_of: SumsOf | None = None  # of a run, which measures gradients as they arrive
         defaults = {
             "lr": lr,
@@ -321,7 +321,8 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
         step.apply(work, self.grad_scale)
         self.grad_scale = 1.0
         torch.autograd.graph.increment_version(written_by(work))
-        self.kept.visits.show_weights()  # step hooks may look at parameters, and write to them
+        if self.kept.swapper is not None:
+            self.kept.swapper.show_weights()  # step hooks may read parameters, and write to them
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps: nothing of a run, which belongs to this process."""

@@ -22,7 +22,7 @@ from lightning_cxl.optim.number_formats import (
     split,
 )
 from lightning_cxl.optim.param_groups import plain
-from lightning_cxl.optim.state_visits import At, NoVisits, OnSsd, StateRecord, Visits
+from lightning_cxl.optim.swapped_state import At, OnSsd, StateRecord, StateSwapper
 from lightning_cxl.optim.threads import Stretch
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.shards import first_element, is_sharded, local, shard_of, sharded_like
@@ -190,12 +190,12 @@ class ParameterState:
 
     @contextmanager
     def reached(self) -> Iterator[At]:
-        """Return a region in which the state can be read and written, in memory or in a slot; yields where."""
+        """Return a region in which the state can be read and written, in memory or in a buffer; yields where."""
         if self.record is None:
             yield flattened
         else:
-            with self.record.visit() as visit:
-                yield visit.at_slot
+            with self.record.use() as swapped:
+                yield swapped.flat
 
     def come_to_memory(self, shown: Mapping[str, torch.Tensor]) -> None:
         """Lie in tensors that show what the record had, by key."""
@@ -364,12 +364,12 @@ class ParameterStates:
         precision: StatePrecision,
         fp32_state: Collection[torch.Tensor],
         allocate: AllocateState,
-        visits: Visits,
+        swapper: StateSwapper | None,
     ) -> None:
         self.by_parameter: dict[torch.Tensor, ParameterState] = {}
         self.allocate = allocate
-        self.visits = visits
-        """Bring state that is not in memory."""
+        self.swapper = swapper
+        """Brings state that is not in memory; None where all is."""
         self.lost = ""
         """Why the state is not whole any more; empty where it is."""
         self._precision: StatePrecision = precision
@@ -385,7 +385,7 @@ class ParameterStates:
             return self.allocate(parameter, role, dtype, numel)
 
         state = ParameterState(local(parameter), precision, allocate)
-        record = self.visits.find(state.tensors)
+        record = None if self.swapper is None else self.swapper.find(state.tensors)
         assert record is None or isinstance(record, StateRecord)
         if record is not None:
             state.lie_in(record, parameter)
@@ -407,7 +407,7 @@ class ParameterStates:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps; what lies on SSD is made again in memory when it is needed."""
         in_memory = {parameter: own for parameter, own in self.by_parameter.items() if own.record is None}
-        return {**vars(self), "by_parameter": in_memory, "allocate": allocate_from_torch, "visits": NoVisits()}
+        return {**vars(self), "by_parameter": in_memory, "allocate": allocate_from_torch, "swapper": None}
 
     def check_not_lost(self) -> None:
         if self.lost:
@@ -415,11 +415,13 @@ class ParameterStates:
 
     def leave_run(self, states: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:
         """Take memory from torch from now on. State on SSD becomes memory that shows it, to which updates write."""
-        visits, self.visits, self.allocate = self.visits, NoVisits(), allocate_from_torch
+        swapper, self.swapper, self.allocate = self.swapper, None, allocate_from_torch
+        if swapper is None:
+            return
         on_ssd = {parameter: own for parameter, own in self.by_parameter.items() if own.record is not None}
         try:
-            visits.wait()
-            views = {own.record: visits.view(own.record) for own in on_ssd.values() if own.record is not None}
+            swapper.wait()
+            views = {own.record: swapper.view(own.record) for own in on_ssd.values() if own.record is not None}
         except StorageError as error:
             self.lost = f"the state of this optimizer was lost with its run: {error}"
             self.by_parameter = {}

@@ -13,7 +13,7 @@ from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.optim.number_formats import check_map, check_parameter, decode, join, num_blocks, split
 from lightning_cxl.optim.param_groups import as_number, check_options, check_ranges
 from lightning_cxl.optim.parameter_state import MOMENT_KEYS, REMAINDER, ParameterStates, in_shape
-from lightning_cxl.optim.state_visits import read_states
+from lightning_cxl.optim.swapped_state import read_states
 from lightning_cxl.shards import local
 from lightning_cxl.torch_private import loading_hooks
 
@@ -273,7 +273,8 @@ class StateLoading:
         saved: Mapping[Any, Mapping[str, Any]],
     ) -> None:
         """Copy saved states in. `sources` has for each group the key in `saved` of each of its parameters."""
-        self.kept.visits.wait()
+        if self.kept.swapper is not None:
+            self.kept.swapper.wait()
         found = []
         for parameter, name, entry in checked_entries(sources, saved):
             if entry is not None:

@@ -23,7 +23,7 @@ from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.shards import local, sharded_like
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.storage.drive import BLOCK_BYTES
-from lightning_cxl.streaming.inputs_on_ssd import InputOnSsd
+from lightning_cxl.streaming.on_ssd import InputOnSsd
 from lightning_cxl.streaming.unit_weights import Home, InMemory
 
 _TRIM_BYTES = 64 * 2**20  # of state that has moved

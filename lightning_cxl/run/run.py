@@ -31,7 +31,6 @@ from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.hook import activate
 from lightning_cxl.optim.masters import MasterWeights
-from lightning_cxl.optim.state_visits import NoVisits
 from lightning_cxl.planning.decide import Plan
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.placed_memory import PlacedMemory
@@ -132,7 +131,7 @@ class Run:
                 self._updates,
                 self._placed,
                 self.meter,
-                NoVisits() if self.on_ssd is None else self.on_ssd.visits,
+                None if self.on_ssd is None else self.on_ssd.state,
             )
             cleanup.callback(self._end, self._adoption.release)
             if worker is not None:

@@ -28,7 +28,7 @@ import torch
 from lightning_cxl.errors import CheckpointError, StorageError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.state_visits import OnSsd
+from lightning_cxl.optim.swapped_state import OnSsd
 from lightning_cxl.run.state_on_ssd import StateOnSsd, saved_generation
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.storage.folder import MANIFEST
@@ -66,7 +66,7 @@ def commit_beside(on_ssd: StateOnSsd, path: str) -> Iterator[dict[str, Any]]:
         What our entry of the checkpoint says about it.
     """
     on_ssd.make_room()
-    on_ssd.visits.wait()  # what someone has written to state counts
+    on_ssd.state.wait()  # what someone has written to state counts
     store, number = on_ssd.store, None
     before = store.generations()
     if before and not on_ssd.owns_generations:

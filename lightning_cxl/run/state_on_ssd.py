@@ -3,6 +3,7 @@
 import logging
 import os
 import pickle
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.inventory.tensors import PlannedRecord, hop_slot_bytes, input_slot_bytes, round_up, update_slot_bytes
 from lightning_cxl.machine.topology import Tier
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.optim.state_visits import OnSsd, StateRecord, StateVisits, taken_nbytes
+from lightning_cxl.optim.swapped_state import OnSsd, StateRecord, StateSwapper, taken_nbytes
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.shards import local
@@ -26,10 +27,9 @@ from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.storage.folder import make_parents, remove_left
 from lightning_cxl.storage.record import files_shown_at
-from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Area, Store
-from lightning_cxl.streaming.hop import Hop, WeightRecord
-from lightning_cxl.streaming.inputs_on_ssd import InputsOnSsd
+from lightning_cxl.storage.swap import BufferPool, Swapper
+from lightning_cxl.streaming.on_ssd import InputsOnSsd, WeightRecord, WeightsOnSsd
 from lightning_cxl.transfer.engine import TransferEngine
 
 # ----------------------------------------------------------------------------------------------------
@@ -66,12 +66,12 @@ class Pace:
         """Note between two steps what was moved since the run began.
 
         Args:
-            counts: ``read_bytes``, ``written_bytes``, and ``num_visits``: how often a record was updated, or of steps.
+            counts: ``read_bytes``, ``written_bytes``, and ``num_uses``: how often a record was updated, or of steps.
         """
-        if counts["num_visits"] == self._last[1].get("num_visits"):
+        if counts["num_uses"] == self._last[1].get("num_uses"):
             return  # between micro-batches of one step
         self._last = time.monotonic(), {**counts, "num_records": num_records}
-        if self._first is None and counts["num_visits"] >= num_records:
+        if self._first is None and counts["num_uses"] >= num_records:
             self._first = self._last
 
     def of_steps(self) -> dict[str, Any]:
@@ -79,11 +79,11 @@ class Pace:
         if self._first is None:
             return {}
         (start, before), (end, after) = self._first, self._last
-        moved = {name: after[name] - before[name] for name in ("read_bytes", "written_bytes", "num_visits")}
+        moved = {name: after[name] - before[name] for name in ("read_bytes", "written_bytes", "num_uses")}
         return {
             "read_bytes": moved["read_bytes"],
             "written_bytes": moved["written_bytes"],
-            "num_steps": moved["num_visits"] / after["num_records"],
+            "num_steps": moved["num_uses"] / after["num_records"],
             "seconds": end - start,
         }
 
@@ -206,42 +206,42 @@ class StateOnSsd:
         self._num_updated_weights = 0
         self._num_added = 0
         self._pace = Pace()
+        self._settling = threading.RLock()  # several threads may update
         make_parents(options.paths) if options.is_part else remove_left(options.paths)
         with ExitStack() as cleanup:
             self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers)
             cleanup.callback(self.store.close)
-            slots = HostSlots(allocate, update_slot_bytes(planned, len(options.paths)))
-            self.visits = StateVisits(self.store, slots, self.make_room)
-            cleanup.callback(self.visits.close)
-            self._hop = Hop(self.store, HostSlots(allocate, hop_slot_bytes(planned, len(options.paths))), engine)
-            cleanup.callback(self._hop.close)
+
+            num_drives = len(options.paths)
+
+            def swapper(cap_bytes: int, **kwargs: Callable[[], None]) -> Swapper:
+                made = Swapper(self.store, BufferPool(allocate, cap_bytes), **kwargs)
+                cleanup.callback(made.close)
+                return made
+
+            updates = swapper(update_slot_bytes(planned, num_drives), before_write=self.make_room)
+            self.state = StateSwapper(updates)
+            weights = swapper(hop_slot_bytes(planned, num_drives), begin_thread=engine.use_in_this_thread)
+            self._weights = WeightsOnSsd(weights, engine)
             self.store.check_found({each.name: each.nbytes for each in planned if each.is_state})
-            self.inputs = self._place_inputs(planned, len(options.paths), allocate, engine)
+            # all planned inputs together: each image gets its place in this space when there is one
+            nbytes = sum(round_up(each.nbytes, BLOCK_BYTES * num_drives) for each in planned if each.is_inputs)
+            area = Area(self.store, "inputs of units", nbytes, num_drives)
+            images = swapper(input_slot_bytes(planned, num_drives), begin_thread=engine.use_in_this_thread)
+            self.inputs = InputsOnSsd(images, area, engine)
             """Gives places for inputs of units."""
             cleanup.callback(self.inputs.close)
             for each in planned:
                 if each.is_inputs:
                     continue
                 if each.is_weights:
-                    home = self._homes[id(each.tensors[0].parameter)] = self._hop.reserve(each.name, each.nbytes)
-                    self.visits.include(home)
+                    home = self._homes[id(each.tensors[0].parameter)] = self._weights.reserve(each.name, each.nbytes)
+                    self.state.include(home)
                     self._num_updated_weights += each.is_updated
                 else:
-                    record = self.visits.reserve(each.name, each.nbytes)
+                    record = self.state.reserve(each.name, each.nbytes)
                     self._record_of |= {id(tensor.parameter): record for tensor in each.tensors}
             self._cleanup = cleanup.pop_all()
-
-    def _place_inputs(
-        self,
-        planned: Sequence[PlannedRecord],
-        num_drives: int,
-        allocate: Callable[[int], Buffer],
-        engine: TransferEngine,
-    ) -> InputsOnSsd:
-        """Take the space of all planned inputs together: each image gets its place in it when there is one."""
-        nbytes = sum(round_up(each.nbytes, BLOCK_BYTES * num_drives) for each in planned if each.is_inputs)
-        area = Area(self.store, "inputs of units", nbytes, num_drives)
-        return InputsOnSsd(self.store, area, HostSlots(allocate, input_slot_bytes(planned, num_drives)), engine)
 
     def flat(
         self, parameter: torch.Tensor, name: str, role: TensorRole, dtype: torch.dtype, numel: int
@@ -254,7 +254,7 @@ class StateOnSsd:
         if id(parameter) not in self._record_of or (role, dtype) in given:
             self._num_added += 1
             most = local(parameter).numel() * _MOST_BYTES + _MOST_TENSORS * taken_nbytes(1)
-            self._record_of[id(parameter)] = self.visits.reserve(f"{name}, added as number {self._num_added}", most)
+            self._record_of[id(parameter)] = self.state.reserve(f"{name}, added as number {self._num_added}", most)
             given.clear()
         given.add((role, dtype))
         return self._record_of[id(parameter)].take(dtype, numel)
@@ -271,7 +271,7 @@ class StateOnSsd:
     def check_weights(self) -> None:
         """Read weights and compare checksums, before a checkpoint copies what windows show."""
         for home in self._homes.values():
-            self._hop.check(home.record)
+            self._weights.swapper.verify(home.record)
 
     def refuse_state_of_earlier_run(self, optimizers: Iterable[Optimizer]) -> None:
         """Refuse optimizers whose state this run would overwrite while it copies that state.
@@ -293,10 +293,10 @@ class StateOnSsd:
 
     def restore(self, generation: int) -> None:
         """Make the state what it was in a generation of the store, and let go of the others."""
-        self.visits.forget()
+        self.state.drop_prefetched()
         self.store.restore(generation)
         self.settle(generation)
-        self.visits.take_records_as_they_are()
+        self.state.take_records_as_they_are()
         self.owns_generations = True
 
     def settle(self, generation: int) -> None:
@@ -312,6 +312,10 @@ class StateOnSsd:
         was killed while it saved leaves two. The newer one stays if its checkpoint file refers to it: the
         file that is there may be an older one of the same name.
         """
+        with self._settling:
+            self._settle_rest()
+
+    def _settle_rest(self) -> None:
         if self._to_settle is not None:
             self.settle(self._to_settle)
         kept = self.store.generations()
@@ -334,11 +338,11 @@ class StateOnSsd:
         """Measure what steps move, from one call to the next.
 
         Args:
-            num_steps: of optimizers so far. Where they update something here, the visits of its records are counted.
+            num_steps: of optimizers so far. Where they update something here, the uses of its records are counted.
         """
         num_records = len(set(self._record_of.values())) + self._num_updated_weights
-        num_visits = self.visits.num_visits if num_records else num_steps
-        self._pace.note({**self.store.stats(), "num_visits": num_visits}, num_records or 1)
+        num_uses = self.state.swapper.num_uses if num_records else num_steps
+        self._pace.note({**self.store.stats(), "num_uses": num_uses}, num_records or 1)
 
     def close(self) -> None:
         """Finish what is on its way, and let go of slots and drives. The tensors can still be read. Idempotent."""
@@ -352,6 +356,6 @@ def check_together(on_ssd: StateOnSsd | None, *, state: bool = True) -> None:
         if on_ssd is not None:
             on_ssd.check_weights()
             if state:
-                on_ssd.visits.check()
+                on_ssd.state.verify()
 
     on_all_ranks(check)

@@ -19,6 +19,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -62,7 +63,7 @@ class StorageTransfer:
     """Reads or writes that are waited for as one. See [Note: Transfers of storage]."""
 
     __slots__ = (
-        "_checksums", "_chunks", "_engine", "_event", "_finish", "_followers", "_left", "_waits_for", "_writes",
+        "_callbacks", "_checksums", "_chunks", "_engine", "_event", "_finish", "_left", "_waits_for", "_writes",
         "error",
     )  # fmt: skip
 
@@ -74,7 +75,7 @@ class StorageTransfer:
         self._checksums = [0] * len(chunks)
         self._left = len(chunks)
         self._waits_for = 0
-        self._followers: list[StorageTransfer] = []
+        self._callbacks: list[Callable[[], None]] = []
         self.error: BaseException | None = None  # why it failed, once it is done
         self._event = threading.Event()
 
@@ -97,6 +98,14 @@ class StorageTransfer:
     def done(self) -> bool:
         """Return whether the transfer is done, with or without an error."""
         return self._event.is_set()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call something once the transfer is done, with or without an error: in the thread that ends it, or now."""
+        with self._engine._lock:
+            if not self._event.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
 
 
 class Engine:
@@ -144,13 +153,18 @@ class Engine:
             if not self._threads:
                 self._start_threads()
             self._open[transfer] = None
-            before = [other for other in after if not other.done()]
-            transfer._waits_for = len(before)
-            for other in before:
-                other._followers.append(transfer)
-        if not before:
-            self._begin(transfer)
+            transfer._waits_for = 1 + len(after)
+        for other in after:
+            other.add_done_callback(partial(self._one_before_is_done, transfer))
+        self._one_before_is_done(transfer)
         return transfer
+
+    def _one_before_is_done(self, transfer: StorageTransfer) -> None:
+        with self._lock:
+            transfer._waits_for -= 1
+            can_begin = transfer._waits_for == 0
+        if can_begin:
+            self._begin(transfer)
 
     def _start_threads(self) -> None:
         for (drive, writes), queue in self._queues.items():
@@ -241,18 +255,13 @@ class Engine:
             except BaseException as error:
                 transfer.error = _bare(error)
         del finish
-        ready = []
         with self._lock:
             if transfer.error is None:
                 del self._open[transfer]
             transfer._event.set()
-            for follower in transfer._followers:
-                follower._waits_for -= 1
-                if follower._waits_for == 0:
-                    ready.append(follower)
-            transfer._followers = []
-        for follower in ready:
-            self._begin(follower)
+            callbacks, transfer._callbacks = transfer._callbacks, []
+        for callback in callbacks:
+            callback()
 
     def _told(self, transfer: StorageTransfer) -> None:
         with self._lock:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from lightning_cxl.errors import CheckpointError, StorageError
 from lightning_cxl.memory.resource import Buffer
@@ -272,23 +272,6 @@ class Record:
 def part_nbytes(nbytes: int, num_drives: int) -> int:
     """Return how many bytes each drive has for a record: whole blocks, the same on every drive."""
     return -(-nbytes // (num_drives * BLOCK_BYTES)) * BLOCK_BYTES
-
-
-# ----------------------------------------------------------------------------------------------------
-# `Visitor`: a record whose tensors have addresses, and whose bytes visit host slots.
-
-
-class Visitor(Protocol):
-    """A record and the addresses of its tensors, as those see it who bring it to a slot and write it back."""
-
-    record: Record
-    window: Buffer
-
-    def fill(self, slot: Buffer) -> None:
-        """Bring what is newer than the drives into a slot, which is at least as large and has what is on the drives."""
-
-    def clean(self) -> None:
-        """Note that the record is written as `fill` has left the slot."""
 
 
 def is_in(window: Buffer, address: int) -> bool:

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
-from lightning_cxl.streaming.fetch import Fetch
+from lightning_cxl.streaming.on_ssd import Fetch
 from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
 from lightning_cxl.streaming.unit_weights import Nobody, UnitListener, UnitWeights
 from lightning_cxl.torch_private import caches_weights, is_in_transform, tree_leaves

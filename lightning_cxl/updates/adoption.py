@@ -27,7 +27,7 @@ from lightning_cxl.gradients.offload import GradientOffload
 from lightning_cxl.optim.cpu_adam import CPUAdam, Precisions
 from lightning_cxl.optim.masters import MasterWeights, WeightPair
 from lightning_cxl.optim.param_groups import AwaitedParams, plain
-from lightning_cxl.optim.state_visits import Visits
+from lightning_cxl.optim.swapped_state import StateSwapper
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.updates.step import HostStep, StateMemory, WholeUpdates, evaluates_first
 
@@ -95,7 +95,7 @@ class Adoption:
         updates: WholeUpdates,
         memory: StateMemory,
         meter: GradientMeter,
-        visits: Visits,
+        swapper: StateSwapper | None,
     ) -> None:
         self._precisions = precisions
         self._masters = masters
@@ -104,7 +104,7 @@ class Adoption:
         self._updates = updates
         self._memory = memory
         self._meter = meter
-        self._visits = visits
+        self._swapper = swapper
         # the user's object, the one in use, and what gives their methods back
         self._adopted: list[tuple[Optimizer, Optimizer, ExitStack]] = []
 
@@ -242,7 +242,7 @@ class Adoption:
     def _make_cpu_adam(self, optimizer: Optimizer) -> CPUAdam:
         options: dict[str, Any] = {
             "num_threads": self._meter.num_threads,
-            "visits": self._visits,
+            "swapper": self._swapper,
             "compute_weights": self._masters.kernel_weights,
             "state": self._precisions.state,
             "fp32_state": _Sensitive(self._masters, partial(self._precisions.is_sensitive, optimizer)),

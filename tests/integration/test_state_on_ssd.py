@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 import lightning_cxl
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
-from lightning_cxl.optim.state_visits import StateVisits
+from lightning_cxl.optim.swapped_state import StateSwapper
 from tests.cases import every_pair
 from tests.integration.llama import LlamaInStep, LlamaTask, tiny_llama
 from tests.integration.training import assert_identical as assert_same
@@ -284,13 +284,13 @@ class DriveFails(Callback):
         self.monkeypatch, self.ends_run = monkeypatch, ends_run
 
     def on_train_batch_end(self, *_):
-        wait = StateVisits.wait
+        wait = StateSwapper.wait
 
-        def fail(visits):
-            wait(visits)
+        def fail(state):
+            wait(state)
             raise StorageError("cannot write")
 
-        self.monkeypatch.setattr(StateVisits, "wait", fail)
+        self.monkeypatch.setattr(StateSwapper, "wait", fail)
         if self.ends_run:
             raise RuntimeError("the user's")
 
@@ -337,7 +337,7 @@ def test_state_that_lies_elsewhere_now_is_refused(tmp_path):
 
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_residents_and_units_are_updated_at_the_same_time(tmp_path, in_backward):
-    """Two threads visit records: the worker those of units, the step those of what stays on the device."""
+    """Two threads update records: the worker those of units, the step those of what stays on the device."""
 
     def make_model():
         return tiny_llama(num_layers=6, hidden_size=128, intermediate_size=256)

@@ -43,46 +43,47 @@ MUTATIONS = {
     "unit/storage/test_places.py": (
         Mutation("a new folder is synced into its parent", "storage: Folder.__init__", DELETE, "sync_folder"),
     ),
-    "unit/optim/test_state_visits.py": (
+    "unit/optim/test_swapped_state.py": (
         Mutation("the kernel works on the buffer", "optim: KernelTable.add", DELETE, "moved"),
         Mutation("new state is zero", "optim: StateRecord.fill", DELETE, "blank"),
         Mutation("state is zeroed once", "optim: StateRecord.clean", DELETE, "clear"),
-        Mutation("a buffer is kept until its read is done", "optim: _Guests._give_back", ALWAYS, "done"),
-        Mutation("a read waits for the write from its buffer", "optim: StateVisits._fetch", ARGUMENT, "read.after"),
-        Mutation("a failed write of state is an error", "optim: StateVisits.wait", NEVER, "is_whole"),
+        Mutation("a buffer is kept until its transfer is done", "storage: Swapper._free_after", ALWAYS, "None"),
+        Mutation("a read waits for its bytes", "storage: _Use.take", NEVER, "read"),
+        Mutation("a record in use is not prefetched", "storage: Swapper._prefetch", WITHOUT, "_in_use"),
+        Mutation("a record is used by one thread at a time", "storage: _Use.take", NEVER, "isdisjoint"),
+        Mutation("buffers of a use are taken together", "storage: BufferPool.take", NEVER, "None address"),
+        Mutation("a failed write of state is an error", "optim: StateSwapper.wait", NEVER, "is_whole"),
         Mutation("lost state is refused", "optim: ParameterStates.check_not_lost", NEVER, "lost"),
     ),
     "integration/test_weights_on_ssd.py::test_what_a_user_writes_between_steps_counts": (
         Mutation(
-            "state that was written after its read-ahead is read again",
-            "optim: StateVisits._fetch_now",
-            DELETE,
-            "_drop_fetched",
-            nth=0,
+            "state that was written after its prefetch is read again", "storage: Swapper._take_for", NEVER, "num_begun"
         ),
     ),
     "integration/test_weights_on_ssd.py::test_weights_are_read_for_forward_backward_and_update_and_written_once": (
         Mutation("an update has all records that it needs", "optim: _parts", DELETE, "append", nth=0),
     ),
     "integration/test_state_on_ssd.py": (
-        Mutation("state is verified before it is copied", "optim: read_states", DELETE, "check"),
+        Mutation("state is verified before it is copied", "optim: read_states", DELETE, "verify"),
     ),
     "integration/test_killed_runs.py": (
-        Mutation("the first save after a kill can write", "run: StateOnSsd.make_room", DELETE, "settle number"),
+        Mutation("the first save after a kill can write", "run: StateOnSsd._settle_rest", DELETE, "settle number"),
     ),
-    "unit/streaming/test_hop.py": (
+    "unit/streaming/test_weights_on_ssd.py": (
         Mutation("a dropped read is not copied", "streaming: Fetch.drop", DELETE, "_is_dropped"),
-        Mutation("a buffer is free when its copy is done", "streaming: Hop._free_done", WITHOUT, "done"),
-        Mutation("a buffer that is being written is not reused", "streaming: _Lent._give_back", NEVER, "done"),
-        Mutation("a copy waits for its read", "streaming: Fetch.start", DELETE, "wait_host"),
-        Mutation("an error returns the buffer", "streaming: Hop._run", DELETE, "give_back"),
+        Mutation("a buffer is free when its copy is done", "streaming: Fetch.run", DELETE, "_copy wait_host"),
+        Mutation("a copy waits for its read", "streaming: Fetch.run", DELETE, "read wait_host"),
+        Mutation("an error returns the buffer", "storage: Swapper._run_next", DELETE, "_free"),
+        Mutation("a window is written back behind the update", "streaming: WeightsOnSsd.write_back", DELETE, "settle"),
     ),
     "integration/test_weights_on_ssd.py::test_damaged_weights_are_not_saved": (
-        Mutation("weights are verified before they are copied", "run: StateOnSsd.check_weights", DELETE, "check"),
+        Mutation("weights are verified before they are copied", "run: StateOnSsd.check_weights", DELETE, "verify"),
     ),
     "unit/streaming/test_inputs_on_ssd.py": (
+        Mutation("an input is written after its copy from the device", "streaming: _Offload.run", DELETE, "wait_host"),
+        Mutation("a buffer is free when its write is done", "streaming: _Offload.run", DELETE, "wait_done"),
         Mutation(
-            "an input is written after its copy from the device", "streaming: _Leaving.start", DELETE, "wait_host"
+            "an input is read behind its write", "streaming: InputOnSsd.wait_until_readable", DELETE, "write_has_begun"
         ),
     ),
 }

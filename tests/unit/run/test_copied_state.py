@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lightning_cxl.errors import CheckpointError, StorageError
-from lightning_cxl.optim.state_visits import OnSsd, StateVisits, read_states
+from lightning_cxl.optim.swapped_state import OnSsd, StateSwapper, read_states
 from lightning_cxl.run.checkpoint_file import load_file, save_file
-from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.swap import BufferPool, Swapper
 from tests.storage_cases import BUDGET, CHUNK, data_file, folders, memory_of
 
 NUMELS = (5 * 1024, 3000, 1, 2048)  # of the tensors of each record; 3000 is no whole number of blocks
@@ -23,22 +23,23 @@ NBYTES = sum(-(-4 * numel // 64) * 64 for numel in NUMELS)
 class State:
     """State of four parameters in four records, updated once; and the checkpoint that a run would make of it."""
 
-    def __init__(self, paths, slots=2, **options):
+    def __init__(self, paths, buffers=2, **options):
         self.store = Store(paths, budget_bytes=BUDGET, chunk_bytes=CHUNK, **options)
-        self.visits = StateVisits(self.store, HostSlots(memory_of, 0), lambda: None)
-        self.records = [self.visits.reserve(f"record {number}", NBYTES) for number in range(4)]
-        self.visits._slots.cap_bytes = slots * self.records[0].record.padded_nbytes
+        self.swapper = Swapper(self.store, BufferPool(memory_of, 0))
+        self.state = StateSwapper(self.swapper)
+        self.records = [self.state.reserve(f"record {number}", NBYTES) for number in range(4)]
+        self.swapper.raise_cap(buffers * self.records[0].record.padded_nbytes)
         self.expected, entries = {}, {}
         for number, record in enumerate(self.records):
             tensors = [record.take(torch.float32, numel) for numel in NUMELS]
             stand_ins = {f"s{i}": OnSsd.of(record, each) for i, each in enumerate(tensors)}
             entries[number] = {"step": torch.tensor(3.0), **stand_ins}
-            with self.visits.visit([record]) as visit:
+            with self.state.use([record]) as swapped:
                 for tensor in tensors:
-                    visit.at_slot(tensor).normal_()
-                values = [visit.at_slot(tensor).clone() for tensor in tensors]
+                    swapped.flat(tensor).normal_()
+                values = [swapped.flat(tensor).clone() for tensor in tensors]
             self.expected[number] = {"step": torch.tensor(3.0), **{f"s{i}": each for i, each in enumerate(values)}}
-        self.visits.wait()
+        self.state.wait()
         self.weights = {"w": torch.randn(100, 100), "b": torch.randn(7), "none": torch.zeros(0)}
         self.entries = entries
 
@@ -66,15 +67,15 @@ def state(tmp_path):
 
     yield make
     for each in made:
-        each.visits.close()
+        each.swapper.close()
         each.store.close()
 
 
-@pytest.mark.timeout(60)  # who waits for a slot of its own waits for ever
-@pytest.mark.parametrize("slots", [1, 2, 5])
+@pytest.mark.timeout(60)  # a wait for a buffer of its own has no end
+@pytest.mark.parametrize("buffers", [1, 2, 5])
 @pytest.mark.parametrize("drives", [1, 3])
-def test_a_file_is_the_one_that_torch_would_write(state, tmp_path, drives, slots):
-    run, theirs = state(drives, slots=slots), tmp_path / "theirs.ckpt"
+def test_a_file_is_the_one_that_torch_would_write(state, tmp_path, drives, buffers):
+    run, theirs = state(drives, buffers=buffers), tmp_path / "theirs.ckpt"
     run.save(tmp_path / "x.ckpt")
     save_file(run.with_state(run.expected), theirs)
     assert (tmp_path / "x.ckpt").read_bytes() == theirs.read_bytes()
@@ -84,22 +85,23 @@ def test_a_file_is_the_one_that_torch_would_write(state, tmp_path, drives, slots
 
 
 def test_a_copy_takes_no_memory_for_the_state(tmp_path):
-    """It takes pages of the page cache, which the kernel takes back, and slots."""
+    """It takes pages of the page cache, which the kernel takes back, and buffers."""
 
     def anonymous():
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
     nbytes, store = 16 << 20, Store(folders(tmp_path), budget_bytes=1 << 30)
-    visits = StateVisits(store, HostSlots(memory_of, 2 * nbytes))
+    swapper = Swapper(store, BufferPool(memory_of, 2 * nbytes))
+    state = StateSwapper(swapper)
     entries = {}
     for number in range(16):
-        record = visits.reserve(f"record {number}", nbytes)
+        record = state.reserve(f"record {number}", nbytes)
         tensor = record.take(torch.float32, nbytes // 4)
-        with visits.visit([record]) as visit:
-            visit.at_slot(tensor).fill_(number)
+        with state.use([record]) as swapped:
+            swapped.flat(tensor).fill_(number)
         entries[number] = {"exp_avg": OnSsd.of(record, tensor)}
-    visits.check()  # now the slots have their memory
+    state.verify()  # now the buffers have their memory
     before, most, is_over = anonymous(), [0], threading.Event()
 
     def watch():
@@ -111,7 +113,7 @@ def test_a_copy_takes_no_memory_for_the_state(tmp_path):
     save_file({"optimizer_states": [{"state": read_states(entries), "param_groups": []}]}, tmp_path / "x.ckpt")
     is_over.set()
     watcher.join()
-    visits.close()
+    swapper.close()
     store.close()
     assert 0 < most[0] < before + 2 * nbytes, "of 256 MiB"
     loaded = load_file(tmp_path / "x.ckpt", "cpu", True)["optimizer_states"][0]["state"]
@@ -146,9 +148,9 @@ def test_after_a_full_disk_nothing_is_left_and_the_run_goes_on(state, tmp_path, 
         with pytest.raises(CheckpointError, match="No space left"):
             run.save(tmp_path / "x.ckpt")
     assert [path.name for path in tmp_path.iterdir()] == ["drive0"]
-    with run.visits.visit([run.records[0]]) as visit:
-        visit.places[0][1].tensor((1,), torch.uint8).zero_()
-    run.visits.wait()
+    with run.state.use([run.records[0]]) as swapped:
+        swapped.places[0][1].tensor((1,), torch.uint8).zero_()
+    run.state.wait()
 
 
 @pytest.mark.parametrize(

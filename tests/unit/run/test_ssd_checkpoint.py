@@ -10,7 +10,7 @@ import torch
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
 from lightning_cxl.inventory.tensors import HostTensor, PlannedRecord
-from lightning_cxl.optim.state_visits import OnSsd
+from lightning_cxl.optim.swapped_state import OnSsd
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.run.checkpoint_file import save_file
 from lightning_cxl.run.ssd_checkpoint import commit_beside, refer, whole
@@ -37,12 +37,12 @@ class Run:
     def __init__(self, folder, planned=()):
         options = read_ssd_options({"path": str(folder / "ssd"), "budget": "64MiB", "checkpoint": "reference"})
         self.state = StateOnSsd(options, 64 << 20, planned, memory_of, HostEngine())
-        self.record = self.state.visits.reserve("record", NBYTES)
+        self.record = self.state.state.reserve("record", NBYTES)
 
     def step(self, value):
-        with self.state.visits.visit([self.record]) as visit:
-            visit.places[0][1].tensor((self.record.record.padded_nbytes,), torch.uint8).fill_(value)
-        self.state.visits.wait()
+        with self.state.state.use([self.record]) as swapped:
+            swapped.places[0][1].tensor((self.record.record.padded_nbytes,), torch.uint8).fill_(value)
+        self.state.state.wait()
 
     def save(self, path, error_before=None, error_after=None):
         with commit_beside(self.state, str(path)) as entry:
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def value(self):
-        return self.state.visits.view(self.record).tensor((1,), torch.uint8)[0].item()
+        return self.state.state.view(self.record).tensor((1,), torch.uint8)[0].item()
 
     @property
     def generations(self):

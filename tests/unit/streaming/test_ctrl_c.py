@@ -1,4 +1,4 @@
-"""Ctrl-C between any two bytecodes of a visit, a fetch or an input on SSD: no slot is lost, and training can go on."""
+"""Ctrl-C between any two bytecodes of an update, a fetch or an input on SSD loses no buffer, and training can go on."""
 
 import sys
 import threading
@@ -9,15 +9,14 @@ import torch
 
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
-from lightning_cxl.optim.state_visits import StateVisits
-from lightning_cxl.storage.slots import HostSlots, Stay, uninterrupted
+from lightning_cxl.optim.swapped_state import StateSwapper
 from lightning_cxl.storage.store import Area, Store
-from lightning_cxl.streaming.hop import Hop
-from lightning_cxl.streaming.inputs_on_ssd import InputsOnSsd
+from lightning_cxl.storage.swap import BufferPool, Lease, Swapper, uninterrupted
+from lightning_cxl.streaming.on_ssd import InputsOnSsd, WeightsOnSsd
 from lightning_cxl.transfer.engine import HostEngine
 
 NBYTES = 64 << 10
-NUM_RECORDS = 3  # more than there are slots
+NUM_RECORDS = 3  # more than there are buffers
 
 
 def memory_of(nbytes: int) -> Buffer:
@@ -25,26 +24,26 @@ def memory_of(nbytes: int) -> Buffer:
     return Buffer(mapping.address, nbytes, (), None, mapping)
 
 
-class Visits:
-    def __init__(self, store: Store, slots: HostSlots) -> None:
-        self.visits = StateVisits(store, slots)
-        self.records = [self.visits.reserve(f"unit {index}", NBYTES) for index in range(NUM_RECORDS)]
+class Updates:
+    def __init__(self, swapper: Swapper) -> None:
+        self.state = StateSwapper(swapper)
+        self.records = [self.state.reserve(f"unit {index}", NBYTES) for index in range(NUM_RECORDS)]
         self.use()
 
     def use(self) -> None:
         for record in self.records:
-            with self.visits.visit([record]):
+            with self.state.use([record]):
                 pass
 
     def close(self) -> None:
-        self.visits.wait()
-        self.visits.close()
+        self.state.wait()
+        self.state.swapper.close()
 
 
 class Weights:
-    def __init__(self, store: Store, slots: HostSlots) -> None:
-        self.hop = Hop(store, slots, HostEngine())
-        self.homes = [self.hop.reserve(f"unit {index}", NBYTES) for index in range(NUM_RECORDS)]
+    def __init__(self, swapper: Swapper) -> None:
+        self.weights = WeightsOnSsd(swapper, HostEngine())
+        self.homes = [self.weights.reserve(f"unit {index}", NBYTES) for index in range(NUM_RECORDS)]
         for home in self.homes:
             with home.filling() as slot:
                 slot.tensor((NBYTES,), torch.uint8).fill_(7)
@@ -63,13 +62,13 @@ class Weights:
             home.looks_are_over()
 
     def close(self) -> None:
-        self.hop.close()
+        self.weights.swapper.close()
 
 
 class Inputs:
-    def __init__(self, store: Store, slots: HostSlots) -> None:
-        area = Area(store, "inputs", 2 * NUM_RECORDS * NBYTES, 1)
-        self.inputs = InputsOnSsd(store, area, slots, HostEngine())
+    def __init__(self, swapper: Swapper) -> None:
+        area = Area(swapper.store, "inputs", 2 * NUM_RECORDS * NBYTES, 1)
+        self.inputs = InputsOnSsd(swapper, area, HostEngine())
         self.use()
 
     def use(self) -> None:
@@ -137,29 +136,29 @@ def ends(function: Callable[[], None]) -> None:
 
 
 def test_what_is_over_has_no_finaliser_in_which_ctrl_c_would_be_lost():
-    class Holds(Stay):
+    class Holds(Lease):
         def _give_back(self):
             given_back.append(True)
 
     given_back = []
-    stay = Holds()
-    stay.leave()
-    stay.leave()
-    assert given_back == [True] and not hasattr(stay, "__del__")
+    lease = Holds()
+    lease.end()
+    lease.end()
+    assert given_back == [True] and not hasattr(lease, "__del__")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("stride", [97, pytest.param(1, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
-@pytest.mark.parametrize("kind", [Visits, Weights, Inputs])
-def test_ctrl_c_at_any_bytecode_loses_no_slot(tmp_path, kind, stride):
+@pytest.mark.parametrize("kind", [Updates, Weights, Inputs])
+def test_ctrl_c_at_any_bytecode_loses_no_buffer(tmp_path, kind, stride):
     at, came = 1, True
     while came:
-        store, slots = Store([tmp_path], budget_bytes=1 << 26), HostSlots(memory_of, 5 * NBYTES // 2)
-        run = kind(store, slots)
+        store, pool = Store([tmp_path], budget_bytes=1 << 26), BufferPool(memory_of, 5 * NBYTES // 2)
+        run = kind(Swapper(store, pool))
         came = interrupted(run.use, at)
         ends(run.use)
         ends(run.close)
-        assert slots._num_taken == 0, f"bytecode {at}"
+        assert pool.num_taken == 0, f"bytecode {at}"
         ends(store.close)
         at += stride
     assert at > 500

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import StorageError
-from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Area, Store
+from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.storage.system import System
 from lightning_cxl.streaming.activations import ActivationOffload
-from lightning_cxl.streaming.hop import Hop
-from lightning_cxl.streaming.inputs_on_ssd import NUM_INPUT_SLOTS, InputsOnSsd
+from lightning_cxl.streaming.on_ssd import NUM_INPUT_SLOTS, InputsOnSsd
 from lightning_cxl.streaming.units import find_units
 from lightning_cxl.transfer.engine import HostEngine
 from tests.storage_cases import BLOCK, data_file, memory_of
@@ -70,14 +69,15 @@ class Net(nn.Module):
 class Rig:
     """A net whose inputs lie on SSD, and one whose inputs lie in memory."""
 
-    def __init__(self, folder, engine, memory, num_slots=2.0):
+    def __init__(self, folder, engine, memory, num_buffers=2.0):
         self.gate = Gate()
         self.allocated = []
         self.folder = folder
         self.store = Store([folder], budget_bytes=1 << 24, system=self.gate)
         self.area = Area(self.store, "inputs", 0, 1)
-        slots = HostSlots(self.allocate, int(num_slots * 2 * BLOCK))
-        self.inputs = InputsOnSsd(self.store, self.area, slots, engine)
+        pool = BufferPool(self.allocate, int(num_buffers * 2 * BLOCK))
+        swapper = Swapper(self.store, pool, begin_thread=engine.use_in_this_thread)
+        self.inputs = InputsOnSsd(swapper, self.area, engine)
         self.engine = engine
         self.offload = self.attached(ActivationOffload(engine, memory.allocate, min_bytes=1, place_on_ssd=self.place))
 
@@ -123,7 +123,7 @@ class Rig:
         self.store.close()
 
 
-@pytest.fixture(params=[0.0, 0.5, 1.0, 4.0], ids=lambda number: f"{number} slots")
+@pytest.fixture(params=[0.0, 0.5, 1.0, 4.0], ids=lambda number: f"{number} buffers")
 def rig(tmp_path, engine, memory, request):
     made = Rig(tmp_path, engine, memory, request.param)
     yield made
@@ -164,21 +164,21 @@ def test_a_forward_that_outruns_the_drive_takes_no_more_memory(two, memory, seco
     assert memory.requests == []
 
 
-def test_where_sizes_are_not_known_the_first_input_says_how_large_slots_are(tmp_path, memory):
-    rig = Rig(tmp_path, HostEngine(), memory, num_slots=0)
+def test_where_sizes_are_not_known_the_first_input_says_how_large_buffers_are(tmp_path, memory):
+    rig = Rig(tmp_path, HostEngine(), memory, num_buffers=0)
     assert_same(rig.grads(), rig.expected())
     assert rig.allocated == [NUM_INPUT_SLOTS * BLOCK]
     rig.close()
 
 
-def test_a_forward_waits_for_a_write_when_all_slots_are_taken(on_host, monkeypatch):
-    asked, take = [], HostSlots.take
+def test_a_forward_waits_for_a_write_when_all_buffers_are_taken(on_host, monkeypatch):
+    asked, take = [], BufferPool.take
 
-    def noted(slots, nbytes):
-        asked.append(nbytes)
-        return take(slots, nbytes)
+    def noted(pool, sizes, **options):
+        asked.append(sizes)
+        return take(pool, sizes, **options)
 
-    monkeypatch.setattr(HostSlots, "take", noted)
+    monkeypatch.setattr(BufferPool, "take", noted)
     on_host.gate.is_open.clear()
     forward = threading.Thread(target=on_host.loss)
     forward.start()
@@ -190,7 +190,7 @@ def test_a_forward_waits_for_a_write_when_all_slots_are_taken(on_host, monkeypat
 
 
 def test_a_late_write_is_not_overtaken_by_a_read(tmp_path, engine, memory):
-    rig = Rig(tmp_path, engine, memory, num_slots=2 * NUM_BLOCKS)
+    rig = Rig(tmp_path, engine, memory, num_buffers=2 * NUM_BLOCKS)
     expected = [rig.expected(seed) for seed in range(2)]
     assert_same(rig.grads(0), expected[0])  # the places have bytes of another step
     rig.gate.is_open.clear()
@@ -200,7 +200,7 @@ def test_a_late_write_is_not_overtaken_by_a_read(tmp_path, engine, memory):
     rig.close()
 
 
-def test_a_slot_that_is_being_written_gets_no_other_image(on_host, monkeypatch):
+def test_a_buffer_that_is_being_written_gets_no_other_image(on_host, monkeypatch):
     goes_on, held = threading.Event(), []
 
     def first_waits(fd, views, offset):
@@ -210,12 +210,11 @@ def test_a_slot_that_is_being_written_gets_no_other_image(on_host, monkeypatch):
         return System.pwritev(on_host.gate, fd, views, offset)
 
     monkeypatch.setattr(on_host.gate, "pwritev", first_waits)
-    values = [torch.full((1024,), float(index)) for index in range(2)]  # two slots, of two blocks each
+    values = [torch.full((1024,), float(index)) for index in range(2)]  # two buffers, of two blocks each
     places = [on_host.place(2 * BLOCK, "unit") for _ in values]
     for place, value in zip(places, values, strict=True):
         place.store(value, 1024)
-        while not place.can_be_read:
-            time.sleep(0.001)
+        assert place.write_has_begun.wait(20)
     found = [torch.zeros(2048) for _ in values]
     second = places[1].fetch(found[1])
     time.sleep(0.05)
@@ -237,11 +236,19 @@ def test_the_next_input_is_read_while_a_unit_is_recomputed(two, monkeypatch):
     two.engine.synchronize()
     wait_until_written(two, NUM_BLOCKS)
     monkeypatch.setattr(Store, "read", noted)
-    for block in two.net.blocks:
-        block.up.register_forward_pre_hook(lambda *_: seen.append(len(read)))
-    two.grads(loss=loss)
     last_is_near = not two.engine.computes_on_host
-    assert seen == [*range(2 - last_is_near, NUM_BLOCKS + 1 - last_is_near), NUM_BLOCKS - last_is_near]
+    expected = [*range(2 - last_is_near, NUM_BLOCKS + 1 - last_is_near), NUM_BLOCKS - last_is_near]
+
+    def note(*_):
+        deadline_s = time.monotonic() + 10
+        while len(read) < expected[len(seen)] and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        seen.append(len(read))
+
+    for block in two.net.blocks:
+        block.up.register_forward_pre_hook(note)
+    two.grads(loss=loss)
+    assert seen == expected
 
 
 def wait_until_written(rig, num_writes):
@@ -349,7 +356,7 @@ def test_a_copy_that_cannot_be_started_leaves_nothing_behind(on_host, monkeypatc
     expected = on_host.expected()
     with monkeypatch.context() as patched:
         patched.setattr(HostEngine, "d2h", fail)
-        for _ in range(5):  # more often than there are slots
+        for _ in range(5):  # more often than there are buffers
             with pytest.raises(ArithmeticError):
                 on_host.loss()
     assert_same(on_host.grads(), expected)
@@ -390,22 +397,22 @@ def test_a_copy_that_fails_later_keeps_nothing(on_host, monkeypatch):
         gc.enable()
 
 
-def test_a_trip_that_is_interrupted_before_it_begins_does_not_keep_the_thread(on_host, monkeypatch):
-    expected, send = on_host.expected(), Hop.send
+def test_a_job_whose_request_is_interrupted_keeps_no_buffer(on_host, monkeypatch):
+    expected, submit = on_host.expected(), Swapper.submit
 
-    def interrupted(hop, trip, nbytes):
-        send(hop, trip, nbytes)
+    def interrupted(swapper, nbytes, job):
+        submit(swapper, nbytes, job)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Hop, "send", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+    for _ in range(5):  # more often than there are buffers
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(Swapper, "submit", interrupted)
             on_host.loss()
     again = threading.Thread(target=lambda: assert_same(on_host.grads(), expected), daemon=True)
     again.start()
     again.join(20)
     if again.is_alive():
-        monkeypatch.setattr(on_host.inputs.hop, "_thread", None)  # its end would be waited for
+        on_host.inputs.swapper._threads.clear()  # their end would be waited for
     assert not again.is_alive()
 
 

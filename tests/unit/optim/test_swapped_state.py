@@ -1,4 +1,4 @@
-"""State on SSD is updated as state in memory is, bit for bit, through slots that never take more than their cap."""
+"""State on SSD is updated as state in memory is, bit for bit, through buffers that never take more than their cap."""
 
 import contextlib
 import copy
@@ -17,12 +17,12 @@ from lightning_cxl.errors import StorageError, UnsupportedError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.state_visits import OnSsd as StandIn
-from lightning_cxl.optim.state_visits import StateRecord, StateVisits, taken_nbytes
+from lightning_cxl.optim.swapped_state import OnSsd as StandIn
+from lightning_cxl.optim.swapped_state import StateRecord, StateSwapper, taken_nbytes
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.storage.engine import StorageTransfer
-from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.storage.system import System
 from tests.faulty_system import FaultySystem
 
@@ -37,7 +37,7 @@ class OnSsd:
         self,
         folder: Path,
         parameters: list[torch.nn.Parameter],
-        num_slots: float = 2,
+        num_buffers: float = 2,
         system: System | None = None,
         **options,
     ) -> None:
@@ -45,9 +45,9 @@ class OnSsd:
         self.largest_bytes = 0
         self.allocated = 0
         self.store = Store([folder], budget_bytes=1 << 30, system=system)
-        self.visits = StateVisits(self.store, HostSlots(self.allocate, int(num_slots * 120_000)))
-        self.records = [self.visits.reserve(f"unit {index}", 200_000) for index in range(NUM_RECORDS)]
-        self.optimizer = CPUAdam(parameters, allocate_state=self.flat, visits=self.visits, **options)
+        self.state = StateSwapper(Swapper(self.store, BufferPool(self.allocate, int(num_buffers * 120_000))))
+        self.records = [self.state.reserve(f"unit {index}", 200_000) for index in range(NUM_RECORDS)]
+        self.optimizer = CPUAdam(parameters, allocate_state=self.flat, swapper=self.state, **options)
 
     def allocate(self, nbytes: int) -> Buffer:
         self.allocated += nbytes
@@ -61,7 +61,7 @@ class OnSsd:
         return self.records[index].take(dtype, numel)
 
     def close(self) -> None:
-        self.visits.close()
+        self.state.swapper.close()
         self.store.close()
 
 
@@ -99,15 +99,15 @@ def assert_equal_runs(own: OnSsd, plain: CPUAdam, plain_parameters: list[torch.n
             assert torch.equal(ours[index][key], theirs[index][key]), (index, key)
 
 
-@pytest.fixture(params=[0.5, 1.1, 2.0, 9.0], ids=lambda factor: f"{factor} slots")
-def num_slots(request):
+@pytest.fixture(params=[0.5, 1.1, 2.0, 9.0], ids=lambda factor: f"{factor} buffers")
+def num_buffers(request):
     return request.param
 
 
 @pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "split"])
-def test_updates_are_those_of_state_in_memory(tmp_path, state, dtype, num_slots) -> None:
-    own = OnSsd(tmp_path, make_parameters(dtype), num_slots, state=state)
+def test_updates_are_those_of_state_in_memory(tmp_path, state, dtype, num_buffers) -> None:
+    own = OnSsd(tmp_path, make_parameters(dtype), num_buffers, state=state)
     plain_parameters = make_parameters(dtype)
     plain = CPUAdam(plain_parameters, state=state)
     for step in range(4):
@@ -121,8 +121,8 @@ def test_updates_are_those_of_state_in_memory(tmp_path, state, dtype, num_slots)
     own.close()
 
 
-def test_slots_never_take_more_than_their_cap(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=4)
+def test_buffers_never_take_more_than_their_cap(tmp_path) -> None:
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=4)
     for step in range(3):
         give_gradients(own.parameters, step)
         own.optimizer.step()
@@ -131,30 +131,30 @@ def test_slots_never_take_more_than_their_cap(tmp_path) -> None:
 
 
 def test_a_record_that_is_larger_than_the_cap_gets_the_memory_for_itself(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=0.1)
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=0.1)
     give_gradients(own.parameters, 0)
     own.optimizer.step()
     assert own.allocated == own.records[0].record.padded_nbytes
     own.close()
 
 
-def test_records_are_read_ahead_in_the_order_of_the_step_before(tmp_path) -> None:
+def test_records_are_prefetched_in_the_order_of_the_step_before(tmp_path) -> None:
     """Each unit by itself, as updates behind a backward come: only the first step does not know what comes next."""
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=6)
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=6)
     order = [2, 0, 1]
     for step in range(3):
         give_gradients(own.parameters, step)
         made = own.optimizer.begin_step()
         work = made.collect()
-        late = own.visits.num_late
+        late = own.state.swapper.num_late
         for index in order:
             made.apply([each for each in work if each.update.kept.record is own.records[index]], 1.0)
-    assert own.visits.num_late == late == 1  # in the second step, the record that the first one began with
+    assert own.state.swapper.num_late == late == 1  # in the second step, the record that the first one began with
     own.close()
 
 
 def test_two_threads_update_different_records(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=1.8)
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=1.8)
     plain_parameters = make_parameters(torch.float32)
     plain = CPUAdam(plain_parameters)
     with ThreadPoolExecutor(3) as threads:
@@ -190,13 +190,13 @@ def test_what_is_loaded_counts(tmp_path, state) -> None:
 
 
 def test_loading_reads_and_writes_each_record_once(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=2)
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=2)
     give_gradients(own.parameters, 0)
     own.optimizer.step()
     saved = copy.deepcopy(own.optimizer.state_dict())
     before = own.store.stats()
     own.optimizer.load_state_dict(saved)
-    own.visits.wait()
+    own.state.wait()
     nbytes = sum(record.record.padded_nbytes for record in own.records)
     now = own.store.stats()
     assert (now["read_bytes"] - before["read_bytes"], now["written_bytes"] - before["written_bytes"]) == (
@@ -351,14 +351,14 @@ def test_what_a_tensor_takes_is_aligned() -> None:
     assert [taken_nbytes(nbytes) for nbytes in (1, 64, 65)] == [64, 64, 128]
 
 
-def test_reads_follow_writes_in_their_slots(tmp_path) -> None:
-    """With two slots, one is updated while the other is written and then read: nobody waits for the write."""
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=3.4)
+def test_reads_begin_behind_writes_of_their_buffers(tmp_path) -> None:
+    """With two buffers, one is updated while the other is written and then read: nobody waits for the write."""
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=3.4)
     plain_parameters = make_parameters(torch.float32)
     plain = CPUAdam(plain_parameters)
     for step in range(4):
         step_both(own, plain, plain_parameters, step)
-    assert own.visits.num_late == 0
+    assert own.state.swapper.num_late == 0
     assert_equal_runs(own, plain, plain_parameters)
     own.close()
 
@@ -372,7 +372,7 @@ class SlowWrites(System):
 
 
 def test_reads_behind_slow_writes_find_what_was_written(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=3.4, system=SlowWrites())
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=3.4, system=SlowWrites())
     plain_parameters = make_parameters(torch.float32)
     plain = CPUAdam(plain_parameters)
     for step in range(3):
@@ -382,14 +382,14 @@ def test_reads_behind_slow_writes_find_what_was_written(tmp_path) -> None:
     own.close()
 
 
-def test_a_visit_that_fails_changes_nothing(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=1.8)
+def test_a_use_that_fails_changes_nothing(tmp_path) -> None:
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=1.8)
     give_gradients(own.parameters, 0)
     own.optimizer.step()
     before = state_of(own.optimizer)
-    for _ in range(3):  # more often than there are slots
-        with pytest.raises(RuntimeError, match="in the middle"), own.visits.visit([own.records[0]]) as visit:
-            visit.places[0][1].tensor((1000,), torch.uint8).fill_(77)
+    for _ in range(3):  # more often than there are buffers
+        with pytest.raises(RuntimeError, match="in the middle"), own.state.use([own.records[0]]) as swapped:
+            swapped.places[0][1].tensor((1000,), torch.uint8).fill_(77)
             raise RuntimeError("in the middle")
     after = state_of(own.optimizer)
     assert all(torch.equal(after[index][key], before[index][key]) for index in before for key in before[index])
@@ -399,71 +399,71 @@ def test_a_visit_that_fails_changes_nothing(tmp_path) -> None:
     own.close()
 
 
-def test_a_record_that_is_visited_is_not_read_ahead(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=9)  # there is room for one more
+def test_a_record_in_use_is_not_prefetched(tmp_path) -> None:
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=9)  # there is room for one more
     give_gradients(own.parameters, 0)
     own.optimizer.step()
     record = own.records[0]
-    with own.visits.visit([record]) as visit:
+    with own.state.use([record]) as swapped:
         own.store.wait()
         num_reads = own.store.stats()["num_reads"]
-        own.visits.expect([record])
+        own.state.expect([record])
         own.store.wait()
         assert own.store.stats()["num_reads"] == num_reads
-        visit.places[0][1].tensor((1000,), torch.uint8).fill_(77)
-    with own.visits.visit([record]) as visit:
-        assert bool((visit.places[0][1].tensor((1000,), torch.uint8) == 77).all())
+        swapped.places[0][1].tensor((1000,), torch.uint8).fill_(77)
+    with own.state.use([record]) as swapped:
+        assert bool((swapped.places[0][1].tensor((1000,), torch.uint8) == 77).all())
     own.close()
 
 
-def test_visits_of_several_records_get_their_slots_together(tmp_path) -> None:
-    """There are slots for one visit at a time: visits that each wait for a part of the other's would wait for ever."""
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=3.5)
+def test_uses_of_several_records_get_their_buffers_together(tmp_path) -> None:
+    """There are buffers for one use at a time: uses that each wait for a part of the other's would wait for ever."""
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=3.5)
     give_gradients(own.parameters, 0)
     own.optimizer.step()
     first, second, third = own.records
     counted = {record: record.take(torch.int64, 1) for record in own.records}
     for record, value in counted.items():
-        with record.visit() as visit:
-            visit.at_slot(value).zero_()
+        with record.use() as swapped:
+            swapped.flat(value).zero_()
 
-    def visit_often(records: list[StateRecord]) -> None:
+    def use_often(records: list[StateRecord]) -> None:
         for _ in range(60):
-            with own.visits.visit(records) as visit:
+            with own.state.use(records) as swapped:
                 for record in records:
-                    visit.at_slot(counted[record]).add_(1)
+                    swapped.flat(counted[record]).add_(1)
 
     with ThreadPoolExecutor(2) as threads:
-        for done in [threads.submit(visit_often, [first, second]), threads.submit(visit_often, [third])]:
+        for done in [threads.submit(use_often, [first, second]), threads.submit(use_often, [third])]:
             done.result(60)
-    own.visits.wait()
+    own.state.wait()
     assert [int(now(record, counted[record])) for record in own.records] == [60, 60, 60]
     own.close()
 
 
-def test_a_visit_takes_the_slot_of_what_was_read_ahead(tmp_path) -> None:
-    """As a wrong guess of the order makes it necessary: one slot, and another record is in it."""
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=1.8)
+def test_a_use_evicts_what_was_prefetched(tmp_path) -> None:
+    """As a wrong guess of the order makes it necessary: one buffer, and another record is in it."""
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=1.8)
     give_gradients(own.parameters, 0)
     own.optimizer.step()
-    own.visits.wait()
-    own.visits.expect([own.records[1]])
-    with own.visits.visit([own.records[0]]) as visit:
-        assert visit.places[0][1].nbytes == own.records[0].record.padded_nbytes
+    own.state.wait()
+    own.state.expect([own.records[1]])
+    with own.state.use([own.records[0]]) as swapped:
+        assert swapped.places[0][1].nbytes == own.records[0].record.padded_nbytes
     own.close()
 
 
-def test_a_visit_takes_that_slot_also_while_another_thread_visits(tmp_path) -> None:
-    """Two threads that each wait for the other's visit would wait for ever."""
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=3.5)
+def test_a_use_evicts_also_while_another_thread_has_a_buffer(tmp_path) -> None:
+    """Two threads that each wait for the other would wait for ever."""
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=3.5)
     give_gradients(own.parameters, 0)
     own.optimizer.step()
-    own.visits.forget()
+    own.state.drop_prefetched()
     first, second, third = own.records
     tensor = own.optimizer.kept.of(own.parameters[4]).momentum.flat
-    with ThreadPoolExecutor(1) as threads, own.visits.visit([first]):
-        own.visits.expect([second])
-        threads.submit(visit_and_add, own.visits, third, tensor).result(30)
+    with ThreadPoolExecutor(1) as threads, own.state.use([first]):
+        own.state.expect([second])
+        threads.submit(use_and_add, own.state, third, tensor).result(30)
     own.close()
 
 
@@ -472,43 +472,43 @@ def now(record: StateRecord, tensor: torch.Tensor) -> torch.Tensor:
     return StandIn.of(record, tensor).read()
 
 
-def visit_and_add(visits: StateVisits, record: StateRecord, tensor: torch.Tensor, inside=None) -> None:
-    with visits.visit([record]) as visit:
+def use_and_add(state: StateSwapper, record: StateRecord, tensor: torch.Tensor, inside=None) -> None:
+    with state.use([record]) as swapped:
         if inside is not None:
             inside()
-        visit.at_slot(tensor).add_(1)
+        swapped.flat(tensor).add_(1)
 
 
-def test_what_is_visited_is_not_read_ahead(tmp_path) -> None:
+def test_what_another_thread_uses_is_not_prefetched(tmp_path) -> None:
     """One thread updates a record; another one's record is followed by it, and must not read it yet."""
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=9)
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=9)
     first, second = own.records[:2]
     tensors = [own.optimizer.kept.of(own.parameters[index]).momentum.flat for index in (0, 2)]
     for _ in range(2):
         for record, tensor in zip((first, second), tensors, strict=True):
-            with own.visits.visit([record]) as visit:
-                visit.at_slot(tensor).fill_(0)
+            with own.state.use([record]) as swapped:
+                swapped.flat(tensor).fill_(0)
 
     def other_thread():
-        thread = threading.Thread(target=visit_and_add, args=(own.visits, second, tensors[1]))
+        thread = threading.Thread(target=use_and_add, args=(own.state, second, tensors[1]))
         thread.start()
         thread.join()
 
-    visit_and_add(own.visits, first, tensors[0], inside=other_thread)
-    visit_and_add(own.visits, first, tensors[0])
-    own.visits.wait()
+    use_and_add(own.state, first, tensors[0], inside=other_thread)
+    use_and_add(own.state, first, tensors[0])
+    own.state.wait()
     assert now(own.records[0], tensors[0]).unique().tolist() == [2]
     own.close()
 
 
-def test_two_threads_visit_one_record_one_after_the_other(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=9)
+def test_two_threads_use_one_record_one_after_the_other(tmp_path) -> None:
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=9)
     tensor = own.optimizer.kept.of(own.parameters[0]).momentum.flat
-    with own.visits.visit([own.records[0]]) as visit:
-        visit.at_slot(tensor).fill_(0)
+    with own.state.use([own.records[0]]) as swapped:
+        swapped.flat(tensor).fill_(0)
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda _: visit_and_add(own.visits, own.records[0], tensor), range(40)))
-    own.visits.wait()
+        list(threads.map(lambda _: use_and_add(own.state, own.records[0], tensor), range(40)))
+    own.state.wait()
     assert now(own.records[0], tensor).unique().tolist() == [40]
     own.close()
 
@@ -519,22 +519,22 @@ class SlowReads(System):
         return super().preadv(*args)
 
 
-def test_a_slot_is_not_given_away_while_it_is_read_into(tmp_path, monkeypatch) -> None:
-    """A visit is interrupted while it waits for its read; another record then needs the slot."""
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=1.8, system=SlowReads())
+def test_a_buffer_is_not_given_away_while_it_is_read_into(tmp_path, monkeypatch) -> None:
+    """A use is interrupted while it waits for its read; another record then needs the buffer."""
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=1.8, system=SlowReads())
     give_gradients(own.parameters, 0)
     own.optimizer.step()
-    own.visits.wait()
+    own.state.wait()
 
     def interrupted(transfer):
         monkeypatch.undo()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(StorageTransfer, "wait_host", interrupted)
-    with pytest.raises(KeyboardInterrupt), own.visits.visit([own.records[0]]):
+    with pytest.raises(KeyboardInterrupt), own.state.use([own.records[0]]):
         pass
-    with own.visits.visit([own.visits.reserve("new", 200_000)]) as visit:
-        memory = visit.places[0][1].tensor((200_000,), torch.uint8).fill_(9)
+    with own.state.use([own.state.reserve("new", 200_000)]) as swapped:
+        memory = swapped.places[0][1].tensor((200_000,), torch.uint8).fill_(9)
         time.sleep(0.2)
         assert memory.unique().tolist() == [9]
     own.close()
@@ -542,14 +542,14 @@ def test_a_slot_is_not_given_away_while_it_is_read_into(tmp_path, monkeypatch) -
 
 def test_state_whose_write_failed_is_refused_from_then_on(tmp_path) -> None:
     system = FaultySystem()
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=1.8, system=system)
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=1.8, system=system)
     give_gradients(own.parameters, 0)
     own.optimizer.step()
-    own.visits.wait()
+    own.state.wait()
     system.fault, system.at = "EIO", len(system.calls) + 1  # of the first record's write: its read comes before
     with pytest.raises(StorageError):
         own.optimizer.step()
-        own.visits.wait()
+        own.state.wait()
     for _ in range(2):
         with pytest.raises(StorageError, match="not whole"):
             own.optimizer.state_dict()
@@ -592,13 +592,13 @@ class FailingWrites(System):
 
 def test_closing_after_several_failed_writes_raises_the_first_error(tmp_path) -> None:
     system = FailingWrites()
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_slots=9, system=system)
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=9, system=system)
     system.fails = True
     for record in own.records[:2]:
-        with own.visits.visit([record]):
+        with own.state.use([record]):
             pass
     with pytest.raises(StorageError, match="EIO"):
-        own.visits.close()
+        own.state.swapper.close()
     with contextlib.suppress(StorageError):
         own.store.close()
 
@@ -607,22 +607,22 @@ def test_state_that_an_interrupted_first_step_has_not_reached_is_zero(tmp_path, 
     """And lies on the drive: a checkpoint may refer to it."""
     own = OnSsd(tmp_path, make_parameters(torch.float32))
     give_gradients(own.parameters, 0)
-    visit, visited = own.visits.visit, []
+    use, used = own.state.use, []
 
     def interrupted(records):
-        if visited:
+        if used:
             raise KeyboardInterrupt
-        visited.extend(records)
-        return visit(records)
+        used.extend(records)
+        return use(records)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(own.visits, "visit", interrupted)
+        patch.setattr(own.state, "use", interrupted)
         own.optimizer.step()
-    assert not visited[0].blanks
+    assert not used[0].blanks
     state, records = own.optimizer.state_dict()["state"], set()
     for index, parameter in enumerate(own.parameters):
         record = own.optimizer.kept.of(parameter).record
-        records |= {record} - {None, *visited}
+        records |= {record} - {None, *used}
         if record in records:
             assert not state[index]["exp_avg"].any() and not state[index]["exp_avg_sq"].any()
     assert records and all(record.record.is_written for record in records)

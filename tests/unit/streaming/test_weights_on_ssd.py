@@ -1,7 +1,8 @@
-"""Weights on SSD go through host slots: right bytes, in order, with a hard cap, and nothing of a user's is lost."""
+"""Weights on SSD go through host buffers: right bytes, in order, with a hard cap, and nothing of a user's is lost."""
 
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from lightning_cxl.memory.private_pages import has_private_pages
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.storage.engine import StorageTransfer
-from lightning_cxl.storage.slots import HostSlots
 from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.storage.system import System
-from lightning_cxl.streaming.hop import Hop
+from lightning_cxl.streaming.on_ssd import WeightsOnSsd
 from lightning_cxl.streaming.params import Slot
 from lightning_cxl.streaming.unit_weights import InMemory, Piece
 from lightning_cxl.transfer.engine import HostEngine
@@ -48,12 +49,13 @@ class Gate(System):
 class Weights:
     """Homes with known bytes, and a device that is the host."""
 
-    def __init__(self, folder, num_slots=2.0, engine=None):
+    def __init__(self, folder, num_buffers=2.0, engine=None):
         self.gate = Gate()
         self.allocated = []
         self.store = Store([folder], budget_bytes=1 << 30, system=self.gate)
-        self.hop = Hop(self.store, HostSlots(self.allocate, int(num_slots * LARGEST)), engine or HostEngine())
-        self.homes = [self.hop.reserve(f"unit {index}", nbytes) for index, nbytes in enumerate(SIZES)]
+        self.swapper = Swapper(self.store, BufferPool(self.allocate, int(num_buffers * LARGEST)))
+        self.weights = WeightsOnSsd(self.swapper, engine or HostEngine())
+        self.homes = [self.weights.reserve(f"unit {index}", nbytes) for index, nbytes in enumerate(SIZES)]
         self.values = []
         for index, (home, nbytes) in enumerate(zip(self.homes, SIZES, strict=True)):
             value = torch.full((nbytes,), index + 1, dtype=torch.uint8)
@@ -79,11 +81,11 @@ class Weights:
 
     def close(self):
         self.gate.is_open.set()
-        self.hop.close()
+        self.swapper.close()
         self.store.close()
 
 
-@pytest.fixture(params=[0.3, 1.0, 2.0, 8.0], ids=lambda number: f"{number} slots")
+@pytest.fixture(params=[0.3, 1.0, 2.0, 8.0], ids=lambda number: f"{number} buffers")
 def weights(tmp_path, request):
     made = Weights(tmp_path, request.param)
     yield made
@@ -108,7 +110,7 @@ def test_homes_show_what_they_were_filled_with_and_copies_have_it(weights):
         assert not weights.is_private(index)
 
 
-def test_slots_never_take_more_than_their_cap(tmp_path):
+def test_buffers_never_take_more_than_their_cap(tmp_path):
     made = Weights(tmp_path, 2)
     copies = [made.fetch(index) for _ in range(5) for index in range(len(SIZES))]
     for _, fetch in copies:
@@ -226,13 +228,13 @@ def test_an_error_is_told_to_whoever_waits_each_time_and_the_next_read_is_anothe
         assert caught.value.errno == 5
     assert fetch.done()
     two.gate.fails = False
-    for _ in range(6):  # more often than there are slots
+    for _ in range(6):  # more often than there are buffers
         into, fetch = two.fetch(0)
         fetch.wait()
         assert torch.equal(into, two.values[0])
 
 
-def test_a_write_that_fails_gives_its_slot_back(two):
+def test_a_write_that_fails_gives_its_buffer_back(two):
     for _ in range(6):
         two.shown(0).fill_(9)
         two.gate.fails = True
@@ -244,8 +246,8 @@ def test_a_write_that_fails_gives_its_slot_back(two):
     assert bool((two.shown(0) == 8).all())
 
 
-def test_a_slot_is_not_given_away_while_it_is_written(tmp_path, monkeypatch):
-    """Who waits for a write is interrupted; another record then needs the slot."""
+def test_a_buffer_is_not_given_away_while_it_is_written(tmp_path, monkeypatch):
+    """Who waits for a write is interrupted; another record then needs the buffer."""
     made = Weights(tmp_path, 1)
     made.gate.is_open.clear()
 
@@ -276,6 +278,7 @@ class LateCopy:
 
     def __init__(self, engine, source, destination):
         self.engine, self.source, self.destination = engine, source, destination
+        self.fails = engine.fails
 
     def done(self):
         if self.source is not None and self.engine.lets_through.is_set():
@@ -285,7 +288,7 @@ class LateCopy:
 
     def wait_host(self):
         self.engine.is_waited_for.set()
-        if self.engine.fails:
+        if self.fails:
             self.source = None
             raise RuntimeError("the device has failed")
         assert self.engine.lets_through.wait(20)
@@ -310,7 +313,7 @@ def test_who_asks_for_a_copy_does_not_wait_for_another_one(tmp_path):
     def ask():
         for index in (1, 4):
             copies.append((index, *made.fetch(index)))
-        assert engine.is_waited_for.wait(20)  # by the hop's thread: the only slot is in use
+        assert engine.is_waited_for.wait(20)  # by the swapper's thread: the only buffer is in use
         copies.append((1, *made.fetch(1)))
 
     asking = threading.Thread(target=ask, daemon=True)
@@ -324,44 +327,36 @@ def test_who_asks_for_a_copy_does_not_wait_for_another_one(tmp_path):
     made.close()
 
 
-def test_a_slot_is_not_given_away_while_it_is_copied(tmp_path, monkeypatch):
-    """Who waits for a slot is interrupted, while the slot is copied to the device."""
+def test_a_buffer_is_not_given_away_while_it_is_copied(tmp_path):
     engine = LateEngine()
     made = Weights(tmp_path, 1, engine)
-    into, fetch = made.fetch(1)
-    fetch._is_started.wait(20)
-
-    def interrupted(copy):
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(LateCopy, "wait_host", interrupted)
-    with pytest.raises(KeyboardInterrupt), made.homes[4].filling():
-        pass
+    into, _ = made.fetch(1)
+    assert engine.is_waited_for.wait(20)
     other, _ = made.fetch(4)
+    time.sleep(0.05)
     made.store.wait()
     engine.lets_through.set()
-    made.hop.close()
+    made.swapper.close()
     assert torch.equal(into, made.values[1]) and torch.equal(other, made.values[4])
     made.close()
 
 
 def test_a_request_that_is_interrupted_copies_nothing(tmp_path, monkeypatch):
     made = Weights(tmp_path, 1)
-    goes_on, late, ask = threading.Event(), made.gate.preadv, made.hop._ask
+    goes_on, late, ask = threading.Event(), made.gate.preadv, made.swapper.submit
 
     def waits(fd, views, offset):
         assert goes_on.wait(20)
         return late(fd, views, offset)
 
-    def interrupted(fetch):
-        ask(fetch)
+    def interrupted(nbytes, job):
+        ask(nbytes, job)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(made.gate, "preadv", waits)
     lost = torch.zeros(SIZES[1], dtype=torch.uint8)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(made.hop, "_ask", interrupted)
+        patched.setattr(made.swapper, "submit", interrupted)
         made.homes[1].fetch(HostEngine(), made.shown(1), lost, [])
     into, fetch = made.fetch(4)
     goes_on.set()
@@ -373,14 +368,13 @@ def test_a_request_that_is_interrupted_copies_nothing(tmp_path, monkeypatch):
 def test_a_copy_that_fails_is_the_trouble_of_whoever_waits_for_it(tmp_path):
     engine = LateEngine()
     made = Weights(tmp_path, 1, engine)
-    for _ in range(3):  # more often than there are slots
+    for _ in range(3):  # more often than there are buffers
         engine.fails = True
         _, failing = made.fetch(1)
-        into, fetch = made.fetch(4)
-        fetch._is_started.wait(20)
         with pytest.raises(RuntimeError, match="device has failed"):
             failing.wait_host()
         engine.fails = False
+        into, fetch = made.fetch(4)
         engine.lets_through.set()
         fetch.wait_host()
         assert torch.equal(into, made.values[4])
@@ -389,9 +383,9 @@ def test_a_copy_that_fails_is_the_trouble_of_whoever_waits_for_it(tmp_path):
     made.close()
 
 
-@pytest.mark.parametrize("num_slots", [8.0, 0.3])
-def test_a_read_that_cannot_begin_is_an_error_of_its_copy_alone(tmp_path, monkeypatch, num_slots):
-    weights = Weights(tmp_path, num_slots)
+@pytest.mark.parametrize("num_buffers", [8.0, 0.3])
+def test_a_read_that_cannot_begin_is_an_error_of_its_copy_alone(tmp_path, monkeypatch, num_buffers):
+    weights = Weights(tmp_path, num_buffers)
     read, refused = Store.read, weights.homes[1].record
 
     def refuse(store, record, memory, **options):
@@ -415,7 +409,7 @@ def test_a_read_that_cannot_begin_is_an_error_of_its_copy_alone(tmp_path, monkey
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_is_told_that_it_has_no_thread(two):
     two.gate.is_open.clear()
-    for _ in range(3):  # all slots are taken, so that nothing is read in the child
+    for _ in range(3):  # all buffers are taken, so that nothing is read in the child
         two.fetch(1)
     child = os.fork()
     if child == 0:
@@ -430,7 +424,7 @@ def test_a_forked_child_is_told_that_it_has_no_thread(two):
 def test_windows_outlive_everything(tmp_path):
     made = Weights(tmp_path)
     made.close()
-    made.hop.close()
+    made.swapper.close()
     for index, value in enumerate(made.values):
         assert torch.equal(made.shown(index), value)
         made.shown(index).add_(1)
@@ -455,7 +449,7 @@ def test_a_late_copy_does_not_overwrite_the_next_unit(two):
     other = torch.full((SIZES[1],), 99, dtype=torch.uint8)
     slot.fetch(Unit(other, InMemory(two.allocate(4096))), ())
     two.gate.is_open.set()
-    two.hop.close()
+    two.swapper.close()
     slot.wait()
     assert torch.equal(slot.memory, other)
 
@@ -478,7 +472,7 @@ def test_a_unit_that_could_not_be_read_is_fetched_again(two):
 def test_a_slot_of_which_a_copy_cannot_be_started_has_no_unit(two, monkeypatch):
     unit = Unit(two.shown(1), two.homes[1])
     slot = Slot(HostEngine(), SIZES[1])
-    monkeypatch.setattr(two.hop, "_pid", 0)
+    monkeypatch.setattr(two.swapper, "_pid", 0)
     with pytest.raises(StorageError):
         slot.fetch(unit, ())
     assert not slot.is_image_of(unit)
