@@ -47,7 +47,7 @@ MUTATIONS = {
         Mutation("the kernel works on the buffer", "optim: KernelTable.add", DELETE, "moved"),
         Mutation("new state is zero", "optim: StateRecord.fill", DELETE, "blank"),
         Mutation("state is zeroed once", "optim: StateRecord.clean", DELETE, "clear"),
-        Mutation("a buffer is kept until its transfer is done", "storage: Swapper._free_after", ALWAYS, "None"),
+        Mutation("a buffer is kept until its transfer is done", "storage: Swapper._free_after", ALWAYS, "None", nth=0),
         Mutation("a read waits for its bytes", "storage: _Use.take", NEVER, "read"),
         Mutation("a record in use is not prefetched", "storage: Swapper._prefetch", WITHOUT, "_in_use"),
         Mutation("a record is used by one thread at a time", "storage: _Use.take", NEVER, "isdisjoint"),

@@ -136,7 +136,7 @@ def test_a_damaged_record_is_not_copied(state, tmp_path):
 
 
 def test_after_a_full_disk_nothing_is_left_and_the_run_goes_on(state, tmp_path, monkeypatch):
-    run, fsync = state(slots=1), os.fsync
+    run, fsync = state(buffers=1), os.fsync
 
     def no_space(fd):
         if os.readlink(f"/proc/self/fd/{fd}").endswith(".partial"):
