@@ -41,8 +41,7 @@ from queue import SimpleQueue
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from lightning_cxl.errors import StorageError
-from lightning_cxl.memory.pool import BlockList
-from lightning_cxl.memory.resource import Buffer
+from lightning_cxl.memory.resource import BlockList, Buffer
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.record import Record

@@ -96,7 +96,7 @@ MUTATIONS = {
         ),
         Mutation("replaced data is copied into the host weights", "streaming: UnitWeights.take_in", DELETE, "copy_"),
     ),
-    "unit/streaming/test_hop.py": (
+    "unit/streaming/test_weights_on_ssd.py": (
         Mutation("the copy of an evicted unit is dropped", "streaming: Slot.drop", DELETE, "drop"),
         Mutation("a slot whose copy failed is fetched again", "streaming: Slot.wait", DELETE, "unit"),
     ),
