@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from lightning_cxl.memory.hook import active
-from lightning_cxl.run.session import close_garbage
+from lightning_cxl.run.user_loop import close_dropped
 from tests import training_device
 
 # Lightning uses what jsonargparse deprecates; a filter by the warning's class would need the package
@@ -111,7 +111,7 @@ def _no_run_is_left():
     for _ in range(3):  # what has a finaliser of its own goes one round later
         if active() not in (before, None):
             gc.collect()
-            close_garbage()
+            close_dropped()
     assert active() in (before, None), "the test has left a run that goes on"
 
 

@@ -25,7 +25,7 @@ import torch
 from lightning_cxl.devices.cuda import CudaDevices
 from lightning_cxl.devices.device_type import register_device_type
 from lightning_cxl.machine import disk_space
-from lightning_cxl.run.session import close_garbage
+from lightning_cxl.run.user_loop import close_dropped
 from tests import apart
 from tests.apart_accelerator import ApartAccelerator, ApartDevices
 from tests.cases import others_full
@@ -146,7 +146,7 @@ def _left(before: dict[str, int]) -> dict[str, int]:
     for _ in range(3):  # what has a finaliser of its own goes one round later
         if held() != before:
             gc.collect()
-            close_garbage()
+            close_dropped()
     return {name: now - before[name] for name, now in held().items() if now > before[name]}
 
 

@@ -4,15 +4,10 @@ Lightning has one run after the other. A loop of the user's own has one run for 
 that is trained and one that is frozen.
 """
 
-import atexit
-import logging
-import os
 import textwrap
-import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,69 +25,6 @@ from lightning_cxl.storage.folder import remove_left
 from lightning_cxl.tables import table_lines
 from lightning_cxl.units import format_bytes
 from lightning_cxl.weights.load import refuse_unready
-
-# ----------------------------------------------------------------------------------------------------
-# Loops that nobody closes: noted when they are garbage, closed at the next safe moment; all others when Python ends.
-#
-# The garbage collector finds a loop in any thread, in the middle of anything: perhaps of a pool that holds the very
-# lock that closing the loop needs, or in the thread whose work closing waits for. So a finaliser only makes a note. The
-# next loop that does anything closes what is noted, on behalf of the user's own code, which holds no lock of ours.
-
-log = logging.getLogger(__name__)
-
-
-class Closable(Protocol):
-    """What is open until it is closed."""
-
-    pid: int
-    """The process that has opened it; a forked child has neither its threads nor its files."""
-
-    def close(self, *, after_error: bool = False) -> None:
-        """Free everything. Idempotent."""
-
-    def abandon(self) -> None:
-        """Free everything, where nobody has a use for what belongs to the user any more."""
-
-
-_open: "weakref.WeakSet[Closable]" = weakref.WeakSet()
-_garbage: deque[Closable] = deque()
-
-
-def note_open(loop: Closable) -> None:
-    """Let a loop be closed when Python ends, if it is still there."""
-    _open.add(loop)
-
-
-def note_garbage(loop: Closable) -> None:
-    """Keep a loop that is garbage until `close_garbage`. Takes no lock: for finalisers."""
-    _garbage.append(loop)
-
-
-def close_garbage() -> None:
-    """Close what finalisers have noted; its errors are logged, since what runs now has nothing to do with them."""
-    while _garbage:
-        try:
-            loop = _garbage.popleft()
-        except IndexError:  # another thread has taken it
-            return
-        if loop.pid != os.getpid():
-            continue
-        try:
-            loop.abandon()
-        except Exception as error:
-            log.warning(f"a training that nobody has ended did not end well: {error!r}")
-
-
-def _close_all() -> None:
-    close_garbage()
-    with ExitStack() as cleanup:  # one that fails does not keep the others from running
-        for loop in list(_open):
-            if loop.pid == os.getpid():
-                cleanup.callback(loop.abandon)
-
-
-atexit.register(_close_all)
-
 
 # ----------------------------------------------------------------------------------------------------
 # Planned and measured bytes per tier and role: the dict behind `strategy.report()` and its one-screen text.
@@ -264,7 +196,6 @@ class Session:
     def start(self, model: nn.Module, optimizers: Sequence[Optimizer], loop: Loop) -> Run:
         """List and decide everything, then build the run; optimizers are not adopted yet. See [Note: One inventory]."""
         assert self.host is not None, "opened before"
-        close_garbage()  # its memory is needed
         refuse_unready(model)
         if optimizers:
             self._finished = None  # its masters are of other optimizers; they make room

@@ -3,14 +3,16 @@
 [Note: Call order in a user's loop]
 ``prepare`` for each model, with its optimizers where it has some: the run is built, the optimizers are adopted -> per
 step: the model is called (a hook on it ends the step before), ``backward`` around the backward, clipping on
-`holders` of gradients, ``optimizer.step`` -> ``close``, at the latest when the program ends. What the loop does around
-a step is not known, so nothing is left to a later moment that it could see: ``.grad`` is complete after each backward,
-clipping and unscaling change it in place.
+`holders` of gradients, ``optimizer.step`` -> ``close``. What the loop does around a step is not known, so nothing is
+left to a later moment that it could see: ``.grad`` is complete after each backward, clipping and unscaling change it in
+place.
 """
 
+import logging
 import os
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,29 +31,12 @@ from lightning_cxl.run.checkpoint import entry_of, load_optimizers, own_entry, r
 from lightning_cxl.run.cutting import follow
 from lightning_cxl.run.residence import bring_to_host
 from lightning_cxl.run.run import Run
-from lightning_cxl.run.session import Session, close_garbage, note_garbage, note_open
+from lightning_cxl.run.session import Session
 from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.streaming.unit_weights import peek
 from lightning_cxl.torch_private import MOVE, UNSCALE, leave_to_python, mark_as_called, set_compiler, step_hooks
 
-# ----------------------------------------------------------------------------------------------------
-# `refuse_gradients`: a model that only computes any more does not swallow the gradients of another training.
-
-
-def refuse_gradients(model: nn.Module, message: str) -> Callable[[], None]:
-    """Let every backward into a model's parameters fail; returns what undoes it."""
-
-    def refuse(_: torch.Tensor) -> None:
-        raise UnsupportedError(message)
-
-    handles = [p.register_hook(refuse) for p in peek(model) if p.requires_grad]  # type: ignore[no-untyped-call]
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
-
+log = logging.getLogger(__name__)
 
 # ----------------------------------------------------------------------------------------------------
 # `state_dict` and `load_state_dict` of adopted optimizers, for frameworks that write a file for each optimizer.
@@ -64,8 +49,6 @@ def refuse_gradients(model: nn.Module, message: str) -> Callable[[], None]:
 
 
 class _FileMethod(ReplacedMethod):
-    """A method of one adopted optimizer that finds it, and its run, as they are after the last step."""
-
     def __init__(self, plain: Callable[..., Any], optimizer: Optimizer, run: Run) -> None:
         super().__init__(plain)
         self._optimizer = optimizer
@@ -136,12 +119,31 @@ class _Prepared:
     """Takes away what is on the model and its optimizers."""
 
 
-_LOOP_OF: "weakref.WeakKeyDictionary[nn.Module, Callable[[], UserLoop | None]]" = weakref.WeakKeyDictionary()
-"""The loop that has prepared a model last, and may still have it."""
+_dropped: "deque[UserLoop]" = deque()
+
+
+def close_dropped() -> None:
+    """Close loops that the garbage collector has found open.
+
+    Torch holds hooks on parameters in C++, where the collector does not see them, so a loop that is only dropped would
+    keep all its memory. The collector runs in any thread, also in one that holds a lock which closing needs, so
+    ``__del__`` only notes the loop, and the next loop that does anything closes it.
+    """
+    while _dropped:
+        try:
+            loop = _dropped.popleft()
+        except IndexError:  # another thread has taken it
+            return
+        if loop.pid != os.getpid():  # a forked child has neither its threads nor its files
+            continue
+        try:
+            loop.close()
+        except Exception as error:  # has nothing to do with the code that runs now
+            log.warning(f"a training that was dropped without `close` did not end well: {error!r}")
 
 
 class UserLoop:
-    """See [Note: Call order in a user's loop]."""
+    """A context manager around one training; see [Note: Call order in a user's loop]."""
 
     def __init__(self, session: Session, device: torch.device, loop: Loop) -> None:
         if session.config.refers_to_ssd:
@@ -153,17 +155,15 @@ class UserLoop:
         self.device = device
         self.loop = loop
         self.pid = os.getpid()
-        """The process that it belongs to."""
         self._prepared: dict[int, _Prepared] = {}  # by id of the model
-        note_open(self)
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> list[Optimizer]:
         """Place a model, and adopt the optimizers of its parameters. See [Note: Adoption].
 
-        A model that was prepared without optimizers, and comes again with some, is placed anew. So is one that another
-        loop has prepared, whose run of it ends; without optimizers it stays with that loop.
+        A model that was prepared without optimizers, and comes again with some, is placed anew. One that another loop
+        has prepared stays with that loop, as long as it only computes here.
 
         Args:
             model: as the user made it; its weights move, its units are wrapped.
@@ -171,27 +171,25 @@ class UserLoop:
         Returns:
             The optimizers that take the place of the user's, in the same order.
         """
-        before, other = self._prepared.get(id(model)), self._other_loop_of(model)
-        if not optimizers and (before is not None or other is not None):
+        close_dropped()  # its memory is needed
+        before, is_elsewhere = self._prepared.get(id(model)), any(loop is not self for loop in _loops_of(model))
+        if not optimizers and (before is not None or is_elsewhere):
             return []  # it computes already
-        if before is not None and before.run.optimizers:
+        if is_elsewhere or (before is not None and before.run.optimizers):
             raise UnsupportedError(
-                f"{type(model).__name__} has optimizers already: give a model and all its optimizers to one call. To "
-                "train it with new ones, end this training first: `accelerator.free_memory()`, "
-                "`fabric.strategy.teardown()` or `trainer.end()`"
+                f"{type(model).__name__} is part of a training that goes on. To train it with new optimizers, end that "
+                "training first: `accelerator.free_memory()`, `fabric.strategy.teardown()` or `trainer.end()`. A model "
+                "and all its optimizers belong in one call"
             )
         _check_owner(model, optimizers)
         self._check_apart(model)
         if before is not None:
             self._end(model)
-        if other is not None:
-            other._let_go(model)
         if self.session.host is None:
             self.session.open(self.device)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         run, undo = self.session.start(model, optimizers, self.loop), ExitStack()
         self._prepared[id(model)] = _Prepared(model, run, undo)
-        _LOOP_OF[model] = weakref.ref(self)
         try:
             follow(names, model, optimizers)  # some modules make new parameters when they move
             adopted = run.adopt(optimizers)
@@ -200,10 +198,9 @@ class UserLoop:
                 attach_files(optimizer, run)
                 undo.callback(detach_files, optimizer)
             undo.callback(model.register_forward_pre_hook(_Forward(run, self)).remove)
-            asked: list[nn.Module] = []
             for module in (each for each in model.modules() if any(True for _ in each.parameters())):
                 undo.callback(_put_back, module, MOVE, vars(module).get(MOVE))
-                module.__dict__[MOVE] = _Move(module, model, self, asked)
+                module.__dict__[MOVE] = _Move(module, model, self)
         except BaseException:
             self._end(model, after_error=True)
             raise
@@ -220,17 +217,6 @@ class UserLoop:
                     f"{type(other).__name__}, which is prepared already: make one module that has both as its parts, "
                     "and prepare that with all optimizers"
                 )
-
-    def _other_loop_of(self, model: nn.Module) -> "UserLoop | None":
-        loop = _LOOP_OF.get(model, lambda: None)()
-        return loop if loop is not None and loop is not self and loop.knows(model) else None
-
-    def _let_go(self, model: nn.Module) -> None:
-        """End the run of a model that another loop trains from now on."""
-        if len(self._prepared) > 1:
-            self._end(model)
-        else:
-            self.close()
 
     def knows(self, model: nn.Module) -> bool:
         """Return whether a model has been prepared, and not been let go of since."""
@@ -332,16 +318,23 @@ class UserLoop:
 
     def only_computes(self, model: nn.Module, message: str) -> None:
         """Let a model compute as before, and every backward of it fail with a message."""
-        if self.knows(model):
-            self._prepared[id(model)].undo.callback(refuse_gradients(model, message))
+        if not self.knows(model):
+            return
 
-    def __del__(self) -> None:
-        if self.__dict__.get("_prepared"):  # else it is closed, or the constructor has refused
-            note_garbage(self)
+        def refuse(_: Tensor) -> None:
+            raise UnsupportedError(message)
 
-    def __reduce__(self) -> tuple[type["UserLoop"], tuple[Session, torch.device, Loop]]:
-        """Copy and pickle without the runs that are going on: they belong to this process."""
-        return UserLoop, (self.session, self.device, self.loop)
+        for parameter in peek(model):
+            if parameter.requires_grad:
+                handle = parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
+                self._prepared[id(model)].undo.callback(handle.remove)
+
+    def end_run(self, model: nn.Module) -> None:
+        """End the run of one model, and the session with the last one."""
+        if len(self._prepared) > 1:
+            self._end(model)
+        else:
+            self.close()
 
     def _end(self, model: nn.Module, *, after_error: bool = False) -> None:
         gone = self._prepared.pop(id(model))
@@ -353,58 +346,62 @@ class UserLoop:
 
     def close(self, *, after_error: bool = False) -> None:
         """Free everything but weights and optimizer state, which belong to the user and are on the host. Idempotent."""
-        close_garbage()
-        with ExitStack() as cleanup:
-            for each in self._prepared.values():
-                cleanup.callback(bring_to_host, each.model, self.device)
-            cleanup.callback(self._close, after_error)
-
-    def abandon(self) -> None:
-        """Free everything; models stay where they are, since nobody will use them. See `close_garbage`."""
-        self._close(after_error=False)
-
-    def _close(self, after_error: bool) -> None:
         prepared, self._prepared = self._prepared, {}
-        with ExitStack() as cleanup:
+        with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
+            for each in prepared.values():
+                cleanup.callback(bring_to_host, each.model, self.device)
             cleanup.callback(self.session.drop_finished)
             cleanup.callback(self.session.close, after_error=after_error)
             for each in prepared.values():
                 cleanup.callback(each.undo.close)
 
+    def __enter__(self) -> "UserLoop":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(after_error=kind is not None)
+
+    def __del__(self) -> None:
+        if self.__dict__.get("_prepared"):  # else it is closed, or the constructor has refused
+            _dropped.append(self)
+
+    def __reduce__(self) -> tuple[type["UserLoop"], tuple[Session, torch.device, Loop]]:
+        """Copy and pickle without the runs that are going on: they belong to this process."""
+        return UserLoop, (self.session, self.device, self.loop)
+
+
+def _loops_of(model: nn.Module) -> list[UserLoop]:
+    """Return the loops that have a run of a model."""
+    hooks = model._forward_pre_hooks.values()
+    return [each.loop for each in hooks if isinstance(each, _Forward) and each.loop.knows(model)]
+
 
 class _Move(ReplacedMethod):
     """Stands in for what ``.to``, ``.cpu`` and others of a module come to: a move to another device ends the run."""
 
-    def __init__(self, module: nn.Module, model: nn.Module, loop: UserLoop, asked: list[nn.Module]) -> None:
+    def __init__(self, module: nn.Module, model: nn.Module, loop: UserLoop) -> None:
         super().__init__(getattr(module, MOVE))
-        self._model = weakref.ref(model)
+        self._model = weakref.ref(model)  # hooks on parameters lead to modules: see `close_dropped`
         self._loop = weakref.ref(loop)
-        self._asked = asked  # of all modules of the model: one call of the whole comes to each of its parts
 
     def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **keywords: Any) -> Any:
-        """Move or convert the module; see `torch.nn.Module`."""
         model, loop = self._model(), self._loop()
-        if model is None or loop is None or not loop.knows(model) or self._asked:
+        if model is None or loop is None or not loop.knows(model):
             return self._plain(fn, *args, **keywords)
         here = torch.zeros(1, device=loop.device)
         there = fn(here).device
         if there != here.device:
-            loop._let_go(model)
+            loop.end_run(model)
             warnings.warn(
                 f"{type(model).__name__} was moved to `{there}`, which ends its run: all of it is plain again. "
                 "To train it on with offload, call `prepare`, Fabric's `setup` or `trainer.train` again",
                 LightningCXLWarning,
                 stacklevel=3,
             )
-        self._asked.append(model)
-        try:
-            return self._plain(fn, *args, **keywords)
-        finally:
-            self._asked.clear()
+        return self._plain(fn, *args, **keywords)
 
 
 def _put_back(module: nn.Module, name: str, own: Any) -> None:
-    """Take a stand-in away; `own` is what the user had put on the instance, if anything."""
     vars(module).pop(name, None)
     if own is not None:
         vars(module)[name] = own
@@ -416,7 +413,7 @@ class _Forward:
     def __init__(self, run: Run, loop: UserLoop) -> None:
         self._run = run
         self._num_steps = self._num_received = 0
-        self._loop = loop  # lives as long as a model that it has placed
+        self.loop = loop  # lives as long as a model that it has placed
         leave_to_python(_Forward.__call__, "a step of lightning_cxl begins before the model's forward")
 
     def __call__(self, *_: Any) -> None:
@@ -427,7 +424,7 @@ class _Forward:
             set_compiler(compiler)
 
     def _begin(self) -> None:
-        close_garbage()
+        close_dropped()
         num_steps, num_received = self._run.guard.num_steps, self._run.num_received
         if num_steps != self._num_steps:
             self._run.end_step()

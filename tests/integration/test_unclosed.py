@@ -1,4 +1,4 @@
-"""Trainings that nobody has ended, and that the garbage collector finds, in whatever thread and moment that is."""
+"""Trainings that a program drops without `close`, in whatever thread and moment the garbage collector finds them."""
 
 import gc
 import subprocess
@@ -8,28 +8,22 @@ import time
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 
 import lightning_cxl
+from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.hook import active
 from lightning_cxl.memory.resource import PoolResource
-from lightning_cxl.run import session as unclosed
-from lightning_cxl.run.session import close_garbage
-from lightning_cxl.run.user_loop import UserLoop
+from lightning_cxl.run import user_loop
+from lightning_cxl.run.user_loop import close_dropped
 from tests import training_device
-from tests.integration.accelerate_loop import (
-    forget_accelerators,
-    make_accelerator,
-    prepared,
-    steps,
-)
+from tests.integration.accelerate_loop import adamw, forget_accelerators, make_accelerator, prepared, steps
 from tests.models import TinyTransformer, token_data
 
 STREAMED = {"stream_weights": True}
 
 
 @pytest.fixture(autouse=True)
-def _garbage_is_found_when_a_test_says_so():
+def _the_collector_runs_when_a_test_says_so():
     gc.collect()
     gc.disable()
     yield
@@ -37,20 +31,20 @@ def _garbage_is_found_when_a_test_says_so():
 
 
 @pytest.fixture
-def nothing_is_left(on_device):
-    """Return what says whether all memory is free, once garbage is closed. References to garbage are dead before."""
+def assert_all_is_free(on_device):
     gc.collect()
     before = training_device.held()
 
-    def is_so():
+    def check():
         gc.collect()
-        return training_device.held() == before
+        assert training_device.held() == before
+        assert active() is None
 
-    return is_so
+    return check
 
 
-def forgotten(offload=STREAMED):
-    """Train, and let go of everything without an end."""
+def drop(offload=STREAMED):
+    """Train, drop everything without an end, and collect until the loop is found: running copies hold what they use."""
     accelerator = make_accelerator(offload)
     parts = prepared(accelerator, data=lambda: token_data(2))
     list(steps(accelerator, *parts))
@@ -59,142 +53,126 @@ def forgotten(offload=STREAMED):
 
 
 def collect():
-    """Collect garbage until a loop is found: writes and updates that are under way hold what they use."""
     deadline = time.monotonic() + 30
-    while not unclosed._garbage and time.monotonic() < deadline:
+    while not user_loop._dropped and time.monotonic() < deadline:
         gc.collect()
+    assert len(user_loop._dropped) == 1, "the collector itself closes nothing"
 
 
-def test_it_is_closed_when_the_next_loop_begins(nothing_is_left):
-    forgotten()
+def test_the_next_loop_closes_it_when_it_prepares(assert_all_is_free):
+    drop()
     collect()
-    assert len(unclosed._garbage) == 1, "the collector itself closes nothing"
     accelerator = make_accelerator(STREAMED)
     accelerator.prepare(TinyTransformer())
-    assert not unclosed._garbage
+    assert not user_loop._dropped
     accelerator.free_memory()
-    assert nothing_is_left()
-    assert active() is None
+    assert_all_is_free()
 
 
-def test_it_is_closed_when_another_model_computes():
+def test_the_next_loop_closes_it_when_it_computes():
     accelerator = make_accelerator(STREAMED)
     other = accelerator.prepare(TinyTransformer())
-    forgotten()
+    drop()
     collect()
-    assert len(unclosed._garbage) == 1
     other(torch.ones(1, 4, dtype=torch.long, device=training_device.current))
-    assert not unclosed._garbage
+    assert not user_loop._dropped
     accelerator.free_memory()
 
 
-def test_the_collector_comes_while_a_lock_is_held(monkeypatch, nothing_is_left):
+def test_the_collector_comes_while_a_lock_is_held(monkeypatch, assert_all_is_free):
     """Memory of the loop is still what `empty` uses, and the pool is in the middle of an allocation."""
-    forgotten()
+    drop()
     drain = PoolResource._drain
 
     def collecting(pool):
-        collect()
+        if not user_loop._dropped:
+            collect()
         drain(pool)
 
     monkeypatch.setattr(PoolResource, "_drain", collecting)
     assert lightning_cxl.empty(1000).numel() == 1000
     monkeypatch.undo()
-    close_garbage()
-    assert nothing_is_left()
-
-
-def forgotten_with_fabric():
-    fabric = Fabric(accelerator="cpu", devices=1, strategy="cxl_offload")
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    fabric.backward(model(torch.ones(2, 8)).sum())
-    optimizer.step()
-    optimizer.zero_grad()
+    thread = threading.Thread(target=close_dropped)
+    thread.start()
+    thread.join()
+    assert_all_is_free()
 
 
 @pytest.mark.on_cpu
-@pytest.mark.parametrize("forget", [lambda: forgotten({}), forgotten_with_fabric])
-def test_it_is_found_where_the_cpu_computes(forget):
-    """What torch holds of hooks, the collector does not see; there are more of them where the weights are at home."""
-    forget()
+def test_it_is_found_where_the_cpu_computes():
+    drop({})
     collect()
-    assert len(unclosed._garbage) == 1
-    close_garbage()
+    close_dropped()
     assert active() is None
 
 
-@pytest.mark.parametrize("step", [collect, close_garbage])
-def test_it_ends_in_another_thread(step, nothing_is_left):
-    forgotten()
-    for each in (collect, close_garbage):
-        if each is step:
-            thread = threading.Thread(target=each)
-            thread.start()
-            thread.join()
-        else:
-            each()
-    assert lightning_cxl.empty(1000).numel() == 1000
-    assert active() is None
-    assert nothing_is_left()
-
-
-def test_a_run_that_is_ended_in_another_thread_is_over():
-    accelerator = make_accelerator(STREAMED)
-    accelerator.prepare(TinyTransformer())
-    thread = threading.Thread(target=accelerator.free_memory)
-    thread.start()
-    thread.join()
-    assert active() is None
-    assert lightning_cxl.empty(1000).numel() == 1000
-
-
-def test_state_on_ssd_is_let_go_of(tmp_path, nothing_is_left):
+def test_the_folder_of_state_on_ssd_is_free_again(tmp_path, assert_all_is_free):
     ssd = {
         "tiers": {"ssd": {"path": str(tmp_path), "budget": "64MiB"}},
         "tier_rules": {"*": {"optimizer_state": "ssd"}},
     }
-    for _ in range(2):  # then the folder is free
-        forgotten({**STREAMED, **ssd})
+    for _ in range(2):
+        drop({**STREAMED, **ssd})
         collect()
-        close_garbage()
-    assert nothing_is_left()
+        close_dropped()
+    assert_all_is_free()
 
 
-def test_its_errors_are_not_those_of_who_closes_it(monkeypatch, caplog, nothing_is_left):
-    forgotten()
+def test_its_errors_are_not_those_of_the_code_that_closes_it(monkeypatch, caplog, assert_all_is_free):
+    drop()
     collect()
-    end = UserLoop.abandon
+    close = user_loop.UserLoop.close
 
     def failing(loop):
-        end(loop)
+        close(loop)
         raise MemoryError("no memory for the last update")
 
-    monkeypatch.setattr(UserLoop, "abandon", failing)
-    close_garbage()
+    monkeypatch.setattr(user_loop.UserLoop, "close", failing)
+    close_dropped()
     assert "no memory for the last update" in caplog.text
-    assert nothing_is_left()
+    assert_all_is_free()
 
 
-FORKS = """
-import os, sys, threading, time
-from accelerate import Accelerator
+def test_a_loop_is_a_context_manager():
+    accelerator = make_accelerator(STREAMED)
+    with accelerator.offload:
+        list(steps(accelerator, *prepared(accelerator, data=lambda: token_data(2))))
+        assert active() is not None
+    assert active() is None and not accelerator.offload.session.runs
+
+
+def test_a_model_of_another_training_is_refused_until_that_has_ended():
+    first, model = make_accelerator(STREAMED), TinyTransformer()
+    first.prepare(model, adamw(model))
+    second = make_accelerator(STREAMED)
+    assert second.prepare(model) is model, "it may compute there"
+    with pytest.raises(UnsupportedError, match=r"end that training first: .*free_memory"):
+        second.prepare(model, adamw(model))
+    first.free_memory()
+    second.prepare(model, adamw(model))
+    second.free_memory()
+
+
+UNCLOSED = """
+import os, sys
 import torch
 from lightning_cxl.accelerate import CXLAccelerator
-accelerator = CXLAccelerator()
+from lightning_cxl.run.user_loop import UserLoop
+ssd = {"tiers": {"ssd": {"path": sys.argv[1], "budget": "64MiB"}}, "tier_rules": {"*": {"optimizer_state": "ssd"}}}
+accelerator = CXLAccelerator(offload=ssd)
 model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 accelerator.backward(model(torch.ones(2, 8)).sum())
 optimizer.step()
 if os.fork() == 0:
-    accelerator.offload.abandon = lambda: os._exit(3)
+    UserLoop.close = lambda loop: os._exit(3)  # it would wait for threads of its parent
     sys.exit(0)
 print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
 @pytest.mark.on_cpu
-def test_a_forked_child_ends_nothing():
-    """It has neither the threads nor the files of its parent: it would wait for them for ever."""
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == ["0"], done.stderr
+def test_a_program_and_its_forked_child_end_without_close(tmp_path):
+    command = [sys.executable, "-c", UNCLOSED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["0"] and not done.stderr

@@ -124,7 +124,10 @@ MUTATIONS = {
     ),
     "integration/test_hf_trainer.py::test_a_backward_after_the_training_is_told_so": (
         Mutation(
-            "a model whose training has ended takes no gradients", "run: refuse_gradients", DELETE, "UnsupportedError"
+            "a model whose training has ended takes no gradients",
+            "run: UserLoop.only_computes",
+            DELETE,
+            "UnsupportedError",
         ),
     ),
     "integration/test_overlapped_step.py integration/test_streamed_hazards.py": (
