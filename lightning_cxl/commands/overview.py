@@ -32,7 +32,7 @@ COMMANDS: Mapping[str, Command] = {
     "predict": Command("its most likely next tokens of held-out text", "lightning_cxl.finetune.cli", trains=True),
     "export": Command(
         "a checkpoint as a folder for transformers; adapters merged, quantised weights plain",
-        "lightning_cxl.commands.export.command",
+        "lightning_cxl.commands.export",
     ),
     "plan": Command(
         "what a job holds where, whether it fits, seconds per step; loads no weights",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_cxl.commands.export.export import export_checkpoint
+from lightning_cxl.commands.export import export_checkpoint
 from lightning_cxl.errors import CheckpointError
 from tests.distributed import lightning_runs
 from tests.integration.llama import tiny_llama

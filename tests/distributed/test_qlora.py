@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_cxl.commands.export.export import export_checkpoint
+from lightning_cxl.commands.export import export_checkpoint
 from tests.distributed import lightning_runs, qlora_runs, training
 from tests.distributed.ranks import RankError
 from tests.distributed.test_state_on_ssd import on_ssd

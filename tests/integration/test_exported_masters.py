@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import lightning_cxl
-from lightning_cxl.commands.export.export import export_checkpoint
+from lightning_cxl.commands.export import export_checkpoint
 from lightning_cxl.errors import ConfigError
 from tests.cases import every_value
 from tests.integration import accelerate_loop, hf_trainer

@@ -9,7 +9,7 @@ import transformers as tf
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_cxl.commands.export.export import export_checkpoint
+from lightning_cxl.commands.export import export_checkpoint
 from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.finetune.cli import FitSummary
 from lightning_cxl.finetune.data import TextData

@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from lightning_cxl.__main__ import main
-from lightning_cxl.commands.export import model_sources
-from lightning_cxl.commands.export.export import export_checkpoint
-from lightning_cxl.commands.export.layouts import TOKENIZER_FILES
+from lightning_cxl.commands import export
+from lightning_cxl.commands.export import export_checkpoint
+from lightning_cxl.commands.exported_tensors import TOKENIZER_FILES
 from lightning_cxl.errors import CheckpointError, LightningCXLError, LightningCXLWarning
 from tests.unit.finetune.chats import CHATML, byte_tokenizer
 
@@ -224,7 +224,7 @@ def test_weights_are_in_memory_one_at_a_time(base, tmp_path, monkeypatch):
     model = adapted(AutoModelForCausalLM.from_pretrained(base))
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     alive, most = [], 0
-    original = model_sources.values_of
+    original = export.values_of
 
     def watched(source):
         nonlocal most
@@ -233,7 +233,7 @@ def test_weights_are_in_memory_one_at_a_time(base, tmp_path, monkeypatch):
         most = max(most, sum(ref() is not None for ref in alive))
         return values
 
-    monkeypatch.setattr(model_sources, "values_of", watched)
+    monkeypatch.setattr(export, "values_of", watched)
     export_checkpoint(tmp_path / "adapter", tmp_path / "out")
     assert len(alive) >= 20
     assert most <= 2

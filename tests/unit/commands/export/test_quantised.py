@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from lightning_cxl.commands.export.export import export_checkpoint
+from lightning_cxl.commands.export import export_checkpoint
 from lightning_cxl.errors import CheckpointError
 from tests.integration.quantised import KINDS, quantise_layers
 from tests.unit.commands.export.test_export import adapted, assert_loads_as, fabric_file, llama

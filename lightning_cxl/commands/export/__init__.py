@@ -1,1 +1,0 @@
-"""`export`: checkpoints of any front end as folders for transformers, or as adapters."""
