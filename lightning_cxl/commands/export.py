@@ -238,7 +238,7 @@ def _check_adapter_options(
         raise ConfigError("an adapter alone keeps its dtype: leave out --dtype or --only-adapter")
 
 
-# -- the model: which tensor each of its weights is written from ---------------------------------------------------------
+# -- the model: which tensor each of its weights is written from -----------------------------------------------------
 
 
 def build_empty(config: Mapping[str, Any]) -> Any:
