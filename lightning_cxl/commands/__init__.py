@@ -1,1 +1,1 @@
-"""`python -m lightning_cxl`: a module or folder for each command."""
+"""`python -m lightning_cxl`: a module for each command."""

@@ -34,7 +34,15 @@ from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.streaming.unit_weights import peek
-from lightning_cxl.torch_private import MOVE, UNSCALE, leave_to_python, mark_as_called, set_compiler, step_hooks
+from lightning_cxl.torch_private import (
+    MOVE,
+    UNSCALE,
+    forward_pre_hooks,
+    leave_to_python,
+    mark_as_called,
+    set_compiler,
+    step_hooks,
+)
 
 log = logging.getLogger(__name__)
 
@@ -372,8 +380,7 @@ class UserLoop:
 
 def _loops_of(model: nn.Module) -> list[UserLoop]:
     """Return the loops that have a run of a model."""
-    hooks = model._forward_pre_hooks.values()
-    return [each.loop for each in hooks if isinstance(each, _Forward) and each.loop.knows(model)]
+    return [each.loop for each in forward_pre_hooks(model) if isinstance(each, _Forward) and each.loop.knows(model)]
 
 
 class _Move(ReplacedMethod):

@@ -229,6 +229,8 @@ def test_weights_are_in_memory_one_at_a_time(base, tmp_path, monkeypatch):
     def watched(source):
         nonlocal most
         values = original(source)
+        if "lora_" in source.name:  # the adapter is in memory whole
+            return values
         alive.append(weakref.ref(values.untyped_storage()))
         most = max(most, sum(ref() is not None for ref in alive))
         return values
