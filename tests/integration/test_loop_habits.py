@@ -195,7 +195,7 @@ def accumulated_penalties(accelerator, model, optimizer, batch, at):
 
 
 @pytest.mark.parametrize(
-    ("step", "arguments"), [(penalty_on_gradients, {"mixed_precision": "bf16"}), (accumulated_penalties, {})], ids=str
+    ("step", "arguments"), [(penalty_on_gradients, {"mixed_precision": "bf16"}), (accumulated_penalties, {})]
 )
 def test_penalties_on_gradients_with_more_blocks_than_slots(step, arguments):
     compare(training(step, lambda: TinyTransformer(depth=6, dropout=0.0)), **arguments)
