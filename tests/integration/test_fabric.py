@@ -185,7 +185,7 @@ def test_an_optimizer_without_its_model_is_refused(strategies):
 
 def test_a_second_optimizer_that_comes_later_is_refused(strategies):
     loop = Loop(strategies())
-    with pytest.raises(UnsupportedError, match="give a model and all its optimizers to one call"):
+    with pytest.raises(UnsupportedError, match="A model and all its optimizers belong in one call"):
         loop.fabric.setup_optimizers(torch.optim.SGD(loop.model.parameters(), lr=0.1))
 
 

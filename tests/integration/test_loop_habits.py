@@ -380,7 +380,7 @@ def test_a_new_optimizer_for_a_model_that_is_trained_already():
     accelerator = make_accelerator(STREAMED)
     model = without_dropout()
     model, _ = accelerator.prepare(model, adamw(model))
-    with pytest.raises(UnsupportedError, match="end this training first"):
+    with pytest.raises(UnsupportedError, match="end that training first"):
         accelerator.prepare(model, adamw(model))
     accelerator.free_memory()
     model, optimizer = accelerator.prepare(model, adamw(model))

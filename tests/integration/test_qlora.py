@@ -230,7 +230,8 @@ def test_frozen_blocks_are_copied_in_once_a_pass_and_never_out(folder, copies, u
     of_steps, frozen = [], []
 
     def bytes_of_frozen():
-        homes = [home for unit in units for each in unit._quantised for home in each.homes.values()]
+        places = [place for unit in units for place in unit.places if place.is_quantised]
+        homes = [home for place in places for home in place.homes.values()]
         return [home.reshape(-1).view(torch.uint8).clone() for home in homes]
 
     class Counting(QLoRA):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_cxl.native import _adam, _cpu
 from lightning_cxl.optim import number_formats as formats
 from lightning_cxl.optim.number_formats import BLOCK_SIZE
-from lightning_cxl.optim.param_groups import AdamScalars
+from lightning_cxl.optim.param_groups import AdamScalars, scalars_of
 from tests.numerics.reference import blockwise
 from tests.numerics.reference.adam import StateScales, adam_update
 
@@ -214,10 +214,15 @@ def equal_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a.view(INTEGERS[a.dtype]) == b.view(INTEGERS[a.dtype])) | (a.isnan() & b.isnan())
 
 
+def step_scalars_of(step: float, *, decoupled: bool, grad_scale: float = 1.0, **options: object) -> AdamScalars:
+    """Return the scalars of a step with options of a parameter group."""
+    return scalars_of({**options, "decoupled_weight_decay": decoupled}, step, grad_scale)
+
+
 def scalars_at(step: float = 3.0, **changes: object) -> AdamScalars:
     """Return the scalars of an ordinary step, with `changes`."""
     options = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
-    return AdamScalars.at_step(step, **(options | changes))  # type: ignore[arg-type]
+    return step_scalars_of(step, **(options | changes))  # type: ignore[arg-type]
 
 
 seeds = st.integers(0, 2**31)
@@ -232,7 +237,7 @@ hyper_parameters = st.fixed_dictionaries(
     }
 )
 steps = st.integers(1, 10**6).map(float)
-step_scalars = st.builds(lambda step, options: AdamScalars.at_step(step, **options), steps, hyper_parameters)
+step_scalars = st.builds(lambda step, options: step_scalars_of(step, **options), steps, hyper_parameters)
 
 
 def examples(count: int) -> settings:

@@ -6,8 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cxl.native import _adam
-from lightning_cxl.optim.param_groups import AdamScalars
-from tests.numerics.adam_case import COMBINATIONS, ISAS, Case, equal_bits, examples, hyper_parameters, seeds, steps
+from tests.numerics.adam_case import (
+    COMBINATIONS,
+    ISAS,
+    Case,
+    equal_bits,
+    examples,
+    hyper_parameters,
+    seeds,
+    step_scalars_of,
+    steps,
+)
 from tests.numerics.bit_patterns import bfloat16_neighbours, ulp
 from tests.numerics.exact_adam import Options, exact_adam, storage_error
 
@@ -28,7 +37,7 @@ torch_options = st.fixed_dictionaries(
 
 def check_against_double(start: Case, options: Options, isa: str) -> None:
     expected = exact_adam(start.master(), start["grads"], *start.state(), options, start.formats.state)
-    new = start.clone().run(AdamScalars.at_step(**options._asdict()), isa)
+    new = start.clone().run(step_scalars_of(**options._asdict()), isa)
     momentum, variance = new.state()
     scales = new.scales or (None, None)
     state = start.formats.state
@@ -145,7 +154,7 @@ def test_every_combination_is_torchs_step(combination):
         for decoupled in (True, False):
             start = Case.random(3001, combination, 1, fill=0.1)
             changed = options | {"decoupled": decoupled, "grad_scale": 0.25}
-            new = start.clone().run(AdamScalars.at_step(4.0, **changed), isa)
+            new = start.clone().run(step_scalars_of(4.0, **changed), isa)
             theirs, momentum, variance = torch_update(start, 4.0, **changed)
             assert_stored(new, momentum, variance)
             assert_within_2_ulp(new, start, theirs)
@@ -156,7 +165,7 @@ def test_every_combination_is_torchs_step(combination):
 @given(combination=st.sampled_from(COMBINATIONS), seed=seeds, step=st.integers(1, 10**5), options=torch_options)
 def test_is_within_2_ulp_of_torch(combination, seed, step, options):
     start = Case.random(1001, combination, seed)
-    new = start.clone().run(AdamScalars.at_step(float(step), **options))
+    new = start.clone().run(step_scalars_of(float(step), **options))
     theirs, momentum, variance = torch_update(start, float(step), **options)
     assert_stored(new, momentum, variance)
     assert_within_2_ulp(new, start, theirs)
@@ -173,7 +182,7 @@ def test_is_within_2_ulp_of_torch(combination, seed, step, options):
 )
 def test_is_torch_bit_for_bit_once_torch_rounds_sqrt_correctly(size, combination, seed, step, options):
     start = Case.random(size, combination, seed)
-    new = start.clone().run(AdamScalars.at_step(float(step), **options))
+    new = start.clone().run(step_scalars_of(float(step), **options))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "sqrt", lambda x: x.double().pow(0.5).float())
         theirs, momentum, variance = torch_update(start, float(step), **options)

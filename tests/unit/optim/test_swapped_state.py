@@ -199,10 +199,9 @@ def test_loading_reads_and_writes_each_record_once(tmp_path) -> None:
     own.state.wait()
     nbytes = sum(record.record.padded_nbytes for record in own.records)
     now = own.store.stats()
-    assert (now["read_bytes"] - before["read_bytes"], now["written_bytes"] - before["written_bytes"]) == (
-        nbytes,
-        nbytes,
-    )
+    assert now["written_bytes"] - before["written_bytes"] == nbytes
+    prefetched = sum(record.record.padded_nbytes for record in own.records[:2])  # for the update that comes next
+    assert nbytes <= now["read_bytes"] - before["read_bytes"] <= nbytes + prefetched
     again = own.optimizer.state_dict()["state"]
     assert all(torch.equal(again[i][key], saved["state"][i][key]) for i in again for key in again[i])
     own.close()
