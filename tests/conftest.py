@@ -5,6 +5,8 @@ With more torch threads tiny models would spend their time in barriers.
 [Note: Which tests run when]
 * `make test` runs files side by side, one process per CPU. It leaves out tests marked ``full``: cases of a product of
   values, each of which another case has, too; and programs that take long. `make test-all` runs them as well.
+* Of tests/integration and tests/distributed `make test` runs the first case of each function, because a case takes
+  seconds there; of files marked ``every_case`` all.
 * Tests marked ``alone`` look at clocks, at the CPUs of threads, or at the memory of a control group. They run in one
   process, when the others are done.
 * Files with slow tests start first, so that no process waits long for the last one. The files of tests/distributed run
@@ -62,7 +64,15 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items):
+    begun = set()
+    for item in items:
+        if item.path.parent.name in ("integration", "distributed") and not item.get_closest_marker("full"):
+            function = (item.path, item.originalname)
+            if function in begun and not item.get_closest_marker("every_case"):
+                item.add_marker("full")
+            begun.add(function)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

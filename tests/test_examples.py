@@ -136,6 +136,7 @@ def rows_of(name, *options):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_step_benchmark_writes_rows():
     contenders = ["lightning", "cxl_offload"]
     values, machine = rows_of("step", "--steps=3", "--size=tiny", "--only", *contenders)

@@ -18,6 +18,7 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
+@pytest.mark.full
 def test_a_part_that_hangs_is_ended_with_what_it_has_started():
     code = (
         "import subprocess, sys; print('begun'); subprocess.run([sys.executable, '-c', 'import time; time.sleep(999)'])"
@@ -72,6 +73,7 @@ def test_tests_that_take_long_are_left_out(tmp_path):
     assert gpu.pytest([str(tests)], "cpu", 100)["state"] == "passed"
 
 
+@pytest.mark.full
 def test_updates_run_behind_the_backward_where_the_overlap_is_measured():
     command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.checks", "overlap", "apart"]
     done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True, check=False, timeout=400)

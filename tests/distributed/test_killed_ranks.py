@@ -120,6 +120,7 @@ def waited(chance, moment, folder):
 
 @pytest.mark.parametrize("how", ["", "asynchronous"])
 @pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_torchrun_goes_on_from_the_last_checkpoint(tmp_path, kills, how):
     steps, chance = 5 * kills + 3, random.Random(kills)
     whole = whole_run(tmp_path / "whole", steps)

@@ -49,6 +49,7 @@ def same_weights(folder, checkpoint, other):
     return set(found) == set(expected) and all(found[name].equal(value) for name, value in expected.items())
 
 
+@pytest.mark.full
 def test_the_main_job_trains_in_two_processes_and_goes_on_after_a_requeue(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n" * 60)

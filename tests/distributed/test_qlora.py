@@ -69,6 +69,7 @@ def test_on_a_device_apart_as_fsdp_alone_there(ranks, name):
     assert_as(ours, ranks.of(2, "apart").run(training.by_fsdp, job))
 
 
+@pytest.mark.full
 def test_where_what_is_cut_lies_changes_nothing(ranks, tmp_path):
     there = replace(STREAMED, options={**STREAMED.options, **on_ssd(tmp_path / "ssd", EVERYTHING)})
     ours, others = (ranks.of(2, "apart").run(training.by_us, job) for job in (there, STREAMED))
@@ -112,6 +113,7 @@ def assert_close(one, other, limit=LIMIT):
         assert (weights.float() - other["weights"][name].float()).abs().max() <= limit, name
 
 
+@pytest.mark.full
 def test_checkpoints_of_lightning_are_of_any_number_of_processes(ranks, tmp_path):
     path = str(tmp_path / "half.ckpt")
     whole = fit(ranks, 1, 4)
@@ -158,6 +160,7 @@ def test_refused_by_name(ranks, spoil, text):
     assert text in str(caught.value)
 
 
+@pytest.mark.full
 def test_adapters_of_the_main_job_are_saved_and_exported(ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_CXL_CACHE", str(tmp_path / "cache"))
     base, path = tmp_path / "base", str(tmp_path / "last.ckpt")

@@ -164,6 +164,7 @@ def test_generation_that_reads_whole_weights_is_refused(ranks, tmp_path):
         of_rank_0(ranks, 2, trainer_runs.of_trl, "grpo", str(tmp_path / "run"), STREAMED, **given)
 
 
+@pytest.mark.full
 def test_files_of_each_machine_are_refused(ranks, tmp_path):
     with pytest.raises(RankError, match=r"save_on_each_node=True.*2 processes write one checkpoint together"):
         run(ranks, 2, tmp_path, save_on_each_node=True)

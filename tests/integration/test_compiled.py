@@ -196,6 +196,7 @@ def test_evaluation_is_compiled_too():
 @pytest.mark.slow
 @pytest.mark.on_cpu  # of the devices of these tests inductor knows this one
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.full
 def test_inductor():
     def inductor(model, **_):
         return compiled_in_place(model)

@@ -21,7 +21,7 @@ from torch import nn
 
 import lightning_cxl
 
-pytestmark = pytest.mark.on_cpu
+pytestmark = [pytest.mark.on_cpu, pytest.mark.every_case]
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "checkpoints"
 CASES = {

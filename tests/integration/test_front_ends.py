@@ -19,6 +19,7 @@ from tests.integration.llama import tiny_llama
 from tests.integration.training import EXACT
 
 pytestmark = [
+    pytest.mark.every_case,
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),  # peft and TRL ask for it
 ]

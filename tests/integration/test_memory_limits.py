@@ -115,6 +115,7 @@ def test_what_is_refused_would_not_have_fitted(group):
     assert len(lines) == 1 and lines[0]["limit"] == pytest.approx(end["limit"], rel=0.01)
 
 
+@pytest.mark.full
 def test_what_just_fits_is_accepted_and_ends_well(group):
     status, lines = group.run(1.0, ROOM)
     assert status == 0 and len(lines) == 2, lines

@@ -69,6 +69,7 @@ def run(loop, launcher, folder, *arguments, seconds=240):
 
 
 @pytest.mark.parametrize(("loop", "launcher"), CASES)
+@pytest.mark.full
 def test_two_processes_share_a_model(tmp_path, loop, launcher):
     code, log, _ = run(loop, launcher, tmp_path)
     assert code == 0, log[-3000:]
@@ -96,6 +97,7 @@ def test_a_rank_that_is_killed_ends_all(tmp_path, loop, launcher):
     assert any(sign in log for sign in GONE), log[-3000:]
 
 
+@pytest.mark.full
 def test_a_forked_process_that_ends_first_has_not_failed(tmp_path):
     code, log, _ = run("notebook", "itself", tmp_path)
     assert code == 0, log[-3000:]

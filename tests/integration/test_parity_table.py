@@ -14,6 +14,8 @@ from tests.integration.parity_table import (
     reference,
 )
 
+pytestmark = pytest.mark.every_case
+
 
 def promises(model, schedule, precision, accumulate):
     return not promises_nothing(model, schedule, precision)

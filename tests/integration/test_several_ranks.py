@@ -43,6 +43,7 @@ def run(launcher, folder, *arguments, seconds=240):
 
 
 @pytest.mark.parametrize("launcher", others_full(LAUNCHERS, ["lightning", "slurm"]))
+@pytest.mark.full
 def test_ranks_meet_share_the_data_and_agree(tmp_path, launcher):
     codes, logs, _ = run(launcher, tmp_path)
     assert set(codes) == {0}, logs[0][-3000:]

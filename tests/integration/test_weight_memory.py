@@ -49,6 +49,7 @@ def test_loading_adds_the_model_and_at_most_20_mib(measure, task):
 
 
 @pytest.mark.parametrize("task", others_full(SAVING, ["save bf16", "checkpoint", "resume"]))
+@pytest.mark.full
 def test_saving_and_checkpoints_add_at_most_20_mib(measure, task):
     """Also with optimizer state, twice the model, and with parameters that are views of one piece of memory."""
     used = measure(task)

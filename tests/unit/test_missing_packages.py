@@ -63,6 +63,7 @@ def test_a_module_trains_without_packages_of_the_main_job():
 
 
 @pytest.mark.parametrize("hidden, needs", [(MISSING, "pip install datasets"), (("jsonargparse",), "jsonargparse")])
+@pytest.mark.full
 def test_the_main_job_says_what_it_needs(hidden, needs):
     result = run(COMMAND, hidden)
     assert result.returncode == 1 and "Traceback" not in result.stderr

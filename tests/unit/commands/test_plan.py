@@ -153,6 +153,7 @@ def test_several_changes_where_no_single_one_helps(plan):
     assert any('lora={"r": 16}' in each for each in texts(data)[1:])
 
 
+@pytest.mark.full
 def test_options_that_fit_together_are_said_beside_what_a_drive_does(plan, deep_model):
     """No option alone is enough, a drive would be: those who have none are told which options are."""
     _, _, both = plan("--state", "8bit", "--overlap", "backward", model=deep_model)

@@ -147,6 +147,7 @@ def test_a_given_model_is_tuned_for_one_epoch_in_bf16_with_our_strategy(command,
     assert {value.dtype for value in state["state_dict"].values()} == {torch.bfloat16}
 
 
+@pytest.mark.full
 def test_the_example_of_a_given_model_trains(command, base, tmp_path, write_lines, capsys):
     path = write_lines(*({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(400)))
     options = {"model.name_or_path": base, "data.text_files": path, "data.seq_len": 64, "trainer.accelerator": "cpu"}

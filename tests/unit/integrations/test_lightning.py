@@ -28,6 +28,7 @@ def test_lightning_is_the_choice_when_nothing_else_was_imported():
         ("import lightning.pytorch, pytorch_lightning", "lightning lightning lightning pytorch_lightning"),
     ],
 )
+@pytest.mark.full
 def test_the_package_follows_what_the_program_imported(first, expected):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(first=first)], capture_output=True, text=True, check=True, timeout=120

@@ -88,6 +88,7 @@ def child():
     ],
     ids=str,
 )
+@pytest.mark.full
 def test_peak_is_what_torch_really_gives_out(tmp_path, child, dtype, vocab):
     model = tiny_llama(4, vocab_size=vocab, hidden_size=256, intermediate_size=768).to(dtype)
     ids = torch.zeros(1, 192, dtype=torch.long)
