@@ -24,7 +24,7 @@ from lightning_cxl.errors import (
     TierNotFoundError,
     UnsupportedError,
 )
-from lightning_cxl.integrations.fabric.strategy import CXLFabricStrategy
+from lightning_cxl.integrations.fabric import CXLFabricStrategy
 from lightning_cxl.integrations.lightning.callbacks import OffloadProgressBar
 from lightning_cxl.integrations.lightning.lightning_api import STRATEGY_REGISTRY, StrategyRegistry
 from lightning_cxl.integrations.lightning.strategy import CXLOffloadStrategy

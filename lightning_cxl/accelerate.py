@@ -1,5 +1,5 @@
 """For Hugging Face Accelerate: `CXLAccelerator`."""
 
-from lightning_cxl.integrations.accelerate.accelerator import CXLAccelerator
+from lightning_cxl.integrations.accelerate import CXLAccelerator
 
 __all__ = ["CXLAccelerator"]

@@ -1,5 +1,5 @@
 """For the Trainer of transformers and those built on it: `CXLTrainer`, `CXLTrainerMixin`, `offload`."""
 
-from lightning_cxl.integrations.transformers.trainer import CXLTrainer, CXLTrainerMixin, offload
+from lightning_cxl.integrations.transformers import CXLTrainer, CXLTrainerMixin, offload
 
 __all__ = ["CXLTrainer", "CXLTrainerMixin", "offload"]

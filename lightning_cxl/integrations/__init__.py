@@ -1,1 +1,1 @@
-"""Front ends, a folder for each framework."""
+"""The other front ends, a file for each framework: Fabric, Accelerate, the Trainer of transformers."""

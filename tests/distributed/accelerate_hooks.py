@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_cxl.accelerate import CXLAccelerator
-from lightning_cxl.integrations.accelerate.whole_weights import load_whole
+from lightning_cxl.integrations.accelerate import load_whole
 from tests.distributed.accelerate_runs import accelerator_of
 from tests.distributed.training import place, whole
 from tests.integration.accelerate_loop import forget_accelerators

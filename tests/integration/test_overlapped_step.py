@@ -311,7 +311,7 @@ class Clips(Task):
     [
         ({}, {}, "on_overflow='skip' may call the step off"),
         (IGNORE, {"gradient_clip_val": 1.0}, "gradient_clip_val needs the norm"),
-        (IGNORE, {"task": Clips}, "may look at gradients"),
+        (IGNORE, {"task": Clips}, "may read gradients"),
         (IGNORE, {}, None),
     ],
 )

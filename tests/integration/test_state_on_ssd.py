@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import lightning_cxl
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
-from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
+from lightning_cxl.integrations.lightning.common import CXLCheckpointIO
 from lightning_cxl.optim.swapped_state import StateSwapper
 from tests.cases import every_pair
 from tests.integration.llama import LlamaInStep, LlamaTask, tiny_llama

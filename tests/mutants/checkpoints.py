@@ -75,7 +75,7 @@ MUTATIONS = {
     "distributed/test_accelerate.py::test_a_state_is_what_was_saved_last_whatever_lay_in_its_folder": (
         Mutation(
             "a save of one process removes folders of several",
-            "integrations: ShardedAccelerator.save_state",
+            "integrations: CXLAccelerator.save_state",
             DELETE,
             "remove",
             nth=0,

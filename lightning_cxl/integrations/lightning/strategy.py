@@ -9,9 +9,13 @@ collect gradients; ``post_backward`` waits for them if they may be read next), c
 ``teardown``, also after an exception or Ctrl-C.
 """
 
+import logging
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +24,41 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cxl.config import show_options
-from lightning_cxl.errors import ConfigError
-from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
-from lightning_cxl.integrations.lightning.lightning_api import Accelerator, CheckpointIO, Precision, Trainer
-from lightning_cxl.integrations.lightning.precision import (
-    attach_scaling,
-    check_masters_are_found,
-    loop_of,
-    unwrap,
-    watch_for_edits,
+from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.gradients.guard import HostClip, HostUnscale, OverflowGuard
+from lightning_cxl.integrations.lightning.common import CommonStrategy, CXLCheckpointIO
+from lightning_cxl.integrations.lightning.lightning_api import (
+    Accelerator,
+    AsyncCheckpointIO,
+    BaseFinetuning,
+    CheckpointIO,
+    LightningOptimizer,
+    ParallelStrategy,
+    Precision,
+    SubprocessScriptLauncher,
+    Trainer,
+    overridden,
+    own_methods,
+    rank_zero_only,
 )
-from lightning_cxl.integrations.lightning.sharded import ShardedStrategy
-from lightning_cxl.integrations.reporting import Reporting
 from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run import checkpoint as ckpt
+from lightning_cxl.run.checkpoint_file import remove
+from lightning_cxl.run.cutting import cut_for, cut_state
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.run import Run
-from lightning_cxl.run.session import Session
-from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint, optimizer_tensors
-from lightning_cxl.run.state_on_ssd import StateOnSsd
+from lightning_cxl.run.sharded_checkpoint import TIED, AsyncSaves, is_sharded_checkpoint, optimizer_tensors, save
+from lightning_cxl.run.state_on_ssd import KEY, StateOnSsd, check_together
+from lightning_cxl.sharding.agreement import on_all_ranks
+from lightning_cxl.torch_private import UNSCALE, step_hooks
 from lightning_cxl.updates.adoption import repoint_scheduler
 from lightning_cxl.weights.load import refuse_unready
 
+log = logging.getLogger(__name__)
 
-class CXLOffloadStrategy(Reporting, ShardedStrategy):
+
+class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
     """Train with weights, gradients, optimizer state and activations on host memory tiers.
 
     Args:
@@ -65,6 +79,10 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
     """
 
     strategy_name = "cxl_offload"
+    _root: nn.Module | None = None
+    """The module whose call gathers what no unit has; None where nothing is cut."""
+    _saves: AsyncSaves | None = None
+    """Writes checkpoints while training goes on; None where training waits for them."""
 
     def __init__(
         self,
@@ -75,9 +93,24 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
         **options: Any,
     ) -> None:
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
-        self._session = Session(**options)
-        self.config, self.config_origins = self._session.config, self._session.origins
-        self.timeout, self.replicate_machines = timeout, self.config.replicate_machines
+        self._begin(timeout, options)
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        """Several processes are started by Lightning where nobody else has; else what was started is checked."""
+        if self.is_distributed:
+            assert self.cluster_environment is not None
+            self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def _meet(self) -> None:
+        super()._meet()
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh  # users find it there in `configure_model`
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Replace a tensor by that of all processes together; anything else stays as it is."""
+        return self._reduce(tensor, group, reduce_op)
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -129,7 +162,7 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
         """List and decide everything, then build the run and adopt the optimizers. See [Note: One inventory]."""
         assert isinstance(self.model, nn.Module)
         refuse_unready(self.model)
-        use = watch_for_edits(trainer)
+        use = gradient_use_of(trainer)
         self._cut_model()
         self.setup_optimizers(trainer)
         before = set(self.model.parameters())
@@ -167,6 +200,25 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
         if self.run.masters.has_separate:
             check_masters_are_found(trainer)
 
+    def _cut_model(self) -> None:
+        """Cut the model over all processes, if there are several. See [Note: Sharded models]."""
+        if self.is_distributed:
+            assert isinstance(self.model, nn.Module)
+            self._warn_of_unused_io()
+            root = self.model if getattr(self.model, "automatic_optimization", False) else None
+            self._root = cut_for(self._session, self.model, self.device_mesh, self.root_device, root)
+
+    def _warn_of_unused_io(self) -> None:
+        given = self.checkpoint_io  # `AsyncCheckpointIO` asks for what `_open_saves` does: the plug-in in it writes
+        io = given.checkpoint_io if isinstance(given, AsyncCheckpointIO) else given
+        if self.is_global_zero and not isinstance(io, CXLCheckpointIO):
+            warnings.warn(
+                f"{type(io).__name__} writes no checkpoints here: {self.world_size} processes write each its part of a "
+                "folder. It reads files of one process. Leave it out, or train with devices=1",
+                LightningCXLWarning,
+                stacklevel=2,
+            )
+
     # -- training ----------------------------------------------------------------------------------------------------
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -182,7 +234,44 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
         self.run.end_step()
         self.run.adopt_joined()
 
+    # -- steps: what Lightning calls must be the module that gathers -------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the user's `training_step`."""
+        return self._call("training_step", self.precision_plugin.train_step_context, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the user's `validation_step`."""
+        return self._call("validation_step", self.precision_plugin.val_step_context, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the user's `test_step`."""
+        return self._call("test_step", self.precision_plugin.test_step_context, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the user's `predict_step`."""
+        return self._call("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
+
+    def _call(
+        self, name: str, context: Callable[[], AbstractContextManager[Any]], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        with ExitStack() as around:
+            around.enter_context(context())
+            if self._root is not None and torch.is_inference_mode_enabled():  # what is gathered is trained with later
+                around.enter_context(torch.inference_mode(False))
+                around.enter_context(torch.no_grad())
+            if self._root is module:
+                return self._forward_redirection(module, module, name, *args, **kwargs)
+            return getattr(module, name)(*args, **kwargs)
+
     # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether weights of a checkpoint are loaded when they are in their places: only there is a shard known."""
+        return self.is_distributed
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -213,19 +302,47 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
             self.run.adopt_joined()
         if self._on_ssd is not None and self._root is None:  # else all processes do so together
             self._on_ssd.check_weights()
-        run = self._session.trained
+        run, own = self._session.trained, {}
         if run is not None and checkpoint.get("optimizer_states"):
-            optimizers = [unwrap(optimizer) for optimizer in self.optimizers]
-            own = ckpt.entry_of(optimizers, run.masters, run.num_received)
-            if self._root is not None:
-                self._save_together(checkpoint, own, filepath)
-                return
+            own = ckpt.entry_of([unwrap(optimizer) for optimizer in self.optimizers], run.masters, run.num_received)
+        if self._root is not None:
+            self._save_together(checkpoint, own, filepath)
+        elif own:
             with ckpt.refer_to_ssd(checkpoint, own, self._on_ssd, str(filepath)) as written:
                 super().save_checkpoint(written, filepath, storage_options=storage_options)
-        elif self._root is not None:
-            self._save_together(checkpoint, {}, filepath)
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _save_together(self, checkpoint: Mapping[str, Any], own: Mapping[str, Any], filepath: Any) -> None:
+        """Write a checkpoint, each process its shards. See [Note: Sharded checkpoints]."""
+        states = checkpoint.get("optimizer_states", [])
+        tensors = {"state_dict": checkpoint["state_dict"], **{f"optimizer_{i}": each for i, each in enumerate(states)}}
+        assert isinstance(self.lightning_module, nn.Module)
+        names_of: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self.lightning_module.named_parameters(remove_duplicate=False):
+            names_of.setdefault(parameter, []).append(name)
+        entry = {**own, TIED: [names for names in names_of.values() if len(names) > 1]}
+        masters = entry.pop("master_weights", None)
+        if masters:
+            tensors[KEY] = {"master_weights": masters}
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        check_together(None if self._session.run is None else self._session.run.on_ssd, state=bool(states))
+        begin = save if self._saves is None else self._saves.save
+        begin(Path(self.broadcast(str(filepath))), tensors, {**rest, KEY: entry})
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, a folder at once; where one is being written, when that is complete."""
+        if self._saves is None:
+            self._remove(filepath)
+        elif self.is_global_zero:
+            self._saves.then(partial(self._remove, filepath))
+
+    def _remove(self, filepath: Any) -> None:
+        path = Path(filepath)
+        if "://" in str(filepath) or path.is_symlink() or not is_sharded_checkpoint(path):
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            remove(path)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Return what Lightning's own strategies return, which hooks get to see; our entry is hidden in it.
@@ -242,6 +359,17 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
             folder = ShardedCheckpoint(Path(checkpoint_path))
             return ckpt.LoadedCheckpoint(folder.rest(weights_only=weights_only), folder)
         return ckpt.LoadedCheckpoint(super().load_checkpoint(checkpoint_path, weights_only=weights_only))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights into the memory they have: what of them is here."""
+        module = self.lightning_module
+        assert module is not None
+        if isinstance(checkpoint, ckpt.LoadedCheckpoint) and checkpoint.folder is not None:
+            checkpoint.folder.read_weights(module, strict=strict)
+        elif self._root is not None:
+            module.load_state_dict(cut_state(checkpoint["state_dict"], module), strict=strict)
+        else:
+            super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer state into the host memory it has, by parameter name, then the master weights.
@@ -277,6 +405,41 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
     def _on_ssd(self) -> StateOnSsd | None:
         return None if self._session.run is None else self.run.on_ssd
 
+    # -- checkpoints that are written while training goes on --------------------------------------------------------
+
+    def _open_saves(self, trainer: Trainer) -> None:
+        """Let checkpoints be written while training goes on, where the user asks for that with `AsyncCheckpointIO`."""
+        if self.is_distributed and isinstance(self.checkpoint_io, AsyncCheckpointIO):
+            on_all_ranks(partial(self._check_saves, trainer))
+            engine = self._session.host_on(self.root_device).engine
+            self._saves = AsyncSaves(self.timeout, engine.use_in_this_thread)
+
+    def _check_saves(self, trainer: Trainer) -> None:
+        if any(getattr(each, "save_last", None) == "link" for each in trainer.checkpoint_callbacks):
+            raise ConfigError(
+                "ModelCheckpoint(save_last='link') links to a checkpoint at once, and with AsyncCheckpointIO it is "
+                "complete later: a run that is killed between would find no last one. Set save_last=True, or leave "
+                "AsyncCheckpointIO out"
+            )
+        run = self._session.run
+        if run is not None and run.on_ssd is not None and run.on_ssd.has_saved:
+            raise UnsupportedError(
+                "optimizer state or weights of this run lie on tier 'ssd', and AsyncCheckpointIO would copy them to "
+                "memory at every save. Leave AsyncCheckpointIO out: training then waits until the checkpoint is written"
+            )
+
+    def _close_saves(self, *, after_error: bool) -> None:
+        """Wait for what is being written. After an error, what failed there is only told: it hides nothing."""
+        saves, self._saves = self._saves, None
+        if saves is None:
+            return
+        try:
+            saves.close()
+        except Exception as error:
+            if not after_error:
+                raise
+            warnings.warn(str(error), LightningCXLWarning, stacklevel=2)
+
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
@@ -306,3 +469,121 @@ class CXLOffloadStrategy(Reporting, ShardedStrategy):
 
 
 show_options(CXLOffloadStrategy)
+
+
+class _Launcher(SubprocessScriptLauncher):
+    """Names an error before callbacks get it: one that saves then waits for other ranks, and may end with theirs."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start what is to be started, then call `function` in every process."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                log.error("rank %s fails: %s: %s", rank_zero_only.rank, type(error).__name__, error)  # type: ignore[attr-defined]
+                raise
+
+        return super().launch(call, *args, trainer=trainer, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientUse:
+    """What user code may do to gradients after they have arrived. See [Note: Measured gradients]."""
+
+    edits: bool
+    """Somebody may write them between backward and step, perhaps through ``.data``."""
+    reads: bool
+    """Somebody may read them before the next backward: they must be unscaled and clipped where they are."""
+
+    def defers(self, optimizer: Optimizer) -> bool:
+        """Whether unscaling and clipping may be left to the step of `optimizer`."""
+        before, _ = step_hooks(optimizer)
+        return not (self.reads or before)
+
+
+def gradient_use_of(trainer: Trainer) -> GradientUse:
+    """Return what user code may do to gradients."""
+    manual = not trainer.lightning_module.automatic_optimization
+    step = ("on_before_optimizer_step", "configure_gradient_clipping")
+    edits = overridden(trainer, "backward", "on_after_backward", "optimizer_step", *step)
+    reads = overridden(trainer, "on_before_zero_grad", "on_train_batch_end", *step)
+    # a plugin's own clipping works on what it finds
+    reads |= own_methods(trainer.precision_plugin, "clip_gradients", "clip_grad_by_norm", "main_params")
+    clips_values = trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value"  # needs unscaled ones
+    return GradientUse(edits=manual or bool(edits), reads=bool(manual or reads or clips_values))
+
+
+def why_not_in_backward(trainer: Trainer, use: GradientUse, on_overflow: str) -> str | None:
+    """Return why updates must wait for the end of the backward; None if they need not."""
+    if not trainer.lightning_module.automatic_optimization:
+        return "the module optimizes manually"
+    if use.edits or use.reads:
+        return "a hook of the module, a callback or a plugin may read gradients"
+    if trainer.gradient_clip_val:
+        return "gradient_clip_val needs the norm of all gradients first"
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return "the loss scaler reads all gradients first"
+    if on_overflow != "ignore":
+        return f"on_overflow={on_overflow!r} may call the step off"
+    return None
+
+
+def check_masters_are_found(trainer: Trainer) -> None:
+    """Refuse callbacks that would not find master weights, and warn where the module does not find their gradients."""
+    for callback in getattr(trainer, "callbacks", []):
+        if isinstance(callback, BaseFinetuning):
+            raise UnsupportedError(
+                f"{type(callback).__name__} looks for the optimizer's parameters in the model, and some are master "
+                "weights on the host. Freeze and unfreeze in a callback of your own, with "
+                "`optimizer.add_param_group({'params': [...]})` and the model's parameters, which works."
+            )
+    module = trainer.lightning_module
+    own = own_methods(module, "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+    if own and trainer.world_size > 1:  # shards do not show them
+        warnings.warn(
+            f"{type(module).__name__} overrides {', '.join(sorted(own))}: gradients are on the parameters in "
+            "`optimizer.param_groups`, on the host; `p.grad` of the model's own parameters is None there.",
+            LightningCXLWarning,
+            stacklevel=2,
+        )
+
+
+def loop_of(trainer: Trainer, use: GradientUse, on_overflow: str) -> Loop:
+    """Return what the Trainer, its callbacks and the module do around a step."""
+    plugin = trainer.precision_plugin
+    callbacks = getattr(trainer, "callbacks", [])
+    schedules = [getattr(callback, "going_to_accumulate_grad_batches", None) for callback in callbacks]
+    # reads between micro-batches, or before the closure of a step is over
+    early = overridden(trainer, "on_train_batch_start", "on_before_backward") or own_methods(plugin, "optimizer_step")
+    # writes to weights, perhaps through `.data`, between a step and the next forward
+    between = ("on_train_batch_end", "on_train_batch_start", "on_before_zero_grad", "optimizer_step")
+    return Loop(
+        accumulates=trainer.accumulate_grad_batches > 1 or any(asked() for asked in schedules if asked is not None),
+        needs_whole_step=why_not_in_backward(trainer, use, on_overflow),
+        reads_gradients=bool(use.edits or use.reads or early or getattr(plugin, "scaler", None) is not None),
+        edits_gradients=use.edits,
+        writes_unseen=not trainer.lightning_module.automatic_optimization or bool(overridden(trainer, *between)),
+    )
+
+
+def attach_scaling(plugin: Precision, guard: OverflowGuard, active: ExitStack, use: GradientUse) -> None:
+    """Let clipping and a loss scaler work on host gradients, without a pass of their own where `use` allows it."""
+    scaler: Any = getattr(plugin, "scaler", None)
+    unscale = None
+    if scaler is not None:
+        unscale = HostUnscale(scaler, unwrap, use.defers, guard)
+        setattr(scaler, UNSCALE, unscale)
+        active.callback(vars(scaler).pop, UNSCALE, None)
+    before = vars(plugin).copy()
+    clip = HostClip(plugin.clip_grad_by_norm, unwrap, use.defers, guard, unscale)
+    plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
+    if "clip_grad_by_norm" in before:  # of the object, not of its class
+        active.callback(setattr, plugin, "clip_grad_by_norm", before["clip_grad_by_norm"])
+    else:
+        active.callback(vars(plugin).pop, "clip_grad_by_norm", None)
+
+
+def unwrap(optimizer: Any) -> Optimizer:
+    """Return the torch optimizer inside Lightning's wrapper."""
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

@@ -11,7 +11,7 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from lightning_cxl.accelerate import CXLAccelerator
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.integrations.accelerate import processes
+from lightning_cxl.integrations import accelerate
 
 
 class Asked(Exception):
@@ -26,7 +26,7 @@ def launched(monkeypatch):
         raise Asked(options)
 
     cuda = SimpleNamespace(name="cuda", num_devices=lambda: 1)
-    monkeypatch.setattr(processes, "process_device_type", lambda: cuda)
+    monkeypatch.setattr(accelerate, "process_device_type", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     launcher = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "1"}
@@ -54,7 +54,7 @@ def test_it_is_asked_for(launched, handlers, asked):
 
 def test_a_process_that_is_alone_asks_for_none(launched, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "-1")
-    assert processes.with_gloo({"a": 1}) == {"a": 1}
+    assert accelerate.with_gloo({"a": 1}) == {"a": 1}
 
 
 def test_processes_on_the_cpu_have_gloo_alone(launched):
@@ -71,7 +71,7 @@ def test_a_group_without_one_is_refused(monkeypatch, backends, refused):
         distributed_type=DistributedType.MULTI_GPU, num_processes=2, device=torch.device("cuda", 0)
     )
     try:
-        processes.ShardedAccelerator._check_processes(accelerator)
+        accelerate.CXLAccelerator._check_processes(accelerator)
     except UnsupportedError as error:
         assert refused and 'TrainingArguments(ddp_backend="cpu:gloo,cuda:nccl")' in str(error)
     else:

@@ -6,10 +6,9 @@ it has now, and ``fabric.setup_optimizers(optimizer)``, as with Fabric's `ModelP
 See [Note: Call order in a user's loop].
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,9 +20,8 @@ from torch.optim import Optimizer
 
 from lightning_cxl.config import show_options
 from lightning_cxl.devices.device_type import device_type_of
-from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.integrations.fabric import sharded_files
-from lightning_cxl.integrations.lightning.checkpoint_io import CXLCheckpointIO
+from lightning_cxl.errors import CheckpointError, UnsupportedError
+from lightning_cxl.integrations.lightning.common import CommonStrategy, CXLCheckpointIO
 from lightning_cxl.integrations.lightning.lightning_api import (
     Accelerator,
     CheckpointIO,
@@ -31,21 +29,21 @@ from lightning_cxl.integrations.lightning.lightning_api import (
     FabricLauncher,
     FabricParallelStrategy,
 )
-from lightning_cxl.integrations.lightning.processes import Processes
-from lightning_cxl.integrations.reporting import Reporting
 from lightning_cxl.inventory.workload import Loop
+from lightning_cxl.run import loop_files
 from lightning_cxl.run.cutting import cut_for, cut_state
-from lightning_cxl.run.session import Session
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
+from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import without_reducing
-from lightning_cxl.sharding.processes import gather_on_machine
 from lightning_cxl.updates.adoption import repoint_scheduler
 
 _UNKNOWN = Loop(writes_unseen=True)
+_KEYS = "keys"
+"""In our entry of a folder: the user's names of the model and of the optimizers, in their order."""
 
 
-class CXLFabricStrategy(Reporting, Processes, FabricParallelStrategy):
+class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
     """Train with weights, gradients, optimizer state and activations on host memory tiers.
 
     Args:
@@ -78,9 +76,7 @@ class CXLFabricStrategy(Reporting, Processes, FabricParallelStrategy):
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io or CXLCheckpointIO(), precision=precision)
         self.parallel_devices, self.cluster_environment = None, None  # filled in by Fabric
         self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]
-        self._session = Session(**options)
-        self.config, self.config_origins = self._session.config, self._session.origins
-        self.timeout, self.replicate_machines = timeout, self.config.replicate_machines
+        self._begin(timeout, options)
         self._loop: UserLoop | None = None
         self._moved: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
@@ -104,14 +100,6 @@ class CXLFabricStrategy(Reporting, Processes, FabricParallelStrategy):
         cluster = self.cluster_environment
         if self.is_distributed and cluster is not None and not cluster.creates_processes_externally:
             self._launcher = FabricLauncher(cluster, self.num_processes, self.num_nodes)
-
-    def setup_environment(self) -> None:
-        """Prepare the device, let the processes meet, and give each its part of the machine."""
-        super().setup_environment()
-        if self.is_distributed:
-            gather = partial(gather_on_machine, machine=self.node_rank)
-            local = self.local_rank, self.num_processes
-            self._session.bind(self.global_rank, self.world_size, *local, self.root_device, gather)
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Replace a tensor by that of all processes together; anything else stays as it is."""
@@ -220,8 +208,13 @@ class CXLFabricStrategy(Reporting, Processes, FabricParallelStrategy):
         Several processes write a folder together. See [Note: Sharded checkpoints].
         """
         if self.is_distributed:
-            sharded_files.refuse(storage_options=storage_options, filter=filter)
-            sharded_files.save(Path(self.broadcast(str(path))), state, self.offload)
+            for name, value in {"storage_options": storage_options, "filter": filter}.items():
+                if value is not None:
+                    raise UnsupportedError(
+                        f"`fabric.save({name}=...)` serves one process: with several each writes its part of a folder, "
+                        f"all weights and all optimizer state. Leave `{name}` out"
+                    )
+            _save_folder(Path(self.broadcast(str(path))), state, self.offload)
             return
         for run in self._session.runs:
             run.wait_for_updates()
@@ -234,7 +227,7 @@ class CXLFabricStrategy(Reporting, Processes, FabricParallelStrategy):
     ) -> Any:
         """Load objects from a file, or from a folder that any number of processes has written; see Fabric's `load`."""
         if is_sharded_checkpoint(Path(path)):
-            return sharded_files.load(Path(path), state, self.offload, strict=strict, weights_only=weights_only)
+            return _load_folder(Path(path), state, self.offload, strict=strict, weights_only=weights_only)
         return super().load_checkpoint(path, state, strict, weights_only)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -289,6 +282,60 @@ class _WhenCalled:
 
     def __reduce__(self) -> tuple[type["_WhenCalled"], tuple[()]]:
         return _WhenCalled, ()
+
+
+def _save_folder(path: Path, state: Mapping[str, Any], loop: UserLoop) -> None:
+    """Write a folder, on all processes together.
+
+    Args:
+        state: one model, its optimizers, and other objects, by the user's names.
+    """
+    models = {key: each for key, each in state.items() if isinstance(each, nn.Module)}
+    optimizers = {key: each for key, each in state.items() if isinstance(each, Optimizer)}
+    if len(models) != 1:
+        raise UnsupportedError(
+            f"a checkpoint of several processes has one model, and this state has {len(models)} "
+            f"({', '.join(models) or 'none'}): save each model, with its optimizers, to a path of its own"
+        )
+    (model,) = models.values()
+    rest = {
+        key: each.state_dict() if hasattr(each, "state_dict") else each
+        for key, each in state.items()
+        if key not in models and key not in optimizers
+    }
+    names = {"model": next(iter(models)), "optimizers": list(optimizers)}
+    loop_files.save(path, model, list(optimizers.values()), loop, {**rest, KEY: {_KEYS: names}})
+
+
+def _load_folder(path: Path, state: Any, loop: UserLoop, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+    """Load objects from a folder; return what is in it beside them."""
+    if isinstance(state, nn.Module):
+        loop_files.load(path, state, {}, loop, strict=strict, weights_only=weights_only)
+        return {}
+    models = {key: each for key, each in (state or {}).items() if isinstance(each, nn.Module)}
+    optimizers = {key: each for key, each in (state or {}).items() if isinstance(each, Optimizer)}
+    if len(models) != 1:
+        raise UnsupportedError(
+            f"checkpoint `{path}` is of one model, and {len(models)} are to be loaded ({', '.join(models) or 'none'}): "
+            "give `fabric.load` the model, alone or with its optimizers"
+        )
+    rest, own = loop_files.read_rest(path, weights_only=weights_only)
+    known = own.get(_KEYS) or {"model": "state_dict", "optimizers": []}
+    missing = [key for key in state if key not in (known["model"], *known["optimizers"], *rest)]
+    if missing and strict:
+        have = (known["model"], *known["optimizers"], *rest)
+        raise CheckpointError(f"checkpoint `{path}` has no `{missing[0]}`; it has {', '.join(map(repr, have))}")
+    (model,) = models.values()
+    numbered = {known["optimizers"].index(key): each for key, each in optimizers.items() if key in known["optimizers"]}
+    loop_files.load(path, model, numbered, loop, strict=strict, weights_only=weights_only)
+    for key, each in list(state.items()):
+        if key in rest and key not in models and key not in optimizers:
+            value = rest.pop(key)
+            if hasattr(each, "load_state_dict"):
+                each.load_state_dict(value)
+            else:
+                state[key] = value
+    return rest
 
 
 show_options(CXLFabricStrategy)

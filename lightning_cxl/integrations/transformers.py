@@ -26,8 +26,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError, UnsupportedError
-from lightning_cxl.integrations.accelerate.accelerator import CXLAccelerator
-from lightning_cxl.integrations.options_file import Options
+from lightning_cxl.integrations.accelerate import CXLAccelerator, Options
 from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.run import loop_files
 from lightning_cxl.run.checkpoint_file import load_file, remove

@@ -1,14 +1,14 @@
-"""`Processes`: what Lightning and Fabric ask a strategy about processes; `ProcessesStrategy`: the same for Lightning.
+"""`CommonStrategy`: what the strategies for Lightning's Trainer and for Fabric share; `CXLCheckpointIO`: their files.
 
 With one device there is one process, which is on its own whatever a cluster calls it: no group, no launcher. Several
 devices or machines have a process for each device, which start and meet as those of Lightning's `ModelParallelStrategy`
 do. torch.distributed is asked in `sharding/processes.py`.
 """
 
-import logging
 import os
-from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,32 +16,64 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_cxl.config import OffloadConfig
 from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.integrations.lightning.lightning_api import (
-    ParallelStrategy,
-    SubprocessScriptLauncher,
+    TorchCheckpointIO,
     init_dist_connection,
     rank_zero_only,
     reset_seed,
 )
+from lightning_cxl.run.checkpoint_file import load_file, save_file
+from lightning_cxl.run.session import Session
 from lightning_cxl.sharding import processes
 
-log = logging.getLogger(__name__)
 _Base: Any = object  # two frameworks have each a class of their own behind `super()`
 
 
-class Processes(_Base):  # type: ignore[misc]
+class CXLCheckpointIO(TorchCheckpointIO):
+    """Writes local files directly and atomically, and reads them through a memory map.
+
+    Lightning's own writer builds the whole file in memory first, its reader holds a full copy until training starts:
+    both add the size of the model and optimizer to the peak. Remote paths go through Lightning's code unchanged.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Write `checkpoint` to `path`. See `lightning_cxl.run.checkpoint_file.save_file`."""
+        if storage_options is not None or _is_remote(path):
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+        else:
+            save_file(checkpoint, Path(path))
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return the checkpoint at `path`. See `lightning_cxl.run.checkpoint_file.load_file`."""
+        if _is_remote(path):
+            return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+        return load_file(Path(path), map_location, weights_only)
+
+
+def _is_remote(path: str | Path) -> bool:
+    return "://" in str(path)
+
+
+class CommonStrategy(_Base):  # type: ignore[misc]
     """Before Lightning's or Fabric's `ParallelStrategy` in the bases of a strategy.
 
     The framework fills in the devices, the number of machines and the cluster environment that it has found.
     """
 
     num_nodes = 1
-    replicate_machines = False
-    """Whether every machine has all of the training state; see `OffloadConfig.replicate_machines`."""
+    config: OffloadConfig
     timeout: timedelta | None = None
     """For which a rank waits for the others in a collective; None is torch's own."""
     _device_mesh: DeviceMesh | None = None
+
+    def _begin(self, timeout: timedelta | None, options: dict[str, Any]) -> None:
+        self._session = Session(**options)
+        self.config, self.config_origins = self._session.config, self._session.origins
+        self.timeout = timeout
 
     # -- which process this is ---------------------------------------------------------------------------------------
 
@@ -106,12 +138,15 @@ class Processes(_Base):  # type: ignore[misc]
             rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
-        """Prepare the device, and let the processes meet."""
+        """Prepare the device, let the processes meet, and give each its part of the machine."""
         if self.root_device.type != "cpu":
             device_type_of(self.root_device)
         super().setup_environment()
         if self.is_distributed:
             self._meet()
+            gather = partial(processes.gather_on_machine, machine=self.node_rank)
+            local = self.local_rank, self.num_processes
+            self._session.bind(self.global_rank, self.world_size, *local, self.root_device, gather)
 
     def _meet(self) -> None:
         assert self.cluster_environment is not None
@@ -123,7 +158,7 @@ class Processes(_Base):  # type: ignore[misc]
         backend = processes.backend_for(self.root_device)
         init_dist_connection(self.cluster_environment, backend, self.global_rank, self.world_size, **options)
         self._device_mesh = processes.make_mesh(
-            self.root_device, self.num_nodes, self.num_processes, replicate=self.replicate_machines
+            self.root_device, self.num_nodes, self.num_processes, replicate=self.config.replicate_machines
         )
 
     # -- together ----------------------------------------------------------------------------------------------------
@@ -153,37 +188,16 @@ class Processes(_Base):  # type: ignore[misc]
     def _has_met(self) -> bool:
         return self.is_distributed and dist.is_initialized()
 
+    # -- report ------------------------------------------------------------------------------------------------------
 
-class _Launcher(SubprocessScriptLauncher):
-    """Names an error before callbacks get it: one that saves then waits for other ranks, and may end with theirs."""
+    def report(self) -> dict[str, Any]:
+        """Return bytes planned, used and at the peak, per tier and role, JSON-able; see `Session.report`."""
+        return self._session.report(self.root_device)
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start what is to be started, then call `function` in every process."""
+    def __str__(self) -> str:
+        """Return the report as one screen of text."""
+        return self._session.describe(type(self).__name__, self.root_device)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(*args, **kwargs)
-            except Exception as error:
-                log.error("rank %s fails: %s: %s", rank_zero_only.rank, type(error).__name__, error)  # type: ignore[attr-defined]
-                raise
-
-        return super().launch(call, *args, trainer=trainer, **kwargs)
-
-
-class ProcessesStrategy(Processes, ParallelStrategy):
-    """What Lightning's Trainer asks. See `Processes`."""
-
-    def _configure_launcher(self) -> None:
-        """Several processes are started by Lightning where nobody else has; else what was started is checked."""
-        if self.is_distributed:
-            assert self.cluster_environment is not None
-            self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def _meet(self) -> None:
-        super()._meet()
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh  # users find it there in `configure_model`
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Replace a tensor by that of all processes together; anything else stays as it is."""
-        return self._reduce(tensor, group, reduce_op)
+    def __repr__(self) -> str:
+        """Return the class and the options that are not at their default."""
+        return self._session.describe_options(type(self).__name__)

@@ -1,1 +1,0 @@
-"""The accelerator for Hugging Face Accelerate; the only importer of Accelerate."""

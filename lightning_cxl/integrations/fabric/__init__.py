@@ -1,1 +1,0 @@
-"""The strategy for Lightning Fabric."""

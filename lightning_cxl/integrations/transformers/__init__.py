@@ -1,1 +1,0 @@
-"""What lets the Trainer of transformers, and those built on it, use our accelerator."""
