@@ -13,11 +13,13 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
@@ -197,6 +199,15 @@ def schema_of(operator: Any) -> Any:
     return operator._schema
 
 
+def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """Return the arguments that a call of an operator writes to; None if its kind never writes."""
+    if not schema_of(operator).is_mutable:
+        return None
+    arguments = schema_of(operator).arguments
+    given = [*zip(arguments, args, strict=False), *((each, kwargs.get(each.name)) for each in arguments)]
+    return [value for each, value in given if each.alias_info is not None and each.alias_info.is_write]
+
+
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return torch's own object behind a storage: what tells storages without bytes apart, as long as they live."""
     key: int = _storage_object.__get__(storage)
@@ -216,7 +227,10 @@ tree_map: Callable[[Callable[[Any], Any], Any], Any] = find(
 
 # --- tensors of a class of their own, and hooks of modules
 
-_make_wrapper = find("torch", "Tensor._make_wrapper_subclass", "stand for logits that are not made yet")
+make_wrapper: Callable[..., Any] = find(
+    "torch", "Tensor._make_wrapper_subclass", "stand for tensors whose bytes are elsewhere, or not there yet"
+)
+no_torch_function = find("torch", "_C._disabled_torch_function_impl", "see operators on shards behind autograd")
 plain_tensor_functions: Callable[[], AbstractContextManager[Any]] = find(
     "torch", "_C.DisableTorchFunctionSubclass", "ask such a stand-in for its shape"
 )
@@ -232,7 +246,7 @@ _hooks_of_all_backwards = tuple(
 
 def wrapper_tensor(cls: type[_T], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _T:
     """Return a tensor of class `cls` without memory of its own."""
-    made: _T = _make_wrapper(cls, shape, dtype=dtype, device=device)
+    made: _T = make_wrapper(cls, shape, dtype=dtype, device=device)
     return made
 
 
@@ -336,6 +350,109 @@ def own_part(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of what this process holds of a tensor, and where in each dimension it begins."""
     shape, offsets = _own_part(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offsets)
+
+
+# --- FSDP2 and process groups
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_default_gather = find(f"{_FSDP}._fsdp_collectives", "DefaultAllGather", "gather into memory that is used again")
+_default_reduce = find(f"{_FSDP}._fsdp_collectives", "DefaultReduceScatter", "reduce in memory that is used again")
+for _name in ("_get_fsdp_state", "set_custom_all_gather", "set_custom_reduce_scatter"):
+    find("torch.distributed.fsdp", f"FSDPModule.{_name}", "replace the collectives of sharded modules")
+find(f"{_FSDP}._fsdp_param", "FSDPParam.to_sharded_dtensor", "put shards where the policy places them")
+_set_timeout = find(
+    "torch.distributed.distributed_c10d", "_set_pg_timeout", "give every process group the timeout of the first"
+)
+GLOO_THREAD = "pt_gloo_runloop"
+"""The name that torch gives each thread of a process group in which gloo's collectives run."""
+
+
+def sharded_parameters(model: nn.Module) -> Iterator[Any]:
+    """Yield what FSDP2 knows of each parameter that it manages in a model, one for tied ones; see `put_shard`."""
+    for together in gathered_together(model):
+        yield from together
+
+
+def gathered_together(model: nn.Module) -> Iterator[list[Any]]:
+    """Yield what `sharded_parameters` does, those together that FSDP2 gathers as one."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in _groups(module):
+                yield list(group.fsdp_params)
+
+
+def _groups(module: Any) -> list[Any]:
+    """Return what a module gathers by itself: one group where all of it is cut alike."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11 has one at most
+        groups = [group] if (group := state._fsdp_param_group) is not None else []
+    return list(groups)
+
+
+def has_all_reduce_hook(module: Any) -> bool:
+    """Return whether a user has set what runs behind the reductions of a module."""
+    return any(group._all_reduce_hook is not None for group in _groups(module))
+
+
+def put_shard(managed: Any, shard: Tensor, memory: Tensor) -> None:
+    """Put `shard` in the place of the local part of a parameter, before the first forward of the model.
+
+    Args:
+        shard: of the same shape and dtype, and of the same device unless the parameter is on the meta device.
+        memory: of the same storage; FSDP2 takes a parameter with the storage that it knows for unchanged, and does not
+            pad it, which would move it to other memory.
+    """
+    parameter = managed.sharded_param
+    if parameter.is_meta:  # the parameter itself says which device it is on
+        there = nn.Parameter(managed.to_sharded_dtensor(shard), requires_grad=parameter.requires_grad)
+        there.__dict__.update(parameter.__dict__)
+        torch.utils.swap_tensors(parameter, there)  # type: ignore[no-untyped-call]
+    else:
+        parameter._local_tensor = shard
+    managed._sharded_param_data = memory.view(-1)
+
+
+def padded_size(fsdp_param: Any) -> torch.Size:
+    """Return the shape of the memory of a shard: equal on all processes, larger than the shard on the last ones."""
+    size: torch.Size = fsdp_param.padded_sharded_param_size
+    return size
+
+
+def move_shard(shard: Any, flat: Tensor) -> None:
+    """Let a sharded parameter lie in other memory: the parameter stays the object that it is."""
+    local = shard.sharded_param._local_tensor
+    padded = flat.view(shard.padded_sharded_param_size)
+    with torch.no_grad():
+        shard.sharded_param._local_tensor = padded.as_strided(local.size(), local.stride())
+    shard._sharded_param_data = flat
+
+
+def collectives_of(module: Any) -> tuple[Any, Any]:
+    """Return what gathers and what reduces for a module; None each where it has no parameters of its own."""
+    groups = _groups(module)
+    return (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm) if groups else (None, None)
+
+
+def has_default_collectives(module: Any) -> bool:
+    """Return whether a module gathers something, and nobody has replaced what gathers and what reduces."""
+    gather, reduce = collectives_of(module)
+    return type(gather) is _default_gather and type(reduce) is _default_reduce
+
+
+def timeout_s(group: Any) -> float | None:
+    """Return how long ranks of a group wait for one another; None where its backends do not say."""
+    limits = []
+    for device in group._device_types:
+        with suppress(RuntimeError):  # a backend written in Python is not known by its devices
+            limits.append(getattr(getattr(group._get_backend(device), "options", None), "_timeout", None))
+    return max((float(limit.total_seconds()) for limit in limits if limit is not None), default=None)
+
+
+def set_timeout_s(group: Any, seconds: float | None) -> None:
+    """Let ranks of a group wait for one another for so long; None: as they do."""
+    if seconds is not None:
+        _set_timeout(timedelta(seconds=seconds), group)
 
 
 # --- the compiler

@@ -40,10 +40,8 @@ from lightning_cxl.run.cutting import cut_for, follow, taking_whole, whole_state
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.user_loop import UserLoop
-from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.sharding.fsdp import is_cut, without_reducing
-from lightning_cxl.sharding.machines import find_machines
-from lightning_cxl.sharding.processes import backend_for, gather_on_machine, make_mesh
+from lightning_cxl.sharding.processes import backend_for, find_machines, gather_on_machine, make_mesh, on_all_ranks
 from lightning_cxl.updates.adoption import repoint_scheduler
 
 Options = Mapping[str, Any] | OffloadConfig | str | PathLike[str] | None

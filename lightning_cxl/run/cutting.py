@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.run.session import Session
-from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.sharding.fsdp import cut, reshard
+from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.shards import shard_of, sharded_like
 from lightning_cxl.streaming.quantised import kept_whole, tensors_of
 from lightning_cxl.streaming.unit_weights import owners_in

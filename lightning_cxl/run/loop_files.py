@@ -12,7 +12,7 @@ from lightning_cxl.run import sharded_checkpoint
 from lightning_cxl.run.checkpoint import entry_of, restore_masters
 from lightning_cxl.run.state_on_ssd import KEY, check_together
 from lightning_cxl.run.user_loop import UserLoop
-from lightning_cxl.sharding.agreement import on_all_ranks
+from lightning_cxl.sharding.processes import on_all_ranks
 
 
 def save(

@@ -23,8 +23,7 @@ from torch.nn.parameter import is_lazy
 from lightning_cxl.inventory.tensors import StreamedUnit
 from lightning_cxl.memory.heap import large_blocks_apart
 from lightning_cxl.run.placed_memory import PlacedMemory
-from lightning_cxl.sharding.exchange_memory import pooled_exchanges
-from lightning_cxl.sharding.fsdp import place_shards
+from lightning_cxl.sharding.fsdp import place_shards, pooled_exchanges
 from lightning_cxl.shards import is_sharded
 from lightning_cxl.streaming.activations import Phase
 from lightning_cxl.streaming.params import ParamStreamer

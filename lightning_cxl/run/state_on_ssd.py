@@ -21,7 +21,7 @@ from lightning_cxl.machine.topology import Tier
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.swapped_state import OnSsd, StateRecord, StateSwapper, taken_nbytes
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.sharding.agreement import on_all_ranks
+from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.shards import local
 from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.storage.drive import BLOCK_BYTES

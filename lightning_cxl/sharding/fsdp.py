@@ -21,6 +21,7 @@ it is.
   see `shards.py`.
 """
 
+import mmap
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -34,16 +35,19 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.heap import large_blocks_apart
-from lightning_cxl.sharding.agreement import on_all_ranks
+from lightning_cxl.memory.resource import Buffer, MemoryResource, PoolResource
 from lightning_cxl.sharding.host_shard import HostShard, host_shards
-from lightning_cxl.sharding.torch_private import (
+from lightning_cxl.sharding.processes import on_all_ranks
+from lightning_cxl.shards import is_sharded, local, shard_of
+from lightning_cxl.torch_private import (
+    collectives_of,
     has_all_reduce_hook,
+    has_default_collectives,
     move_shard,
     padded_size,
     put_shard,
     sharded_parameters,
 )
-from lightning_cxl.shards import is_sharded, local, shard_of
 from lightning_cxl.transfer.engine import TransferEngine
 
 _num_regions: "WeakKeyDictionary[FSDPModule, int]" = WeakKeyDictionary()
@@ -269,3 +273,56 @@ def fill_home(managed: Any, home: torch.Tensor) -> None:
 
 def _num_uses(module: nn.Module) -> int:
     return sum(1 for _ in module.named_parameters(remove_duplicate=False))
+
+
+class PooledCollective:
+    """What FSDP2 calls to gather or to reduce: as before, in memory of a pool. For a CPU that computes.
+
+    For each unit FSDP2 asks its collectives for an output, and drops it soon. From torch's allocator these blocks come
+    out of the C library's heap, where they leave holes between what stays. Such a heap grows by more than 64 MiB in
+    every step, so it is trimmed in every step (`memory/heap.py`), and all pages come back as page faults. From a pool
+    of their own the same pages serve all units.
+    """
+
+    def __init__(self, collective: Any, pool: PoolResource) -> None:
+        self.collective = collective
+        self._pool = pool
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory of the pool, uninitialised; it goes back when nothing holds the tensor or a view of it."""
+        nbytes = torch.Size(size).numel() * dtype.itemsize
+        return self._pool.allocate(nbytes).tensor(size, dtype)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.collective(*args, **kwargs)
+
+
+@contextmanager
+def pooled_exchanges(model: nn.Module) -> Iterator[None]:
+    """Inside, FSDP2 gathers and reduces a model in memory of a pool, unless somebody has replaced its collectives."""
+    pool = PoolResource(_Pages())
+    cuts = [each for each in model.modules() if isinstance(each, FSDPModule) and has_default_collectives(each)]
+    for module in cuts:
+        gather, reduce = collectives_of(module)
+        module.set_custom_all_gather(PooledCollective(gather, pool))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(PooledCollective(reduce, pool))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for module in cuts:
+            gather, reduce = collectives_of(module)
+            if isinstance(gather, PooledCollective):
+                module.set_custom_all_gather(gather.collective)
+            if isinstance(reduce, PooledCollective):
+                module.set_custom_reduce_scatter(reduce.collective)
+        pool.close()
+
+
+class _Pages(MemoryResource):
+    """New pages of this process, which lie where its threads first write them, as torch's own memory does."""
+
+    def allocate(self, nbytes: int, *, alignment: int = mmap.PAGESIZE) -> Buffer:
+        # not shared, or a forked child would have the pages, too, and keep them
+        own = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = torch.frombuffer(own, dtype=torch.uint8)
+        return Buffer(pages.data_ptr(), nbytes, (), None, pages)  # which keeps them

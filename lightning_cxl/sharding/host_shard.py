@@ -26,15 +26,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.sharding.torch_private import (
+from lightning_cxl.torch_private import (
+    TO_COPY,
     make_wrapper,
     no_torch_function,
     put_shard,
     sharded_parameters,
-    to_copy,
+    tree_leaves,
+    tree_map,
     written_by,
 )
-from lightning_cxl.torch_private import tree_leaves, tree_map
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 _aten = torch.ops.aten
@@ -212,7 +213,7 @@ class HostShard(Tensor):
             return _view(func, args, kwargs)
         if (written := written_by(func, args, kwargs)) is not None:
             return _change(func, args, kwargs, written)
-        if func is to_copy and torch.device(kwargs.get("device") or "meta").type == "cpu":
+        if func is TO_COPY and torch.device(kwargs.get("device") or "meta").type == "cpu":
             return func(args[0].host, **kwargs)
         return func(*_to_device(args), **_to_device(kwargs))
 

@@ -1,13 +1,19 @@
-"""What torch.distributed is asked about processes: how they meet, wait and agree. Every front end asks it here.
+"""Processes that train one model: how they meet, agree, exchange objects and end. Every front end asks it here.
 
-A process is one of ``world size`` ranks, each with one device. Functions here need the process group to be up.
+A process is one of ``world size`` ranks, each with one device. Most functions here need the process group to be up.
 """
 
 import atexit
+import os
+import pickle
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,22 +21,13 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.sharding.gloo_threads import wait_for_gloo
-from lightning_cxl.sharding.torch_private import set_timeout_s, timeout_s
-
-atexit.register(wait_for_gloo)
-
-
-@atexit.register  # runs before `wait_for_gloo`
-def leave_nccl() -> None:
-    """End the process group of a process that ends well: threads of NCCL's would meet a driver that is gone."""
-    if dist.is_initialized() and "nccl" in dist.get_backend_config() and not hasattr(sys, "last_value"):
-        dist.destroy_process_group()
-
+from lightning_cxl.errors import LightningCXLError, UnsupportedError
+from lightning_cxl.torch_private import GLOO_THREAD, set_timeout_s, timeout_s
 
 REPLICATE, SHARD = "replicate", "shard"
 """The dimensions of a mesh: ranks along `SHARD` hold one copy of the training state together."""
+
+_T = TypeVar("_T")
 
 
 def backend_for(device: torch.device) -> str:
@@ -126,3 +123,140 @@ def reduce(tensor: Tensor, group: Any = None, op: Any = "mean") -> Tensor:
         return tensor
     mean = tensor / dist.get_world_size(group)
     return tensor.copy_(mean)
+
+
+def on_all_ranks(step: Callable[[], _T], group: Any = None) -> list[_T]:
+    """Do a step on all ranks of a group, and return what it gives on each, in the order of the ranks.
+
+    Whatever the step raises, and whatever it returns, this rank answers the others: they would wait for it.
+
+    Args:
+        step: what it returns is pickled. It exchanges nothing with other ranks: they would wait for a rank that fails.
+        group: can exchange objects of the host; None is all ranks, also where this process is on its own.
+    """
+    if group is None and not dist.is_initialized():
+        return [step()]
+    error: BaseException | None = None
+    try:
+        mine = _Answer(pickle.dumps(step()))
+    except BaseException as raised:
+        error, mine = raised, _Answer.of(raised)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    try:
+        if error is not None and not isinstance(error, LightningCXLError):
+            raise error
+        for rank, answer in enumerate(found):
+            if answer.text is not None:
+                raise answer.kind(f"rank {rank} of the group: {answer.text}") from error
+    finally:
+        error = None  # its traceback leads to this frame: what the step has made would stay until a collection
+    return [pickle.loads(answer.result) for answer in found]
+
+
+class _Answer(NamedTuple):
+    """What a rank tells the others. Not every result or error can be sent: bytes and text can."""
+
+    result: bytes = b""
+    kind: type[LightningCXLError] = LightningCXLError
+    text: str | None = None
+    """Of the error; None where there is none."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> "_Answer":
+        if isinstance(error, LightningCXLError):
+            return cls(kind=type(error), text=str(error))
+        return cls(text=f"{type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The machines of a job.
+
+    Args:
+        of_rank: the number of the machine of each rank; machines are numbered in the order of their first ranks.
+    """
+
+    of_rank: tuple[int, ...]
+
+    @classmethod
+    def of(cls, names: Sequence[tuple[str, str]]) -> "Machines":
+        """Return the machines of ranks that know them under these names."""
+        numbers: dict[tuple[str, str], int] = {}
+        return cls(tuple(numbers.setdefault(each, len(numbers)) for each in names))
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return max(self.of_rank) + 1
+
+    def num_ranks_beside(self, rank: int) -> int:
+        """Return how many ranks run on the machine of a rank, that one too."""
+        return self.of_rank.count(self.of_rank[rank])
+
+    def local_rank(self, rank: int) -> int:
+        """Return the number of a rank among those of its machine."""
+        return self.of_rank[:rank].count(self.of_rank[rank])
+
+    def num_ranks_of_each(self) -> int:
+        """Return how many ranks each machine has, where a mesh is to have a copy of the state on each."""
+        num, rest = divmod(len(self.of_rank), self.count)
+        if rest or self.of_rank != tuple(rank // num for rank in range(len(self.of_rank))):
+            raise UnsupportedError(
+                "`replicate_machines` needs as many processes on each machine, numbered one after the other there, and "
+                f"the machines of the ranks are {list(self.of_rank)}: start them so (`srun --distribution=block`), or "
+                "leave the option out"
+            )
+        return num
+
+
+def find_machines() -> Machines:
+    """Return the machines of all ranks, as these find themselves. Every rank calls this."""
+    return Machines.of(on_all_ranks(_own_names))
+
+
+def _own_names(root: Path = Path("/")) -> tuple[str, str]:
+    """Return the boot id and the host name. Containers of a machine count as machines: each has limits of its own."""
+    try:
+        return (root / "proc/sys/kernel/random/boot_id").read_text().strip(), os.uname().nodename
+    except OSError as error:
+        raise UnsupportedError(
+            f"the kernel does not say on which machine this process runs: {error}. Show the process its /proc"
+        ) from error
+
+
+_CHECKS = 3  # a thread that sleeps until it gets the lock has it by the next check, as the pause gives the lock up
+_PAUSE = 0.01  # seconds
+_PATIENCE = 5.0  # seconds; a collective that other ranks never join costs none, for its thread sleeps
+
+
+# A thread of gloo that drops the last reference to a tensor of Python's needs the interpreter's lock. When Python ends,
+# it stops a thread that waits for that lock, and C++ answers with "terminate called without an active exception": a run
+# that has done all its work fails, with SIGABRT (torch 2.13; https://github.com/pytorch/pytorch/pull/179291).
+# Destroying the process group is no remedy: whatever still holds the group, as a device mesh does, keeps the threads.
+# Not covered is a collective that nobody has waited for, and one that Python runs after this, as it ends.
+@atexit.register
+def _wait_for_gloo() -> None:
+    """Wait until no thread of gloo runs, or waits for the interpreter's lock. For `atexit`."""
+    deadline, quiet = time.monotonic() + _PATIENCE, 0
+    while quiet < _CHECKS and time.monotonic() < deadline and (states := _gloo_states()):
+        quiet = quiet + 1 if set(states) == {"S"} else 0
+        time.sleep(_PAUSE)
+
+
+def _gloo_states() -> list[str]:
+    """Return what gloo's threads do, in the kernel's letters: "S" sleep, "R" run or wait for a core."""
+    found = []
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            name, _, rest = (thread / "stat").read_text().partition("(")[2].rpartition(")")
+            if name == GLOO_THREAD:
+                found.append(rest.split()[0])
+    return found
+
+
+@atexit.register  # runs before `_wait_for_gloo`
+def leave_nccl() -> None:
+    """End the process group of a process that ends well: threads of NCCL's would meet a driver that is gone."""
+    if dist.is_initialized() and "nccl" in dist.get_backend_config() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from lightning_cxl.sharding.host_shard import HostShard
-from lightning_cxl.sharding.torch_private import gathered_together, put_shard
 from lightning_cxl.streaming.unit_weights import Home, aligned_nbytes
+from lightning_cxl.torch_private import gathered_together, put_shard
 from lightning_cxl.transfer.engine import TransferEngine
 
 

@@ -27,8 +27,7 @@ from lightning_cxl.errors import CheckpointError, UnsupportedError
 from lightning_cxl.memory.heap import HeapTrimmer
 from lightning_cxl.memory.resource import Buffer, pages_of_file
 from lightning_cxl.sharding.host_shard import SHAPE_ALONE, made_like, shape_of
-from lightning_cxl.sharding.torch_private import make_wrapper, no_torch_function, written_by
-from lightning_cxl.torch_private import tree_leaves, tree_map
+from lightning_cxl.torch_private import make_wrapper, no_torch_function, tree_leaves, tree_map, written_by
 
 # ----------------------------------------------------------------------------------------------------
 # Weights that several processes leave in their files until the model is cut, so that each reads its part alone.

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from lightning_cxl.errors import TierFullError, UnsupportedError
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run.session import Session
-from lightning_cxl.sharding.agreement import on_all_ranks
 from lightning_cxl.sharding.fsdp import cut, place_shards
+from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.streaming.units import find_units
 from tests.distributed import training
 from tests.distributed.training import Job

@@ -5,20 +5,20 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_cxl.memory.resource import Buffer, PoolResource
 from lightning_cxl.run.session import Session
-from lightning_cxl.sharding import exchange_memory
-from lightning_cxl.sharding.exchange_memory import PooledCollective, pooled_exchanges
-from lightning_cxl.sharding.fsdp import cut
-from lightning_cxl.sharding.torch_private import fsdp_units
+from lightning_cxl.sharding import fsdp
+from lightning_cxl.sharding.fsdp import PooledCollective, cut, pooled_exchanges
 from lightning_cxl.streaming.units import find_units
+from lightning_cxl.torch_private import collectives_of, has_default_collectives
 from tests.distributed.training import Job, make_model
 
 CPU = torch.device("cpu")
 
 
-class Counting(exchange_memory._Pages):
+class Counting(fsdp._Pages):
     """Counts the bytes that it has been asked for."""
 
     nbytes = 0
@@ -33,11 +33,11 @@ class Own(PooledCollective):
 
     def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return memory of its own."""
-        return self._collective.allocate(*args, **kwargs)
+        return self.collective.allocate(*args, **kwargs)
 
 
 def test_memory_is_used_again() -> None:
-    collective = PooledCollective(None, PoolResource(exchange_memory._Pages()))
+    collective = PooledCollective(None, PoolResource(fsdp._Pages()))
     first = collective.allocate((3, 5), dtype=torch.bfloat16, device=CPU)
     assert (first.shape, first.dtype) == ((3, 5), torch.bfloat16)
     view, address = first[1:], first.data_ptr()
@@ -49,7 +49,7 @@ def test_memory_is_used_again() -> None:
 
 def test_a_forked_child_does_not_keep_what_is_given_back() -> None:
     """Pages that processes share have a file in the kernel's list; those of this process alone have none."""
-    pages = exchange_memory._Pages().allocate(1 << 20)
+    pages = fsdp._Pages().allocate(1 << 20)
     (line,) = (
         each for each in Path("/proc/self/maps").read_text().splitlines()
         if int(each.split("-")[0], 16) <= pages.address < int(each.split("-")[1].split()[0], 16)
@@ -59,21 +59,21 @@ def test_a_forked_child_does_not_keep_what_is_given_back() -> None:
 
 def train(steps: int) -> dict[str, Any]:
     """Return what a model asks the OS for in its first step and later, and its collectives inside and outside."""
-    exchange_memory._Pages, Counting.nbytes = Counting, 0  # type: ignore[misc]
+    fsdp._Pages, Counting.nbytes = Counting, 0  # type: ignore[misc]
     model = make_model(Job())
     cut(model, find_units(model), init_device_mesh("cpu", (2,)), Session().host_on(CPU).engine)
-    units = fsdp_units(model)
-    own = Own(units[0].reduce, PoolResource(exchange_memory._Pages()))
-    units[0].exchange_by(units[0].gather, own)
+    units = [each for each in model.modules() if isinstance(each, FSDPModule) and collectives_of(each)[0]]
+    own = Own(collectives_of(units[0])[1], PoolResource(fsdp._Pages()))
+    units[0].set_custom_reduce_scatter(own)
     asked = []
     with pooled_exchanges(model):
-        inside = [type(unit.gather).__name__ for unit in units]
+        inside = [type(collectives_of(unit)[0]).__name__ for unit in units]
         for _ in range(steps):
             tokens = torch.ones(1, 8, dtype=torch.long)
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
             model.zero_grad()
             asked.append(Counting.nbytes)
-    after = units[0].reduce is own and all(unit.exchanges_by_default for unit in units[1:])
+    after = collectives_of(units[0])[1] is own and all(map(has_default_collectives, units[1:]))
     return {"inside": inside, "after": after, "asked": asked}
 
 

@@ -50,7 +50,7 @@ from lightning_cxl.run.host import Host
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.sharded_checkpoint import TIED, AsyncSaves, is_sharded_checkpoint, optimizer_tensors, save
 from lightning_cxl.run.state_on_ssd import KEY, StateOnSsd, check_together
-from lightning_cxl.sharding.agreement import on_all_ranks
+from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.torch_private import UNSCALE, step_hooks
 from lightning_cxl.updates.adoption import repoint_scheduler
 from lightning_cxl.weights.load import refuse_unready

@@ -10,7 +10,7 @@ PAIRS_OF_RANKS = """
 import array, datetime, os, sys, time
 import torch
 import torch.distributed as dist
-from lightning_cxl.sharding import gloo_threads, processes
+from lightning_cxl.sharding import processes
 
 
 class Slow:
@@ -25,7 +25,7 @@ def rank(number, folder):
     mesh = processes.make_mesh(torch.device("cpu"), 1, 2, replicate=False)
     dist.barrier()
     end = time.monotonic() + 60
-    while len(gloo_threads._states()) < 2:  # each names itself as it begins
+    while len(processes._gloo_states()) < 2:  # each names itself as it begins
         assert time.monotonic() < end
     sys.setswitchinterval(1000)  # as good as never: no other thread gets the interpreter's lock from a loop
     values = array.array("f", [1]) * 5_000_000

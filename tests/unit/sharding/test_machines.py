@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.sharding.machines import Machines
+from lightning_cxl.sharding.processes import Machines
 
 
 def machines(names):

@@ -24,7 +24,8 @@ GROUPS_OF_A_MESH = """
 import datetime, sys
 import torch
 import torch.distributed as dist
-from lightning_cxl.sharding import processes, torch_private
+from lightning_cxl import torch_private
+from lightning_cxl.sharding import processes
 
 limit = datetime.timedelta(seconds=77)
 meeting = f"file://{sys.argv[2]}/meeting"
