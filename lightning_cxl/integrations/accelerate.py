@@ -34,7 +34,6 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.devices.device_type import process_device_type
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.inventory.workload import Loop
-from lightning_cxl.run import loop_files
 from lightning_cxl.run.checkpoint_file import load_file, remove
 from lightning_cxl.run.cutting import cut_for, follow, taking_whole, whole_state
 from lightning_cxl.run.session import Session
@@ -352,7 +351,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         own = on_all_ranks(lambda: own)[0]
         for index, (model, with_weights) in enumerate(zip(models, own, strict=True)):
             path, adopted = _folder(location, index), self.offload.optimizers_of(model)
-            loop_files.save(path, model, adopted, self.offload, {}, weights=with_weights)
+            self.offload.save_folder(path, model, adopted, weights=with_weights)
         return location
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -386,7 +385,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
                 path, asked = _folder(folder, index), any(each is model for each in left)
                 if is_sharded_checkpoint(path):
                     numbered = dict(enumerate(self.offload.optimizers_of(model)))
-                    loop_files.load(path, model, numbered, self.offload, strict=True, weights=asked)
+                    self.offload.load_folder(path, model, numbered, strict=True, weights=asked)
                 elif asked:
                     load_whole(Path(folder), index, model)
 

@@ -30,7 +30,6 @@ from lightning_cxl.integrations.lightning.lightning_api import (
     FabricParallelStrategy,
 )
 from lightning_cxl.inventory.workload import Loop
-from lightning_cxl.run import loop_files
 from lightning_cxl.run.cutting import cut_for, cut_state
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.state_on_ssd import KEY
@@ -304,13 +303,15 @@ def _save_folder(path: Path, state: Mapping[str, Any], loop: UserLoop) -> None:
         if key not in models and key not in optimizers
     }
     names = {"model": next(iter(models)), "optimizers": list(optimizers)}
-    loop_files.save(path, model, list(optimizers.values()), loop, {**rest, KEY: {_KEYS: names}})
+    loop.save_folder(path, model, list(optimizers.values()), {**rest, KEY: {_KEYS: names}})
 
 
 def _load_folder(path: Path, state: Any, loop: UserLoop, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
     """Load objects from a folder; return what is in it beside them."""
+    from lightning_cxl.run.sharded_reading import ShardedCheckpoint  # imports torch's checkpoints
+
     if isinstance(state, nn.Module):
-        loop_files.load(path, state, {}, loop, strict=strict, weights_only=weights_only)
+        loop.load_folder(path, state, {}, strict=strict, weights_only=weights_only)
         return {}
     models = {key: each for key, each in (state or {}).items() if isinstance(each, nn.Module)}
     optimizers = {key: each for key, each in (state or {}).items() if isinstance(each, Optimizer)}
@@ -319,15 +320,15 @@ def _load_folder(path: Path, state: Any, loop: UserLoop, *, strict: bool, weight
             f"checkpoint `{path}` is of one model, and {len(models)} are to be loaded ({', '.join(models) or 'none'}): "
             "give `fabric.load` the model, alone or with its optimizers"
         )
-    rest, own = loop_files.read_rest(path, weights_only=weights_only)
-    known = own.get(_KEYS) or {"model": "state_dict", "optimizers": []}
+    rest = ShardedCheckpoint(path).rest(weights_only=weights_only)
+    known = (rest.pop(KEY, None) or {}).get(_KEYS) or {"model": "state_dict", "optimizers": []}
     missing = [key for key in state if key not in (known["model"], *known["optimizers"], *rest)]
     if missing and strict:
         have = (known["model"], *known["optimizers"], *rest)
         raise CheckpointError(f"checkpoint `{path}` has no `{missing[0]}`; it has {', '.join(map(repr, have))}")
     (model,) = models.values()
     numbered = {known["optimizers"].index(key): each for key, each in optimizers.items() if key in known["optimizers"]}
-    loop_files.load(path, model, numbered, loop, strict=strict, weights_only=weights_only)
+    loop.load_folder(path, model, numbered, strict=strict, weights_only=weights_only)
     for key, each in list(state.items()):
         if key in rest and key not in models and key not in optimizers:
             value = rest.pop(key)

@@ -28,7 +28,6 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.integrations.accelerate import CXLAccelerator, Options
 from lightning_cxl.inventory.workload import Loop
-from lightning_cxl.run import loop_files
 from lightning_cxl.run.checkpoint_file import load_file, remove
 from lightning_cxl.run.cutting import taking_whole, whole_state
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
@@ -149,7 +148,7 @@ class ShardedTrainer:
             return
         offload = self.accelerator.offload
         path = _folder(output_dir)
-        loop_files.save(path, self.model, offload.optimizers_of(self.model), offload, {}, weights=False)
+        offload.save_folder(path, self.model, offload.optimizers_of(self.model), weights=False)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
@@ -159,7 +158,7 @@ class ShardedTrainer:
         if is_sharded_checkpoint(_folder(checkpoint)):
             offload = self.accelerator.offload
             numbered = dict(enumerate(offload.optimizers_of(self.model)))
-            loop_files.load(_folder(checkpoint), self.model, numbered, offload, strict=True, weights=False)
+            offload.load_folder(_folder(checkpoint), self.model, numbered, strict=True, weights=False)
         elif is_cut(self.model) and os.path.isfile(path := os.path.join(checkpoint, OPTIMIZER_NAME)):
             # transformers would read the state of the whole model onto every device; a mapped file has its pages once
             self.optimizer.load_state_dict(load_file(Path(path), "cpu", True))

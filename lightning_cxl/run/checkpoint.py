@@ -123,7 +123,6 @@ def load_optimizers(
 
 def load_folder(
     folder: "ShardedCheckpoint",
-    own: Mapping[str, Any],
     optimizers: Sequence[Optimizer],
     masters: MasterWeights | None,
     name_of: Callable[[torch.Tensor], str],

@@ -16,13 +16,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.gradients.guard import HostUnscale, ReplacedMethod
 from lightning_cxl.inventory.workload import Loop
 from lightning_cxl.optim.cpu_adam import CPUAdam
@@ -32,7 +33,10 @@ from lightning_cxl.run.cutting import follow
 from lightning_cxl.run.residence import bring_to_host
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import Session
-from lightning_cxl.run.state_on_ssd import KEY
+from lightning_cxl.run.sharded_checkpoint import optimizer_tensors
+from lightning_cxl.run.sharded_checkpoint import save as save_together
+from lightning_cxl.run.state_on_ssd import KEY, check_together
+from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.streaming.unit_weights import peek
 from lightning_cxl.torch_private import (
     MOVE,
@@ -321,6 +325,76 @@ class UserLoop:
         raise ConfigError(
             f"this {type(optimizer).__name__} was not prepared: give it to `prepare` or `setup` with its model"
         )
+
+    # -- a folder for each model, written by several processes: [Note: Sharded checkpoints] --------------------------
+
+    def save_folder(
+        self,
+        path: Path,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        rest: Mapping[str, Any] | None = None,
+        *,
+        weights: bool = True,
+    ) -> None:
+        """Write a model and its optimizers, on all processes together.
+
+        Args:
+            rest: what is no tensor; under our key more for our entry.
+        """
+        tensors: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        rest = rest or {}
+        for index, optimizer in enumerate(optimizers):
+            run = self.run_of(optimizer)
+            on_all_ranks(run.wait_for_updates)  # a drive of one may fail
+            run.adopt_joined()
+            check_together(run.on_ssd)
+            tensors[f"optimizer_{index}"] = optimizer_tensors(optimizer, run.masters.name_of)
+            own = entry_of(optimizers, run.masters, run.num_received)
+        masters = own.pop("master_weights", None)
+        if masters:
+            tensors[KEY] = {"master_weights": masters}
+        if weights:
+            tensors["state_dict"] = model.state_dict()
+        save_together(path, tensors, {**rest, KEY: {**rest.get(KEY, {}), **own}})
+
+    def load_folder(
+        self,
+        path: Path,
+        model: nn.Module,
+        optimizers: Mapping[int, Optimizer],
+        *,
+        strict: bool,
+        weights: bool = True,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Load a model and its optimizers, each process what it has of them.
+
+        Args:
+            optimizers: of it, as `prepare` gave them back, by their number in the checkpoint. INOUT.
+            strict: whether the names of weights must be the same here and there.
+        """
+        from lightning_cxl.run.sharded_reading import ShardedCheckpoint  # imports torch's checkpoints
+
+        folder = ShardedCheckpoint(path)
+        own = folder.rest(weights_only=weights_only).get(KEY) or {}
+        if any(index >= folder.num_optimizers for index in optimizers):
+            raise CheckpointError(
+                f"checkpoint `{path}` has state of {folder.num_optimizers} optimizers, and {len(optimizers)} are to be "
+                "loaded: make those that were saved, in the same order"
+            )
+        if weights:
+            folder.read_weights(model, strict=strict)
+        for index, optimizer in optimizers.items():
+            run = self.run_of(optimizer)
+            run.adopt_joined()
+            folder.optimizer(index, optimizer, run.masters.name_of)
+            run.rehome_state(optimizer)
+            run.num_received = own.get("num_gradients", 0)
+        for run in {id(run): run for run in map(self.run_of, optimizers.values())}.values():
+            saved = folder.masters({pair.name: pair.master for pair in run.masters})
+            restore_masters(saved, run.masters, run.optimizers)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

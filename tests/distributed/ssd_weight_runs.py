@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_cxl.errors import LightningCXLError
 from lightning_cxl.inventory.workload import Loop
-from lightning_cxl.run import loop_files
 from lightning_cxl.run.cutting import whole_state
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop
@@ -84,10 +83,10 @@ def save_and_resume(job: Job, resumed: Job, path: Path) -> tuple[list[float], We
     """Save after two steps and go on in another training; return its losses and weights."""
     with trained(job) as first:
         first.steps(0, 2)
-        loop_files.save(path, first.model, first.optimizers, first.loop, {})
+        first.loop.save_folder(path, first.model, first.optimizers)
         first.steps(2, 3)
     with trained(resumed) as second:
-        loop_files.load(path, second.model, dict(enumerate(second.optimizers)), second.loop, strict=True)
+        second.loop.load_folder(path, second.model, dict(enumerate(second.optimizers)), strict=True)
         return second.steps(2, 4), second.whole()
 
 
@@ -132,7 +131,7 @@ def save_what_is_damaged(job: Job, folder: Path, path: Path) -> str:
         if training_.rank == 1:
             damage(folder / "rank-1")
         try:
-            loop_files.save(path, training_.model, training_.optimizers, training_.loop, {})
+            training_.loop.save_folder(path, training_.model, training_.optimizers)
         except LightningCXLError as error:
             return f"{type(error).__name__}: {error}"
     return "none"

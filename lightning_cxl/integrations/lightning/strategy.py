@@ -383,7 +383,7 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         optimizers, name_of = [unwrap(optimizer) for optimizer in self.optimizers], self._name_of()
         folder = checkpoint.folder if isinstance(checkpoint, ckpt.LoadedCheckpoint) else None
         if folder is not None:
-            ckpt.load_folder(folder, own, optimizers, None if run is None else run.masters, name_of)
+            ckpt.load_folder(folder, optimizers, None if run is None else run.masters, name_of)
         else:
             ckpt.load_optimizers(optimizers, checkpoint["optimizer_states"], own, name_of, self._on_ssd)
         if isinstance(run, Run):
