@@ -30,7 +30,7 @@ from lightning_cxl.integrations.lightning.lightning_api import STRATEGY_REGISTRY
 from lightning_cxl.integrations.lightning.strategy import CXLOffloadStrategy
 from lightning_cxl.machine.machine import Machine, MachineTier, load_machine
 from lightning_cxl.machine.topology import Node, Tier, TierKind, Topology
-from lightning_cxl.memory.api import empty, host_allocation, residency
+from lightning_cxl.memory.hook import empty, host_allocation, residency
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.placement.decorators import tier
 from lightning_cxl.placement.placement import Placement, PlacementPolicy, PlacementRequest, RoleHomePolicy, TensorRole

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_cxl.storage.system import System
+from lightning_cxl.storage.drive import System
 
 BLOCK = 4096
 FAULTS = ("EIO", "ENOSPC", "EROFS", "short", "none moved", "flip", "late", "behind the next", "vanish", "EIO for good")

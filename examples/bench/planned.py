@@ -34,12 +34,12 @@ from results import Results, machine, print_columns
 from torch.utils.data import DataLoader
 
 import lightning_cxl
-from lightning_cxl.commands.planned_model import loss_on_meta
+from lightning_cxl.commands.plan import loss_on_meta
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.inventory.dry_run import measure
 from lightning_cxl.inventory.inventory import list_tensors
-from lightning_cxl.inventory.workload import Workload
+from lightning_cxl.inventory.tensors import Workload
 from lightning_cxl.planning.job import model_job
 
 STEPS = 2

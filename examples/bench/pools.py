@@ -23,7 +23,7 @@ from results import Results, machine, print_columns
 from torch import nn
 
 from lightning_cxl.commands.parsers import check_target
-from lightning_cxl.commands.planned_model import model_on_meta
+from lightning_cxl.commands.plan import model_on_meta
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.native import _cpu
 from lightning_cxl.streaming.units import find_units

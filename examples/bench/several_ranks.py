@@ -44,7 +44,7 @@ from sharded_contenders import CONTENDERS, KEPT, SHAPES, TOKENS, Step, compile_d
 from torch import nn
 
 from lightning_cxl.commands.calibrate import cpu_seconds, others_fraction
-from lightning_cxl.inventory.workload import Mesh
+from lightning_cxl.inventory.tensors import Mesh
 from lightning_cxl.planning.job import exchanges, groups_of
 from lightning_cxl.streaming.units import find_units
 

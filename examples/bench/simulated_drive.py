@@ -21,8 +21,7 @@ import threading
 import time
 from pathlib import Path
 
-from lightning_cxl.storage.drive import HEAD_BYTES
-from lightning_cxl.storage.system import System, Views
+from lightning_cxl.storage.drive import HEAD_BYTES, System, Views
 
 _LATENCY_S = 80e-6  # of one request, what reads of a data-centre drive take
 _FIXED, _POPULATE_READ = 0x10, 22  # MAP_FIXED, MADV_POPULATE_READ

@@ -164,8 +164,7 @@ def move(state: str, size: str, steps: int, folder: Path) -> None:
     """Write and read records, as large as those of the run, in turn."""
     from lightning_cxl.config import OffloadConfig
     from lightning_cxl.inventory.inventory import list_tensors
-    from lightning_cxl.inventory.tensors import records_of
-    from lightning_cxl.inventory.workload import Workload
+    from lightning_cxl.inventory.tensors import Workload, records_of
     from lightning_cxl.memory.resource import Buffer
     from lightning_cxl.native._numa import Mapping
     from lightning_cxl.storage.store import Store

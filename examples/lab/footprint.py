@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.inventory.workload import Overlap
+from lightning_cxl.inventory.tensors import Overlap
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.job import Job, MemoryClass, Move
-from lightning_cxl.weights.model_names import SHAPES
+from lightning_cxl.weights.hf import SHAPES
 
 State = Literal["fp32", "bf16", "8bit"]
 """How momentum and variance are kept."""

@@ -28,8 +28,8 @@ from schedule.paper import CLAIMS, MODELS, OUR_LAYOUT, PAPER_LAYOUT, THROUGHPUT_
 from lightning_cxl.machine.machine import Machine
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.compare import PolicyPlan, compare, dram_only_time
 from lightning_cxl.planning.job import Job
+from lightning_cxl.planning.policies import PolicyPlan, compare, dram_only_time
 from lightning_cxl.planning.step import StepTime
 
 NAIVE, PAPERS, OURS = POLICIES = ("interleave", "latency_first", "bandwidth")

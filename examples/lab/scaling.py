@@ -17,8 +17,7 @@ from typing import Any
 import bench_path  # noqa: F401  # where `results` is
 from results import print_columns
 
-from lightning_cxl.commands.plan import bound_by, make_plan
-from lightning_cxl.commands.planned_model import PlannedModel, Settings
+from lightning_cxl.commands.plan import PlannedModel, Settings, bound_by, make_plan
 from lightning_cxl.machine.machine import Machine, load_machine
 from lightning_cxl.units import format_bytes
 

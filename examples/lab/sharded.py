@@ -20,7 +20,7 @@ from schedule.sharded import ShardedUnits, simulate
 from simulation.links import HostTraffic, Links
 from simulation.machine_links import links_of
 
-from lightning_cxl.inventory.workload import Mesh
+from lightning_cxl.inventory.tensors import Mesh
 from lightning_cxl.machine.machine import Machine, load_machine
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.job import Group, Job, MemoryClass, Move, exchanges

@@ -34,7 +34,7 @@ from lightning_cxl.integrations.lightning.lightning_api import (
     Trainer,
 )
 from lightning_cxl.units import format_bytes
-from lightning_cxl.weights.model_names import require_model
+from lightning_cxl.weights.hf import require_model
 
 _EXAMPLE = "--config examples/configs/finetune_stdlib.yaml"
 _NO_MODEL = """a model is needed: a hub id or a folder, or a file with options. For example:

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import GradientOverflowError, LightningCXLWarning
 from lightning_cxl.gradients.meter import GradientMeter
-from lightning_cxl.optim.clipping import gradients
-from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.cpu_adam import CPUAdam, gradients
 from lightning_cxl.shards import first_over_processes
 from lightning_cxl.torch_private import unscale
 

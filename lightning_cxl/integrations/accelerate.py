@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.devices.device_type import process_device_type
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
-from lightning_cxl.inventory.workload import Loop
+from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.checkpoint_file import load_file, remove
 from lightning_cxl.run.cutting import cut_for, follow, taking_whole, whole_state
 from lightning_cxl.run.session import Session

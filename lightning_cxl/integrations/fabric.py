@@ -29,7 +29,7 @@ from lightning_cxl.integrations.lightning.lightning_api import (
     FabricLauncher,
     FabricParallelStrategy,
 )
-from lightning_cxl.inventory.workload import Loop
+from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.cutting import cut_for, cut_state
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.state_on_ssd import KEY
@@ -308,7 +308,7 @@ def _save_folder(path: Path, state: Mapping[str, Any], loop: UserLoop) -> None:
 
 def _load_folder(path: Path, state: Any, loop: UserLoop, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
     """Load objects from a folder; return what is in it beside them."""
-    from lightning_cxl.run.sharded_reading import ShardedCheckpoint  # imports torch's checkpoints
+    from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint  # imports torch's checkpoints
 
     if isinstance(state, nn.Module):
         loop.load_folder(path, state, {}, strict=strict, weights_only=weights_only)

@@ -15,19 +15,23 @@ the size of a micro-batch; else the first forward of the run tells it.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
-from torch.optim import AdamW, Optimizer
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.inventory.asked import AskedTiers
+from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.inventory.dry_run import DryRun, estimate, known_parameters, units_of
-from lightning_cxl.inventory.state import sensitive_parameters, state_tensors
 from lightning_cxl.inventory.tensors import (
     GRADIENTS,
     HostTensor,
+    Overlap,
     PlannedRecord,
     StreamedUnit,
+    Workload,
     gradients_at_once,
     grouped,
     of_machine,
@@ -38,14 +42,190 @@ from lightning_cxl.inventory.tensors import (
     widened_gradients,
     with_slots,
 )
-from lightning_cxl.inventory.workload import Overlap, Workload
 from lightning_cxl.optim.cpu_adam import Precisions
+from lightning_cxl.optim.masters import master_dtype, needs_master
+from lightning_cxl.optim.number_formats import MasterForm
+from lightning_cxl.placement.decorators import ModuleTiers
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.placement.rules import ModuleTiers
 from lightning_cxl.shards import is_sharded, local
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.unit_weights import piece_nbytes, tensors_by_parameter
 from lightning_cxl.streaming.units import NamedUnits, find_units, streamable
+
+# ----------------------------------------------------------------------------------------------------
+# `AskedTiers`: the tiers that decorators and rules ask for, for the parameters and units of one model.
+
+_PARAMETER_ROLES = [role for role in TensorRole if role not in (TensorRole.ACTIVATIONS, TensorRole.STAGING)]
+
+
+class AskedTiers:
+    """The names of parameters, which modules own them, and what is asked for those modules."""
+
+    def __init__(self, model: nn.Module, tiers: ModuleTiers) -> None:
+        self._tiers = tiers
+        self._owners: dict[int, list[str]] = {}
+        self.names: dict[int, str] = {}
+        """First name of every parameter, by the parameter's id."""
+        self.read(model)
+
+    def read(self, model: nn.Module) -> None:
+        """Learn names and owners of the parameters that a model has now."""
+        self._owners.clear()
+        self.names.clear()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+            self.names.setdefault(id(parameter), name)
+        for parameter_id, owners in self._owners.items():
+            if len(owners) > 1:
+                self._check_shared(self.names[parameter_id], owners)
+
+    def lookup(
+        self, owner: Tensor | str, role: TensorRole, *, may_leave: bool = False, why_not: str = ""
+    ) -> tuple[str | None, str]:
+        """Return the tier that is asked for, and who asks; None and an empty text where nobody does.
+
+        Args:
+            owner: a parameter, or the name of a unit for its inputs.
+            may_leave: whether the tier `ssd` can hold it. If not, and that is asked for, the tier is None, with the
+                reason.
+            why_not: why weights that are cut over processes cannot lie there.
+        """
+        owners = [owner] if isinstance(owner, str) else self._owners.get(id(owner), [""])
+        for tier, source in (self._tiers.lookup(module, role) for module in owners):
+            if tier == SSD and not may_leave:
+                return None, self._why_in_memory(owner, role, source, why_not)
+            if tier is not None or source:
+                return tier, source
+        return None, ""
+
+    def _why_in_memory(self, owner: Tensor | str, role: TensorRole, source: str, why_not: str) -> str:
+        name = owner if isinstance(owner, str) else self.names.get(id(owner), "")
+        if role is TensorRole.COMPUTE_WEIGHTS:
+            if why_not and not isinstance(owner, str) and is_sharded(owner):
+                raise UnsupportedError(f"{source} asks for weights of `{name}` on tier {SSD!r}, and {why_not}")
+            return (
+                f"{source} asks for {SSD}, and only weights of units that stream can lie there, if no other optimizer "
+                f"than `CPUAdam` writes them"
+            )
+        if role is not TensorRole.MASTER_WEIGHTS:
+            raise UnsupportedError(
+                f"{source} asks for {role.value} of `{name}` on tier {SSD!r}, and its optimizer keeps that itself. "
+                f"Only state of `CPUAdam` can lie there: use torch's Adam or AdamW with cpu_adam=True, or another tier"
+            )
+        return (
+            f"{source} asks for {SSD}, and copies of weights stay in memory: of bfloat16 weights, master='split' puts "
+            f"what masters have beyond them there"
+        )
+
+    def _check_shared(self, name: str, owners: Sequence[str]) -> None:
+        for role in _PARAMETER_ROLES:
+            asked = {owner: wish for owner in owners if (wish := self._tiers.lookup(owner, role))[0] is not None}
+            if len({tier for tier, _ in asked.values()}) > 1:
+                text = " and ".join(f"`{owner}` on tier {tier!r} ({source})" for owner, (tier, source) in asked.items())
+                raise ConfigError(
+                    f"parameter `{name}` is shared between modules that ask for different tiers for {role.name}: "
+                    f"{text}. Give both the same tier."
+                )
+
+
+# ----------------------------------------------------------------------------------------------------
+# `state_tensors`: masters, gradients and optimizer state of every parameter that an optimizer updates.
+
+_FIXED: dict[type[Optimizer], int] = {Adadelta: 2, Adagrad: 1, Adamax: 2, ASGD: 1, NAdam: 2, RAdam: 2, Rprop: 2}
+
+
+def num_state_tensors(optimizer: Optimizer, group: dict[str, Any]) -> int:
+    """Return how many tensors of a parameter's size its state has; 0 for classes that are not torch's.
+
+    Adafactor keeps less than one, LBFGS a history that is shared by all; both count as 0 as well.
+    """
+    if isinstance(optimizer, Adam):  # AdamW too
+        return 3 if group.get("amsgrad") else 2
+    if isinstance(optimizer, SGD):
+        return 1 if group.get("momentum") else 0
+    if isinstance(optimizer, RMSprop):
+        return 1 + bool(group.get("momentum")) + bool(group.get("centered"))
+    return next((count for kind, count in _FIXED.items() if isinstance(optimizer, kind)), 0)
+
+
+def sensitive_parameters(model: nn.Module) -> dict[Tensor, None]:
+    """Return the parameters of embeddings and norms, as keys: told apart by identity, also in a copy or a pickle.
+
+    As bitsandbytes recommends (arXiv:2110.02861, section 2.3): rows of an embedding that are rarely used have gradients
+    of another size than their neighbours in a block. Norms are told by their class name, as every model family
+    has its own.
+    """
+    return {
+        parameter: None
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or "Norm" in type(module).__name__
+        for parameter in module.parameters(recurse=False)
+    }
+
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def state_tensors(
+    optimizers: Iterable[Optimizer],
+    precisions: Precisions,
+    config: OffloadConfig,
+    *,
+    accumulates: bool,
+    on_host: Callable[[torch.Tensor], bool],
+) -> list[HostTensor]:
+    """Return masters, gradients and, for CPUAdam, its state; each parameter and role once.
+
+    Master weights of one parameter may be two tensors: a copy, and in `CPUAdam`'s state their lower halves.
+
+    Args:
+        precisions: in which masters and moments will be kept; has considered the optimizers.
+    """
+    found: dict[tuple[int, TensorRole, bool], HostTensor] = {}
+    for optimizer in optimizers:
+        for group, parameter in ((each, p) for each in optimizer.param_groups for p in each["params"]):
+            if is_lazy(parameter):
+                continue
+            form = precisions.form_for(optimizer, parameter)
+            separate = needs_master(parameter, master_dtype(parameter, form), on_host=on_host(parameter))
+            half_sums = config.accumulate == "bf16"
+            bytes_of = _master_and_grad(parameter, form, separate, half_sums=half_sums, accumulates=accumulates)
+            moment = precisions.moment_bytes(optimizer, parameter)
+            in_state = {TensorRole.MASTER_WEIGHTS: _lower_half_bytes(parameter, form)}
+            if moment or not parameter.requires_grad:
+                in_state |= {TensorRole.MOMENTUM: moment, TensorRole.VARIANCE: moment}
+            else:
+                bytes_of[TensorRole.MOMENTUM] = _foreign_bytes(optimizer, precisions, group, parameter)
+            for is_state, sizes in ((False, bytes_of), (True, in_state)):
+                for role, nbytes in sizes.items():
+                    if nbytes:
+                        found[id(parameter), role, is_state] = HostTensor(parameter, role, nbytes, in_state=is_state)
+    return list(found.values())
+
+
+def _lower_half_bytes(parameter: torch.Tensor, form: MasterForm | None) -> int:
+    return 2 * local(parameter).numel() if master_dtype(parameter, form) in _HALF and parameter.requires_grad else 0
+
+
+def _foreign_bytes(optimizer: Optimizer, precisions: Precisions, group: dict[str, Any], parameter: torch.Tensor) -> int:
+    """Return the bytes of the state that a torch optimizer makes itself at its first step; all of it is MOMENTUM."""
+    if precisions.becomes_cpu_adam(optimizer):
+        return 0
+    itemsize = master_dtype(parameter, precisions.form_for(optimizer, parameter)).itemsize
+    return num_state_tensors(optimizer, group) * local(parameter).numel() * itemsize
+
+
+def _master_and_grad(
+    parameter: torch.Tensor, form: MasterForm | None, separate: bool, *, half_sums: bool, accumulates: bool
+) -> dict[TensorRole, int]:
+    numel, dtype = local(parameter).numel(), master_dtype(parameter, form)
+    master_bytes = numel * dtype.itemsize if separate else 0
+    sums = dtype in _HALF or form is not None
+    wide = accumulates and parameter.dtype in _HALF and not (half_sums and parameter.dtype is torch.bfloat16)
+    grad_dtype = (torch.float32 if wide else parameter.dtype) if sums else dtype
+    grad_role = TensorRole.MASTER_GRADS if separate else TensorRole.COMPUTE_GRADS
+    grad_bytes = numel * grad_dtype.itemsize if parameter.requires_grad else 0
+    return {TensorRole.MASTER_WEIGHTS: master_bytes, grad_role: grad_bytes}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,6 @@ import torch
 from lightning_cxl.cache import cache_folder
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import LightningCXLWarning
-from lightning_cxl.machine.disk_space import drive_of, existing_folder
 from lightning_cxl.machine.machine import (
     Cache,
     Device,
@@ -36,7 +35,7 @@ from lightning_cxl.machine.machine import (
     read,
 )
 from lightning_cxl.machine.nodes import read_text, usable_cpus
-from lightning_cxl.machine.topology import Tier, Topology
+from lightning_cxl.machine.topology import Tier, Topology, drive_of, existing_folder
 from lightning_cxl.native import _cpu
 from lightning_cxl.ssd_options import SSD
 
@@ -411,7 +410,7 @@ def _together(tier: Tier, speeds: Sequence[float | None]) -> float | None:
     """Return the speed of near nodes, each at its part of a stripe: who ends last decides. None when one is not known.
 
     A tier's stripes have parts in proportion to rated read bandwidths where all nodes have one, else equal parts
-    (`lightning_cxl.memory.resource.make_leaf`).
+    (`lightning_cxl.memory.host_memory.make_leaf`).
     """
     ratings = [node.read_bytes_per_s for node in tier.near_nodes]
     parts = [rating or 1.0 for rating in ratings] if all(ratings) else [1.0] * len(ratings)

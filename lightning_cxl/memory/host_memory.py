@@ -1,5 +1,7 @@
 """`HostMemory`: the host memory of one process, by tier and role, with spilling and accounts."""
 
+import ctypes
+import mmap
 import os
 import threading
 import time
@@ -7,16 +9,26 @@ import warnings
 from bisect import bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from lightning_cxl.devices.device_type import process_device_type
-from lightning_cxl.errors import ConfigError, LightningCXLError, SpillWarning, TierFullError, UnsupportedError
+from lightning_cxl.errors import (
+    ConfigError,
+    LightningCXLError,
+    SpillWarning,
+    StorageError,
+    TierFullError,
+    UnsupportedError,
+)
 from lightning_cxl.machine.topology import Tier, TierKind, Topology
 from lightning_cxl.memory.resource import (
     Budget,
@@ -652,3 +664,218 @@ def _runs(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
             outer.append((size, stride * itemsize))
     for offsets in product(*(range(0, size * stride, stride) if stride else [0] * size for size, stride in outer)):
         yield tensor.data_ptr() + sum(offsets), run
+
+
+# ----------------------------------------------------------------------------------------------------
+# Host tensors that mirror a parameter: same shape and memory layout, on memory of ours.
+
+FlatAllocate = Callable[[int, torch.dtype], torch.Tensor]
+"""Returns an uninitialised 1-D host tensor of that many elements."""
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` covers its memory without gaps or overlaps, in any dimension order.
+
+    A transposed or channels-last tensor is dense; an expanded one, or every second row of another, is not.
+    """
+    if tensor.numel() == 0:
+        return True
+    expected = 1
+    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def laid_out_as(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return dense memory as a tensor of `parameter`'s shape: its element order where that is dense, else row-major."""
+    if is_dense(parameter):
+        return flat.as_strided(parameter.shape, parameter.stride())
+    return flat.as_strided((parameter.numel(),), (1,)).view(parameter.shape)
+
+
+def mirror(tensor: torch.Tensor, dtype: torch.dtype, allocate: FlatAllocate) -> torch.Tensor:
+    """Return an uninitialised host tensor of `tensor`'s shape, with its strides where it is dense.
+
+    Equal strides make element i of the flat memory the same element in every mirror, which is what a flat kernel needs.
+    """
+    return laid_out_as(allocate(tensor.numel(), dtype), tensor)
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is strided memory of this host that has an address."""
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not is_lazy(tensor)
+
+
+def storage_extent(tensor: torch.Tensor) -> int:
+    """Return how many elements lie from the first to the last one that a non-empty strided tensor touches."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+@torch.no_grad()
+def copy_bytes(source: Buffer, destination: Buffer) -> None:
+    into = destination.tensor((source.nbytes,), torch.uint8)
+    into.copy_(source.tensor((source.nbytes,), torch.uint8))
+
+
+# ----------------------------------------------------------------------------------------------------
+# `anonymous_bytes`: what tensors in ordinary memory hold that is free again without them, by node.
+
+
+def anonymous_bytes(tensors: Iterable[torch.Tensor], default_node: int) -> dict[int, int]:
+    """Return bytes by node id. Untouched memory has no pages, and pages of mapped files count as free already.
+
+    Args:
+        tensors: those that share memory count once; others than ordinary host tensors are left out.
+        default_node: where memory is taken to be if the kernel refuses to say.
+    """
+    files = _mapped_files()
+    found: dict[int, int] = {}
+    seen = set()
+    for tensor in tensors:
+        if not is_ordinary(tensor) or not tensor.numel():
+            continue
+        storage = tensor.untyped_storage()
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        index = bisect_right(files, (address, 1 << 64)) - 1
+        in_file = index >= 0 and address < files[index][1]
+        if address in seen or in_file:
+            continue
+        seen.add(address)
+        try:
+            nodes = page_nodes(address, nbytes)
+        except OSError:
+            nodes = {default_node: nbytes}
+        for node, size in nodes.items():
+            if node != NOWHERE:
+                found[node] = found.get(node, 0) + size
+    return found
+
+
+def _mapped_files() -> list[tuple[int, int]]:
+    """Return the address ranges of this process that files back, sorted."""
+    ranges = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, _, _, _, inode, *_ = line.split()
+        if inode != "0":
+            begin, end = addresses.split("-")
+            ranges.append((int(begin, 16), int(end, 16)))
+    return sorted(ranges)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Give the C library's free memory back to the OS between forward and backward.
+#
+# glibc often cannot reuse the aligned blocks that torch frees: for such a block it cuts a larger one, and keeps the
+# small rests in its thread cache, so that the hole that the block leaves is too small for the next one. Trimming before
+# and after a backward, where 64 MiB have been added, and before memory for a gradient is taken, bounds that and costs
+# page faults: 2.7 bytes per parameter at the peak for 6 % of a step on the CPU, with a model of 19 M parameters
+# (`DECISIONS.md` has the run).
+
+_STATM = Path("/proc/self/statm")
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as in <malloc.h>
+_FIRST_LIMIT_BYTES = 128 * 2**10  # what glibc begins with
+_LAST_LIMIT_BYTES = 32 * 2**20  # and what it never goes beyond
+_USERS_CHOICE = (("MALLOC_MMAP_THRESHOLD_", ""), ("GLIBC_TUNABLES", "mmap_threshold"))
+_lock = threading.Lock()
+_num_inside = 0
+_MIN_GROWTH_BYTES = 64 * 2**20  # less is not worth the system calls and the page faults afterwards
+
+
+class HeapTrimmer:
+    """Trims the heap when the process has grown since the last time; does nothing where the C library cannot."""
+
+    def __init__(self) -> None:
+        self._malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+        self._lowest_bytes = self._resident_bytes()
+
+    def trim(self) -> None:
+        """Trim if at least 64 MiB have been added to the resident memory."""
+        resident = self._resident_bytes()
+        if resident - self._lowest_bytes >= _MIN_GROWTH_BYTES:
+            self.trim_now()
+            self._lowest_bytes = self._resident_bytes()
+        else:
+            self._lowest_bytes = min(self._lowest_bytes, resident)
+
+    def trim_now(self) -> None:
+        if self._malloc_trim is not None:
+            self._malloc_trim(0)
+
+    def _resident_bytes(self) -> int:
+        return int(_STATM.read_text().split()[1]) * self._page_bytes
+
+
+@contextmanager
+def large_blocks_apart() -> Iterator[None]:
+    """Inside, every block of 128 KiB and more has pages of its own, which go back to the OS when the block is freed.
+
+    glibc begins so, and then raises the limit to the largest block that was freed, up to 32 MiB. Blocks below the limit
+    are cut from the heap and leave holes there. Where the CPU computes with quantised weights, these are made anew in
+    full precision whenever a layer computes, between gradients that stay. In a QLoRA run of 1.1 B parameters
+    (`examples/bench/qlora.py`) the holes were as large as the model, and new pages cost a tenth of the CPU time.
+
+    The whole process is concerned. Where users have set the limit themselves (``MALLOC_MMAP_THRESHOLD_``,
+    ``GLIBC_TUNABLES``), or the C library has none, nothing happens. Outside again, when all that are inside have left,
+    the limit is 32 MiB, to which glibc's own would have risen.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or any(name in os.environ and text in os.environ[name] for name, text in _USERS_CHOICE):
+        yield
+        return
+
+    def count(change: int) -> None:
+        global _num_inside
+        with _lock:
+            before, _num_inside = _num_inside, _num_inside + change
+            if bool(before) != bool(_num_inside):
+                limit = _FIRST_LIMIT_BYTES if _num_inside else _LAST_LIMIT_BYTES
+                mallopt(_MMAP_THRESHOLD, limit)
+                mallopt(_TRIM_THRESHOLD, limit if _num_inside else 2 * limit)
+                HeapTrimmer().trim_now()  # holes that there are: blocks would be cut from them
+
+    count(+1)
+    try:
+        yield
+    finally:
+        count(-1)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Whether somebody has written to a window: the kernel has made private pages of what was written.
+
+_PAGEMAP = "/proc/self/pagemap"
+_ENTRY_BYTES = 8
+_FLAGS_SHIFT = 61  # of an entry: bit 61 says "of a file", 62 "swapped", 63 "present"
+_CHUNK_ENTRIES = 2**17
+
+
+def has_private_pages(address: int, nbytes: int) -> bool:
+    """Return whether pages of a private mapping of a file are no longer those of the file."""
+    first, last = address // mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE)
+    try:
+        fd = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for start in range(first, last, _CHUNK_ENTRIES):
+                count = min(_CHUNK_ENTRIES, last - start)
+                entries = os.pread(fd, count * _ENTRY_BYTES, start * _ENTRY_BYTES)
+                if len(entries) != count * _ENTRY_BYTES:
+                    raise OSError(0, f"{len(entries)} bytes came instead of {count * _ENTRY_BYTES}")
+                if _some_private(entries):
+                    return True
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise StorageError(
+            f"`{_PAGEMAP}` does not say which pages were written to: {error.strerror}. Weights on tier `ssd` need it; "
+            "keep weights in memory here",
+            errno=error.errno,
+        ) from None
+    return False
+
+
+def _some_private(entries: bytes) -> bool:
+    flags = (torch.frombuffer(bytearray(entries), dtype=torch.int64) >> _FLAGS_SHIFT) & 7
+    return bool(((flags != 0) & (flags & 1 == 0)).any())

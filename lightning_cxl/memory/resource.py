@@ -658,14 +658,14 @@ class BlockList:
         self._remove(offset, nbytes)
         return self._ranges.pop(offset)
 
-    def allocate(self, nbytes: int, alignment: int, *, lowest: bool = False) -> int | None:
-        """Take `nbytes` (at least 1) from the tightest free block, or from the lowest one.
+    def allocate(self, nbytes: int, alignment: int) -> int | None:
+        """Take `nbytes` (at least 1) from the tightest free block.
 
         Returns:
             An offset that is a multiple of `alignment`, or None when no free block is large enough.
         """
         nbytes = -(-nbytes // _GRANULE_BYTES) * _GRANULE_BYTES
-        found = self._lowest(nbytes, alignment) if lowest else self._tightest(nbytes, alignment)
+        found = self._tightest(nbytes, alignment)
         if found is None:
             return None
         block, size = found
@@ -699,10 +699,6 @@ class BlockList:
             if size - (-block % alignment) >= nbytes:
                 return block, size
         return None
-
-    def _lowest(self, nbytes: int, alignment: int) -> tuple[int, int] | None:
-        fitting = (item for item in self._size_at.items() if item[1] - (-item[0] % alignment) >= nbytes)
-        return min(fitting, default=None)
 
     def _insert(self, offset: int, nbytes: int) -> None:
         insort(self._by_size, (nbytes, offset))

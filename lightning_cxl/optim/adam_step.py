@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_cxl.memory.host_tensors import is_dense
+from lightning_cxl.memory.host_memory import is_dense
 from lightning_cxl.native import _adam
 from lightning_cxl.optim.number_formats import (
     BLOCK_SIZE,
@@ -23,8 +23,16 @@ from lightning_cxl.optim.number_formats import (
     pack,
     usable_gradient,
 )
-from lightning_cxl.optim.param_groups import AdamScalars, check_options, check_ranges, plain, scalars_of
-from lightning_cxl.optim.parameter_state import KnownRow, ParameterState, ParameterStates
+from lightning_cxl.optim.parameter_state import (
+    AdamScalars,
+    KnownRow,
+    ParameterState,
+    ParameterStates,
+    check_options,
+    check_ranges,
+    plain,
+    scalars_of,
+)
 from lightning_cxl.optim.saved_state import check_moments, parameter_name
 from lightning_cxl.optim.swapped_state import AddressedRecord, InBuffers, StateSwapper
 from lightning_cxl.optim.threads import Stretch, ThreadTeams

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
-from lightning_cxl.memory.host_tensors import is_dense, laid_out_as
+from lightning_cxl.memory.host_memory import is_dense, laid_out_as
 from lightning_cxl.native import _adam, _cpu
 
 StatePrecision = Literal["fp32", "bf16", "8bit"]

@@ -11,8 +11,15 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.optim.number_formats import check_map, check_parameter, decode, join, num_blocks, split
-from lightning_cxl.optim.param_groups import as_number, check_options, check_ranges
-from lightning_cxl.optim.parameter_state import MOMENT_KEYS, REMAINDER, ParameterStates, in_shape
+from lightning_cxl.optim.parameter_state import (
+    MOMENT_KEYS,
+    REMAINDER,
+    ParameterStates,
+    as_number,
+    check_options,
+    check_ranges,
+    in_shape,
+)
 from lightning_cxl.optim.swapped_state import read_states
 from lightning_cxl.shards import local
 from lightning_cxl.torch_private import loading_hooks

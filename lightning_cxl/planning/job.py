@@ -51,8 +51,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_cxl.inventory.dry_run import known_parameters
 from lightning_cxl.inventory.inventory import Inventory
-from lightning_cxl.inventory.tensors import GRADIENTS, HostTensor, leaving_groups, parameter_bytes
-from lightning_cxl.inventory.workload import Mesh, Overlap
+from lightning_cxl.inventory.tensors import GRADIENTS, HostTensor, Mesh, Overlap, leaving_groups, parameter_bytes
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.params import NUM_SLOTS

@@ -74,7 +74,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.inventory.workload import Overlap
+from lightning_cxl.inventory.tensors import Overlap
 from lightning_cxl.machine.machine import Machine, MachineTier, Split, check_split
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.job import SSD_MOVES, Job, Phase

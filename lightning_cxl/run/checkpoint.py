@@ -20,12 +20,12 @@ from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.optim.number_formats import split
 from lightning_cxl.optim.parameter_state import REMAINDER
 from lightning_cxl.optim.saved_state import decoded, joined, without_remainder
-from lightning_cxl.run import ssd_checkpoint
+from lightning_cxl.run import state_on_ssd as ssd_checkpoint
 from lightning_cxl.run.state_on_ssd import KEY, SSD, StateOnSsd
 from lightning_cxl.shards import local, shard_of, sharded_like
 
 if TYPE_CHECKING:  # it imports torch's checkpoints, which one device does without
-    from lightning_cxl.run.sharded_reading import ShardedCheckpoint
+    from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint
 
 log = logging.getLogger(__name__)
 

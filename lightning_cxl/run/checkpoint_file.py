@@ -18,7 +18,7 @@ import torch
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.memory.resource import pages_of_file
-from lightning_cxl.storage.system import exchange, sync_folder
+from lightning_cxl.storage.drive import exchange, sync_folder
 from lightning_cxl.torch_private import mapping_files_with
 
 # ----------------------------------------------------------------------------------------------------

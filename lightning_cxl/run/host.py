@@ -12,20 +12,18 @@ from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import LightningCXLWarning
-from lightning_cxl.inventory.asked import AskedTiers
-from lightning_cxl.inventory.inventory import Inventory, list_tensors
-from lightning_cxl.inventory.workload import Loop, Workload
+from lightning_cxl.inventory.inventory import AskedTiers, Inventory, list_tensors
+from lightning_cxl.inventory.tensors import Loop, Workload
 from lightning_cxl.machine.binding import RankBinding
 from lightning_cxl.machine.speeds import ssd_of
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.hook import HostAllocationMode, activate
 from lightning_cxl.memory.host_memory import HostMemory
+from lightning_cxl.placement.decorators import resolve
 from lightning_cxl.placement.placement import PlacementPolicy, TensorRole
 from lightning_cxl.placement.placer import Placer
-from lightning_cxl.placement.rules import resolve
-from lightning_cxl.planning.decide import Plan, RunPolicy, decide, free_for
+from lightning_cxl.planning.decide import Plan, RunPolicy, decide, free_for, settle_state
 from lightning_cxl.planning.policies import PlanningPolicy
-from lightning_cxl.planning.settle_state import settle_state
 from lightning_cxl.run.state_on_ssd import SsdUse, io_data, tier_row
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.transfer.engine import TransferEngine, make_engine

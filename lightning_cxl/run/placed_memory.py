@@ -12,9 +12,7 @@ from torch.optim import Optimizer
 from lightning_cxl.errors import SpillWarning, TierFullError
 from lightning_cxl.inventory.inventory import Inventory
 from lightning_cxl.inventory.tensors import SLOTS_OWNER
-from lightning_cxl.memory.heap import HeapTrimmer
-from lightning_cxl.memory.host_memory import HostMemory
-from lightning_cxl.memory.host_tensors import is_dense, is_ordinary, laid_out_as, mirror
+from lightning_cxl.memory.host_memory import HeapTrimmer, HostMemory, is_dense, is_ordinary, laid_out_as, mirror
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.placement.placement import Placement, TensorRole

@@ -21,11 +21,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_cxl.inventory.tensors import StreamedUnit
-from lightning_cxl.memory.heap import large_blocks_apart
+from lightning_cxl.memory.host_memory import large_blocks_apart
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.sharding.fsdp import place_shards, pooled_exchanges
 from lightning_cxl.shards import is_sharded
 from lightning_cxl.streaming.activations import Phase
+from lightning_cxl.streaming.on_ssd import ShardsOnSsd
 from lightning_cxl.streaming.params import ParamStreamer
 from lightning_cxl.streaming.quantised import (
     has_quantised,
@@ -35,7 +36,6 @@ from lightning_cxl.streaming.quantised import (
     tensors_of,
     warn_of_wide_experts,
 )
-from lightning_cxl.streaming.shards_on_ssd import ShardsOnSsd
 from lightning_cxl.streaming.unit_weights import UnitWeights, owners_in, peek
 from lightning_cxl.transfer.engine import TransferEngine
 

@@ -27,9 +27,9 @@ from lightning_cxl.gradients.offload import (
     detach_zero_grad,
 )
 from lightning_cxl.inventory.inventory import Inventory, precisions_of
-from lightning_cxl.inventory.workload import Loop
-from lightning_cxl.memory.heap import HeapTrimmer
+from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.memory.hook import activate
+from lightning_cxl.memory.host_memory import HeapTrimmer
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.planning.decide import Plan
 from lightning_cxl.run.host import Host

@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.gradients.guard import HostUnscale, ReplacedMethod
-from lightning_cxl.inventory.workload import Loop
+from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.param_groups import plain
+from lightning_cxl.optim.parameter_state import plain
 from lightning_cxl.run.checkpoint import entry_of, load_optimizers, own_entry, restore_masters
 from lightning_cxl.run.cutting import follow
 from lightning_cxl.run.residence import bring_to_host
@@ -375,7 +375,7 @@ class UserLoop:
             optimizers: of it, as `prepare` gave them back, by their number in the checkpoint. INOUT.
             strict: whether the names of weights must be the same here and there.
         """
-        from lightning_cxl.run.sharded_reading import ShardedCheckpoint  # imports torch's checkpoints
+        from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint  # imports torch's checkpoints
 
         folder = ShardedCheckpoint(path)
         own = folder.rest(weights_only=weights_only).get(KEY) or {}

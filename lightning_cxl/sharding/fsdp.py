@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.memory.heap import large_blocks_apart
+from lightning_cxl.memory.host_memory import large_blocks_apart
 from lightning_cxl.memory.resource import Buffer, MemoryResource, PoolResource
 from lightning_cxl.sharding.host_shard import HostShard, host_shards
 from lightning_cxl.sharding.processes import on_all_ranks
@@ -280,8 +280,8 @@ class PooledCollective:
 
     For each unit FSDP2 asks its collectives for an output, and drops it soon. From torch's allocator these blocks come
     out of the C library's heap, where they leave holes between what stays. Such a heap grows by more than 64 MiB in
-    every step, so it is trimmed in every step (`memory/heap.py`), and all pages come back as page faults. From a pool
-    of their own the same pages serve all units.
+    every step, so it is trimmed in every step (`memory/host_memory.py`), and all pages come back as page faults. From a
+    pool of their own the same pages serve all units.
     """
 
     def __init__(self, collective: Any, pool: PoolResource) -> None:

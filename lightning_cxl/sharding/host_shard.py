@@ -60,7 +60,7 @@ def shape_of(tensor: Tensor) -> Tensor:
 
 
 class Drives(Protocol):
-    """Where bytes lie that `HostShard.host` only shows; `streaming/shards_on_ssd.py` is one."""
+    """Where bytes lie that `HostShard.host` only shows; `streaming/on_ssd.py` is one."""
 
     def to_device(self, host: Tensor) -> Tensor:
         """Return a copy on the device of the bytes that `host` shows; the current stream waits for it."""

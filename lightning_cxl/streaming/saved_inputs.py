@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.memory.host_tensors import storage_extent
+from lightning_cxl.memory.host_memory import storage_extent
 from lightning_cxl.streaming.on_ssd import InputOnSsd
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 

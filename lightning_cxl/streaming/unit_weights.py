@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import StorageError, UnsupportedError
-from lightning_cxl.memory.host_tensors import laid_out_as
+from lightning_cxl.memory.host_memory import laid_out_as
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.shards import local
 from lightning_cxl.streaming.quantised import DATA, companions, show, tensors_of

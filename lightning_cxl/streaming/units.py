@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.memory.host_tensors import is_dense
+from lightning_cxl.memory.host_memory import is_dense
 from lightning_cxl.shards import local
 from lightning_cxl.streaming.quantised import is_quantised_later, tensors_of
 from lightning_cxl.streaming.unit_weights import owners_in

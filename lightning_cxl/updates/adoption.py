@@ -26,7 +26,7 @@ from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.gradients.offload import GradientOffload
 from lightning_cxl.optim.cpu_adam import CPUAdam, Precisions
 from lightning_cxl.optim.masters import MasterWeights, WeightPair
-from lightning_cxl.optim.param_groups import AwaitedParams, plain
+from lightning_cxl.optim.parameter_state import AwaitedParams, plain
 from lightning_cxl.optim.swapped_state import StateSwapper
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.updates.step import HostStep, StateMemory, WholeUpdates, evaluates_first

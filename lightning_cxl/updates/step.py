@@ -37,7 +37,7 @@ from lightning_cxl.gradients.offload import GradientOffload
 from lightning_cxl.optim.adam_step import AdamStep, Work, written_by
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights, WeightPair
-from lightning_cxl.optim.param_groups import plain
+from lightning_cxl.optim.parameter_state import plain
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.streaming.params import ParamStreamer
 from lightning_cxl.streaming.unit_weights import UnitWeights

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_cxl.errors import CheckpointError, UnsupportedError
-from lightning_cxl.memory.heap import HeapTrimmer
+from lightning_cxl.memory.host_memory import HeapTrimmer
 from lightning_cxl.memory.resource import Buffer, pages_of_file
 from lightning_cxl.sharding.host_shard import SHAPE_ALONE, made_like, shape_of
 from lightning_cxl.torch_private import make_wrapper, no_torch_function, tree_leaves, tree_map, written_by

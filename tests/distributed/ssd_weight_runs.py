@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import LightningCXLError
-from lightning_cxl.inventory.workload import Loop
+from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.cutting import whole_state
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import lightning_cxl
-from lightning_cxl.inventory.workload import Loop
+from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.cutting import cut_for
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_cxl.inventory.workload import Loop, Mesh
+from lightning_cxl.inventory.tensors import Loop, Mesh
 from lightning_cxl.planning.job import exchanges, groups_of
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import lightning_cxl
-from lightning_cxl.memory.heap import HeapTrimmer
+from lightning_cxl.memory.host_memory import HeapTrimmer
 from tests.integration.training import make_trainer, offload
 from tests.integration.weight_memory import Peak
 from tests.models import Task, TinyTransformer, token_data

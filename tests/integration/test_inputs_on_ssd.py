@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cxl.errors import SpillWarning, StorageError, TierFullError
 from lightning_cxl.storage import store
-from lightning_cxl.storage.system import System
+from lightning_cxl.storage.drive import System
 from tests.cases import every_pair
 from tests.faulty_system import FaultySystem
 from tests.integration.llama import LlamaTask, tiny_llama

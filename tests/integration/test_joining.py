@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Mode
 from torch import nn
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.optim.param_groups import AwaitedParams
+from lightning_cxl.optim.parameter_state import AwaitedParams
 from tests import training_device
 from tests.cases import every_value
 from tests.integration.training import EXACT, make_trainer, offload

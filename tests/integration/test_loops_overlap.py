@@ -7,7 +7,7 @@ import torch
 from torch.optim.lr_scheduler import LinearLR
 
 from lightning_cxl import CXLFabricStrategy
-from lightning_cxl.inventory.workload import Loop
+from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.checkpoint import entry_of
 from tests import training_device
 from tests.integration.accelerate_loop import adamw, loss_of, make_accelerator

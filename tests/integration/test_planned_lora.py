@@ -8,7 +8,7 @@ from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_cxl import CXLFabricStrategy
-from lightning_cxl.commands.planned_model import PlannedModel, Settings, loss_on_meta, model_on_meta, with_lora
+from lightning_cxl.commands.plan import PlannedModel, Settings, loss_on_meta, model_on_meta, with_lora
 from lightning_cxl.errors import LightningCXLWarning
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.inventory.dry_run import dry_run

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lightning_cxl
-from lightning_cxl.commands.planned_model import loss_on_meta
+from lightning_cxl.commands.plan import loss_on_meta
 from lightning_cxl.inventory.dry_run import dry_run
 from tests import training_device
 from tests.integration.llama import tiny_llama

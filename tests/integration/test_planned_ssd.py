@@ -8,12 +8,10 @@ from torch.optim import AdamW
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import SpillWarning, TierFullError, UnsupportedError
-from lightning_cxl.inventory.tensors import SLOTS_OWNER
-from lightning_cxl.inventory.workload import Loop
+from lightning_cxl.inventory.tensors import SLOTS_OWNER, Loop
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import Placement
-from lightning_cxl.planning.decide import free_for
-from lightning_cxl.planning.settle_state import memory_bytes_of
+from lightning_cxl.planning.decide import free_for, memory_bytes_of
 from lightning_cxl.run.host import Host
 from lightning_cxl.run.session import format_report
 from lightning_cxl.run.state_on_ssd import SsdUse

@@ -17,8 +17,8 @@ from lightning_cxl.machine.machine import MachineSsd
 from lightning_cxl.run import run
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.storage import store
+from lightning_cxl.storage.drive import System
 from lightning_cxl.storage.store import Store
-from lightning_cxl.storage.system import System
 from tests.cases import every_pair, every_value, others_full
 from tests.faulty_system import FaultySystem
 from tests.integration.llama import LlamaInStep, LlamaTask, tiny_llama

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_cxl.native import _adam, _cpu
 from lightning_cxl.optim import number_formats as formats
-from lightning_cxl.optim.param_groups import AdamScalars
+from lightning_cxl.optim.parameter_state import AdamScalars
 from tests.numerics.adam_case import (
     COMBINATIONS,
     FIELDS,

@@ -12,7 +12,7 @@ from adam_bench.contenders import MEASURE, OURS, PLAIN, ROOF, Options, state_con
 from adam_bench.path import Path, all_check_contenders, path_contenders
 from adam_bench.problems import Problem, fits, one_tensor
 from adam_bench.step import all_step_contenders
-from lightning_cxl.memory.heap import HeapTrimmer
+from lightning_cxl.memory.host_memory import HeapTrimmer
 
 _SIZE = 20_000_000
 _GOAL_MIB = 1.0

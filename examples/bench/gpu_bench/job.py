@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cxl.weights.model_names import SHAPES
+from lightning_cxl.weights.hf import SHAPES
 
 SHAPE_NAMES = ("llama-3.1-8b", "llama-3.2-1b", "qwen2.5-7b", "mistral-nemo-12b", "tiny")
 _TINY = {

@@ -8,7 +8,7 @@ import torch
 from simulation.engine import SimulatedEngine
 from simulation.links import HostTraffic, Links
 
-from lightning_cxl.memory.host_tensors import mirror
+from lightning_cxl.memory.host_memory import mirror
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.params import ParamStreamer

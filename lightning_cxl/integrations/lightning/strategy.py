@@ -41,7 +41,7 @@ from lightning_cxl.integrations.lightning.lightning_api import (
     own_methods,
     rank_zero_only,
 )
-from lightning_cxl.inventory.workload import Loop
+from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run import checkpoint as ckpt
 from lightning_cxl.run.checkpoint_file import remove
@@ -354,7 +354,7 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
             self._saves.wait()
         checkpoint_path = self.broadcast(checkpoint_path)
         if "://" not in str(checkpoint_path) and is_sharded_checkpoint(Path(checkpoint_path)):
-            from lightning_cxl.run.sharded_reading import ShardedCheckpoint  # imports torch's checkpoints
+            from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint  # imports torch's checkpoints
 
             folder = ShardedCheckpoint(Path(checkpoint_path))
             return ckpt.LoadedCheckpoint(folder.rest(weights_only=weights_only), folder)

@@ -70,15 +70,17 @@ def test_small_requests_share_tiers_together(memory, topology):
     assert abs(total["cxl"] - 0.25 * sum(total.values())) <= 4 * STRIPE_BYTES
 
 
-def test_arena_grows_and_shrinks_on_its_cards(memory, topology):
-    held_bytes = []
-    for num in (2, 12, 2, 2, 2, 2):
+def test_pool_keeps_its_pages_on_the_cards_until_it_is_trimmed(memory, topology):
+    def held_bytes():
+        return memory.stats()["tiers"]["cxl"]["held_bytes"]
+
+    before = held_bytes()
+    for num in (2, 12, 2):
         step = [memory.allocate(7 * MIB, Placement(("cxl", "dram")), TensorRole.ACTIVATIONS) for _ in range(num)]
         for buffer in step:
             check_spans(buffer)
             assert bytes_by_tier(buffer, topology) == {"cxl": buffer.nbytes}
         del step, buffer
-        memory.trim()
-        held_bytes.append(memory.stats()["tiers"]["cxl"]["held_bytes"])
-    assert held_bytes[1] >= 12 * 7 * MIB
-    assert held_bytes[-1] < held_bytes[1], "pages that four steps did not need went back"
+    assert before + 12 * 7 * MIB <= held_bytes() <= before + 14 * 7 * MIB
+    memory.trim()
+    assert held_bytes() <= before

@@ -14,7 +14,7 @@ import pytest
 import lightning_cxl
 from lightning_cxl.commands import parsers
 from lightning_cxl.commands.overview import COMMANDS, answer_at_once, answer_before_imports
-from lightning_cxl.commands.planned_model import Settings
+from lightning_cxl.commands.plan import Settings
 from lightning_cxl.planning.policies import POLICIES
 
 NAMES = ["fit", "validate", "test", "predict", "export", "plan", "env", "calibrate"]

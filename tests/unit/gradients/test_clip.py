@@ -8,8 +8,7 @@ import torch
 
 from lightning_cxl.gradients.guard import HostClip, OverflowGuard
 from lightning_cxl.gradients.meter import GradientMeter
-from lightning_cxl.optim.clipping import clip_factor
-from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.cpu_adam import CPUAdam, clip_factor
 from tests.unit.optim.adam_pairs import assert_close, pair, parameters, set_gradients
 
 SHAPES = ((300, 7), (5,), (), (0,), (4096,))

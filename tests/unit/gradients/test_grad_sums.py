@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.gradients.offload import GradientOffload
-from lightning_cxl.memory.host_tensors import mirror
+from lightning_cxl.memory.host_memory import mirror
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.transfer.engine import HostEngine

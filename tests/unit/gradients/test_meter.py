@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_cxl.gradients.meter import GradientHooks, GradientMeter
-from lightning_cxl.optim import clipping
-from lightning_cxl.optim.clipping import gradients
+from lightning_cxl.optim import cpu_adam as clipping
+from lightning_cxl.optim.cpu_adam import gradients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

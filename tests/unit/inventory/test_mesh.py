@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.inventory.workload import Mesh
+from lightning_cxl.inventory.tensors import Mesh
 
 SHAPES = st.lists(st.integers(1, 40), max_size=3).map(lambda shape: torch.empty(shape, device="meta"))
 MESHES = st.builds(Mesh, num_devices=st.integers(1, 9), num_machines=st.integers(1, 5), replicates=st.booleans())

@@ -7,7 +7,7 @@ import pytest
 from pools import PoolBytes, pool_bytes
 from torch import nn
 
-from lightning_cxl.commands.planned_model import model_on_meta
+from lightning_cxl.commands.plan import model_on_meta
 from lightning_cxl.errors import ConfigError
 
 GIB = 2**30

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from scaling import main, scaling, table
 
-from lightning_cxl.commands.planned_model import PlannedModel, Settings
+from lightning_cxl.commands.plan import PlannedModel, Settings
 from lightning_cxl.machine.machine import load_machine
 from tests.integration.llama import tiny_llama
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.machine import disk_space
-from lightning_cxl.machine.disk_space import ssd_capacity_bytes
+from lightning_cxl.machine import topology as disk_space
+from lightning_cxl.machine.topology import ssd_capacity_bytes
 from lightning_cxl.ssd_options import SsdOptions
 from tests.training_device import kernels_answer
 
@@ -28,7 +28,7 @@ def drives(monkeypatch, tmp_path):
             found = by_path.get(str(path))
             return real(path, **kwargs) if found is None or kwargs else SimpleNamespace(st_dev=found[0])
 
-        monkeypatch.setattr("lightning_cxl.machine.disk_space.os.stat", stat)
+        monkeypatch.setattr("lightning_cxl.machine.topology.os.stat", stat)
         monkeypatch.setattr(disk_space, "filesystem_of", lambda folder: "")
         return [tmp_path / name for name in given]
 

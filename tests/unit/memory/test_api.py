@@ -8,7 +8,7 @@ from torch import nn
 from lightning_cxl.errors import ConfigError, TierFullError, TierNotFoundError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory import hook as scope
-from lightning_cxl.memory.api import empty, host_allocation, residency
+from lightning_cxl.memory.hook import empty, host_allocation, residency
 from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.native._numa import NOWHERE, page_nodes
 from lightning_cxl.placement.decorators import tier

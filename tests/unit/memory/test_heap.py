@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lightning_cxl.memory.heap import HeapTrimmer
+from lightning_cxl.memory.host_memory import HeapTrimmer
 
 
 class Counting(HeapTrimmer):
@@ -54,7 +54,7 @@ def test_without_malloc_trim_nothing_happens() -> None:
 
 _LARGE_BLOCKS = """
 import ctypes, os
-from lightning_cxl.memory.heap import large_blocks_apart
+from lightning_cxl.memory.host_memory import large_blocks_apart
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -2,8 +2,8 @@
 
 import torch
 
-from lightning_cxl.memory import host_tensors as ordinary
-from lightning_cxl.memory.host_tensors import anonymous_bytes
+from lightning_cxl.memory import host_memory as ordinary
+from lightning_cxl.memory.host_memory import anonymous_bytes
 
 MIB = 2**20
 

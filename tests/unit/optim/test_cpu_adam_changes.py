@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_cxl.errors import CheckpointError, ConfigError
-from lightning_cxl.memory.host_tensors import is_dense
+from lightning_cxl.memory.host_memory import is_dense
 from lightning_cxl.native import _adam
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from tests.unit.optim.adam_pairs import assert_close, parameters, set_gradients

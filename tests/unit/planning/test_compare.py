@@ -8,9 +8,8 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.machine import Device, Machine, MachineTier
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import Placement, TensorRole
-from lightning_cxl.planning.compare import compare, dram_only_time, fits, fits_device, with_working_memory
 from lightning_cxl.planning.job import Job, MemoryClass, Move
-from lightning_cxl.planning.policies import POLICIES
+from lightning_cxl.planning.policies import POLICIES, compare, dram_only_time, fits, fits_device, with_working_memory
 
 GIB = 1 << 30
 

@@ -13,18 +13,22 @@ from torch.optim import SGD, AdamW
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import SpillWarning, TierFullError, UnsupportedError
-from lightning_cxl.inventory.asked import AskedTiers
-from lightning_cxl.inventory.inventory import list_tensors
-from lightning_cxl.inventory.tensors import NUM_HOP_SLOTS, NUM_INPUT_SLOTS, NUM_UPDATE_SLOTS, SLOTS_OWNER
-from lightning_cxl.inventory.workload import Mesh, Workload
+from lightning_cxl.inventory.inventory import AskedTiers, list_tensors
+from lightning_cxl.inventory.tensors import (
+    NUM_HOP_SLOTS,
+    NUM_INPUT_SLOTS,
+    NUM_UPDATE_SLOTS,
+    SLOTS_OWNER,
+    Mesh,
+    Workload,
+)
 from lightning_cxl.machine.machine import MachineSsd
 from lightning_cxl.machine.topology import Topology
+from lightning_cxl.placement.decorators import resolve
 from lightning_cxl.placement.placement import RoleHomePolicy, TensorRole
 from lightning_cxl.placement.placer import Placer
-from lightning_cxl.placement.rules import resolve
-from lightning_cxl.planning.decide import Plan
+from lightning_cxl.planning.decide import NO_ROOM, Plan, evenly_spread, memory_bytes_of, settle_state
 from lightning_cxl.planning.job import model_job
-from lightning_cxl.planning.settle_state import NO_ROOM, evenly_spread, memory_bytes_of, settle_state
 from lightning_cxl.ssd_options import SsdOptions
 
 TOPOLOGY = Topology.fake(("1GiB",), ("1GiB",)).with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))

@@ -13,10 +13,9 @@ from lightning_cxl.inventory.tensors import HostTensor, PlannedRecord
 from lightning_cxl.optim.swapped_state import OnSsd
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.run.checkpoint_file import save_file
-from lightning_cxl.run.ssd_checkpoint import commit_beside, refer, whole
-from lightning_cxl.run.state_on_ssd import KEY, SSD, StateOnSsd, saved_generation
+from lightning_cxl.run.state_on_ssd import KEY, SSD, StateOnSsd, commit_beside, refer, saved_generation, whole
 from lightning_cxl.ssd_options import read_ssd_options
-from lightning_cxl.storage.folder import Folder
+from lightning_cxl.storage.drive import Folder
 from lightning_cxl.storage.store import Store
 from lightning_cxl.transfer.engine import HostEngine
 from tests.storage_cases import memory_of

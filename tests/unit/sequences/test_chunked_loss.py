@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_full_backward_hook
 
 from lightning_cxl import chunked_loss
-from lightning_cxl.commands.planned_model import loss_on_meta
+from lightning_cxl.commands.plan import loss_on_meta
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.dry_run import dry_run
 from lightning_cxl.sequences import lazy

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cxl.errors import StorageError, TierFullError
+from lightning_cxl.storage.drive import System
 from lightning_cxl.storage.store import Area, Store
-from lightning_cxl.storage.system import System
 from tests.storage_cases import BLOCK, folders, get, memory_of, put
 
 

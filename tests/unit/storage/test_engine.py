@@ -10,9 +10,8 @@ import pytest
 import xxhash
 
 from lightning_cxl.errors import StorageError
-from lightning_cxl.storage.drive import HEAD_BYTES, Drive
+from lightning_cxl.storage.drive import HEAD_BYTES, Drive, System
 from lightning_cxl.storage.engine import Engine, Piece
-from lightning_cxl.storage.system import System
 from tests.storage_cases import BLOCK, CHUNK, bytes_of, fill, memory_of
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
-from lightning_cxl.storage.folder import Folder
+from lightning_cxl.storage.drive import Folder
 from lightning_cxl.storage.store import Store
 from tests.faulty_system import FAULTS, FaultySystem, LoggingSystem
 from tests.storage_cases import BLOCK, BUDGET, CHUNK, bytes_of, fill, folders, get, memory_of, put

@@ -9,9 +9,8 @@ import stat
 import pytest
 
 from lightning_cxl.errors import ConfigError, StorageError
-from lightning_cxl.storage.drive import HEAD_BYTES
+from lightning_cxl.storage.drive import HEAD_BYTES, System
 from lightning_cxl.storage.store import Store
-from lightning_cxl.storage.system import System
 from tests.storage_cases import BLOCK, BUDGET, data_file, folders, get, put
 
 

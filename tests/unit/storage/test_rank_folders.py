@@ -2,9 +2,8 @@
 
 import pytest
 
-from lightning_cxl.storage.folder import Folder, make_parents, remove_left
+from lightning_cxl.storage.drive import Folder, System, make_parents, remove_left
 from lightning_cxl.storage.store import Store
-from lightning_cxl.storage.system import System
 
 DATA = "lightning_cxl-0123456789abcdef-0.data"
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, TierFullError
-from lightning_cxl.storage.drive import HEAD_BYTES
+from lightning_cxl.storage.drive import HEAD_BYTES, System
 from lightning_cxl.storage.store import Store
-from lightning_cxl.storage.system import System
 from tests.storage_cases import BLOCK, BUDGET, CHUNK, bytes_of, data_file, fill, folders, get, memory_of, put
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import StorageError
+from lightning_cxl.storage.drive import System
 from lightning_cxl.storage.store import Area, Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
-from lightning_cxl.storage.system import System
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.on_ssd import NUM_INPUT_SLOTS, InputsOnSsd
 from lightning_cxl.streaming.units import find_units

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from lightning_cxl.errors import StorageError
-from lightning_cxl.memory.private_pages import has_private_pages
+from lightning_cxl.memory.host_memory import has_private_pages
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
+from lightning_cxl.storage.drive import System
 from lightning_cxl.storage.engine import StorageTransfer
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
-from lightning_cxl.storage.system import System
 from lightning_cxl.streaming.on_ssd import WeightsOnSsd
 from lightning_cxl.streaming.params import Slot
 from lightning_cxl.streaming.unit_weights import InMemory, Piece

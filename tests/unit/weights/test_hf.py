@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from lightning_cxl import empty_weights, from_pretrained, load_weights, save_pretrained
 from lightning_cxl.commands.export import build_empty
-from lightning_cxl.commands.planned_model import model_on_meta
+from lightning_cxl.commands.plan import model_on_meta
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.finetune.data import load_tokenizer
 from lightning_cxl.finetune.model import CausalLM

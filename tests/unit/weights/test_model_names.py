@@ -7,8 +7,8 @@ import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.weights import model_names
-from lightning_cxl.weights.model_names import SHAPES, is_cached, nearest, published, require_model
+from lightning_cxl.weights import hf as model_names
+from lightning_cxl.weights.hf import SHAPES, is_cached, nearest, published, require_model
 
 
 @pytest.fixture

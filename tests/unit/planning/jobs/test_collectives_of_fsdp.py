@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_cxl.inventory.workload import Mesh
+from lightning_cxl.inventory.tensors import Mesh
 from lightning_cxl.planning.job import COLLECTIVES, exchanges, groups_of
 
 WIDTH = 12

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.inventory.workload import Mesh
+from lightning_cxl.inventory.tensors import Mesh
 from lightning_cxl.machine.machine import Device, Machine, MachineLinks, MachineTier
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import TensorRole

@@ -10,13 +10,12 @@ from torch import nn
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.gradients.offload import MAX_STAGED
-from lightning_cxl.inventory.asked import AskedTiers
 from lightning_cxl.inventory.dry_run import measure
-from lightning_cxl.inventory.inventory import list_tensors
-from lightning_cxl.inventory.workload import Mesh, Workload
+from lightning_cxl.inventory.inventory import AskedTiers, list_tensors
+from lightning_cxl.inventory.tensors import Mesh, Workload
 from lightning_cxl.machine.topology import Topology
+from lightning_cxl.placement.decorators import resolve
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.placement.rules import resolve
 from lightning_cxl.planning.job import Move, model_job
 from lightning_cxl.ssd_options import SsdOptions
 from tests.cases import every_value
