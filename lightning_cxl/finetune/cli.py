@@ -56,7 +56,12 @@ class FitSummary(Callback):
     (``num_sanity_val_steps=-1``); a resumed run shows the one of its first start.
     """
 
-    def __init__(self, max_new_tokens: int = 64) -> None:
+    def __init__(self, prompt: None = None, max_new_tokens: int = 64) -> None:
+        if prompt is not None:
+            raise ConfigError(
+                "FitSummary(prompt=...): this option was removed. The sample at the end of a run continues held-out "
+                "text; for a prompt of your own use module.generate_tokens(tokens)"
+            )
         self.max_new_tokens = max_new_tokens
         self.before: float | None = None
         self.after, self.sample = "not measured", ""

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_cxl.errors import ConfigError
+from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.finetune.cli import FitSummary
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule
@@ -53,3 +53,10 @@ def test_a_strategy_with_a_report_has_it_printed(tiny_model, data, make_trainer,
 def test_other_modules_are_refused(make_trainer):
     with pytest.raises(ConfigError, match="not a LightningModule"):
         FitSummary().on_train_end(make_trainer(), LightningModule())
+
+
+def test_what_was_removed_says_what_to_do_instead():
+    with pytest.raises(ConfigError, match=r"this option was removed.*generate_tokens"):
+        FitSummary("def ")
+    with pytest.raises(UnsupportedError, match=r"generate_text was removed.*generate_tokens"):
+        CausalLM(**SHAPE).generate_text("def ", max_new_tokens=4)
