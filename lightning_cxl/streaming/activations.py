@@ -59,11 +59,12 @@ from lightning_cxl.transfer.engine import TransferEngine
 # Models that checkpoint their blocks themselves: switched off while units are recomputed anyway.
 #
 # [Note: A model's own checkpointing]
-# Two checkpoints around one block give the same losses, but run its forward three times. Hugging Face models show that
-# they checkpoint by a flag, which is set on blocks and on what contains them: it is False while the model is attached,
-# and True again afterwards. A ``torch.utils.checkpoint`` in the user's own forward shows itself only when a unit's
-# first forward runs within a backward. It may span more than a unit, so it is left to the user, who is told once. Where
-# it is not reentrant and spans units alone, it has saved nothing that needs a recompute of its own.
+# Two checkpoints around one block give the same losses, but a reentrant one runs its forward three times (one that is
+# not, twice, and keeps its inputs twice). Hugging Face models show that they checkpoint by a flag, which is set on
+# blocks and on what contains them: it is False while the model is attached, and True again afterwards. A
+# ``torch.utils.checkpoint`` in the user's own forward shows itself only when a unit's first forward runs within a
+# backward. It may span more than a unit, so it is left to the user, who is told once. Where it is not reentrant and
+# spans units alone, it has saved nothing that needs a recompute of its own.
 
 log = logging.getLogger("lightning_cxl")
 _FLAG = "gradient_checkpointing"
