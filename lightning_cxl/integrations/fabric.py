@@ -308,7 +308,7 @@ def _save_folder(path: Path, state: Mapping[str, Any], loop: UserLoop) -> None:
 
 def _load_folder(path: Path, state: Any, loop: UserLoop, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
     """Load objects from a folder; return what is in it beside them."""
-    from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint  # imports torch's checkpoints
+    from lightning_cxl.run.sharded_reading import ShardedCheckpoint  # imports torch's checkpoints
 
     if isinstance(state, nn.Module):
         loop.load_folder(path, state, {}, strict=strict, weights_only=weights_only)

@@ -25,7 +25,7 @@ from lightning_cxl.run.state_on_ssd import KEY, SSD, StateOnSsd
 from lightning_cxl.shards import local, shard_of, sharded_like
 
 if TYPE_CHECKING:  # it imports torch's checkpoints, which one device does without
-    from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint
+    from lightning_cxl.run.sharded_reading import ShardedCheckpoint
 
 log = logging.getLogger(__name__)
 

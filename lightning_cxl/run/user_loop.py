@@ -375,7 +375,7 @@ class UserLoop:
             optimizers: of it, as `prepare` gave them back, by their number in the checkpoint. INOUT.
             strict: whether the names of weights must be the same here and there.
         """
-        from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint  # imports torch's checkpoints
+        from lightning_cxl.run.sharded_reading import ShardedCheckpoint  # imports torch's checkpoints
 
         folder = ShardedCheckpoint(path)
         own = folder.rest(weights_only=weights_only).get(KEY) or {}

@@ -567,7 +567,7 @@ class Area:
         """Return a record to which nothing was written."""
         part = part_nbytes(nbytes, self._num_drives)
         self._free(waits=False)
-        while (offset := self._blocks.allocate(part, BLOCK_BYTES, lowest=True)) is None:
+        while (offset := self._blocks.allocate(part, BLOCK_BYTES)) is None:
             if self._left:  # more space is taken only where waiting does not help
                 self._free(waits=True)
             else:

@@ -354,7 +354,7 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
             self._saves.wait()
         checkpoint_path = self.broadcast(checkpoint_path)
         if "://" not in str(checkpoint_path) and is_sharded_checkpoint(Path(checkpoint_path)):
-            from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint  # imports torch's checkpoints
+            from lightning_cxl.run.sharded_reading import ShardedCheckpoint  # imports torch's checkpoints
 
             folder = ShardedCheckpoint(Path(checkpoint_path))
             return ckpt.LoadedCheckpoint(folder.rest(weights_only=weights_only), folder)

@@ -1,0 +1,340 @@
+"""`ShardedCheckpoint`: reads folders that several processes have written. See [Note: Sharded checkpoints]."""
+
+import io
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PosixPath
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load as load_each
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from lightning_cxl.errors import CheckpointError
+from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.parameter_state import MOMENT_KEYS, REMAINDER, of_this_shard
+from lightning_cxl.run.checkpoint_file import META, lying_at, needs_code
+from lightning_cxl.run.sharded_checkpoint import first_failure
+from lightning_cxl.run.state_on_ssd import KEY
+from lightning_cxl.shards import is_sharded, local, sharded_like
+
+# ----------------------------------------------------------------------------------------------------
+# Pickles in a checkpoint folder of DCP: what they hold is read, and nothing that they ask for is run.
+#
+# torch reads both kinds with an unpickler that does whatever a file says: the list of tensors (``.metadata``), and each
+# value that is no tensor. A folder may come from somebody else, so here only classes that such a list needs are known,
+# and values are read as ``torch.load(..., weights_only=True)`` reads them.
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_KNOWN = {
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((_METADATA, f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+}
+_IS_DATA = re.compile(r"__\d+_\d+\.distcp").fullmatch
+_PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"), ("pathlib", "WindowsPath")}
+
+
+class RefusedError(pickle.UnpicklingError):
+    """A list of tensors asks for what no such list needs."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PATHS:
+            return PosixPath  # of where it was written, which nobody needs: also from another system
+        if (module, name) in _KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise RefusedError(f"its list of tensors asks for {module}.{name}, which no such list needs")
+
+
+class PlainReader(FileSystemReader):
+    """Reads tensors of a folder; the list of what there is once, not for every parameter."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        with open(path / ".metadata", "rb") as file:
+            found = _Unpickler(file).load()
+        if not isinstance(found, Metadata):
+            raise pickle.UnpicklingError(f"its list of tensors is a {type(found).__name__}")
+        for each in (found.storage_data or {}).values():
+            if not _IS_DATA(each.relative_path):
+                raise pickle.UnpicklingError(
+                    f"its list of tensors names {each.relative_path!r}, no file of a checkpoint"
+                )
+        self.metadata: Metadata = found
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what is known."""
+        return self.metadata
+
+
+class PlainValues(DefaultLoadPlanner):
+    """Reads values that are no tensors."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Read one value into the dict that was asked for."""
+        super().load_bytes(read_item, _plain(value))
+
+
+def _plain(value: io.BytesIO) -> io.BytesIO:
+    torch.load(value, weights_only=True)  # refuses what is not plain, so that the planner may read it
+    value.seek(0)
+    return value
+
+
+_OF_CODES = tuple(key for keys in MOMENT_KEYS for key in (keys.scales, keys.map))
+_MASTERS = f"{KEY}.master_weights"
+_Path = tuple[str | int, ...]
+_IS_OPTIMIZER = re.compile(r"optimizer_\d+\.").match
+
+
+class ShardedCheckpoint:
+    """A checkpoint folder. Each process reads by itself what it needs."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = lying_at(path)
+        try:
+            self._reader = PlainReader(self._path)
+        except Exception as error:
+            raise self._damaged(error) from error
+        self._metadata = self._reader.metadata
+        self._paths: Mapping[str, _Path] = self._metadata.planner_data or {}
+        """What the dots in names stand for: keys that have dots, too, and places in lists."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a whole tensor by its full name, in new memory."""
+        value = self.empty(name, device="cpu")
+        self.read({name: value})
+        return value
+
+    def is_tensor(self, name: str) -> bool:
+        """Return whether there is a tensor of this full name."""
+        return isinstance(self._metadata.state_dict_metadata.get(name), TensorStorageMetadata)
+
+    def empty(self, name: str, device: str = "meta") -> torch.Tensor:
+        """Return a tensor with the shape and type of one that there is."""
+        known = self._metadata.state_dict_metadata[name]
+        assert isinstance(known, TensorStorageMetadata)
+        return torch.empty(known.size, dtype=known.properties.dtype, device=device)
+
+    @property
+    def num_optimizers(self) -> int:
+        """Of how many optimizers there is state."""
+        return len({name.partition(".")[0] for name in self._metadata.state_dict_metadata if _IS_OPTIMIZER(name)})
+
+    def masters(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return master weights by name, of those wanted that there are: new tensors, cut as those wanted."""
+        found = {}
+        for name in self.names(_MASTERS):
+            if name in wanted:
+                own = torch.empty_like(local(wanted[name].detach()), dtype=torch.float32, device="cpu")
+                found[name] = sharded_like(own, wanted[name])
+        self.read({f"{_MASTERS}.{name}": value for name, value in found.items()})
+        return found
+
+    def master_names(self) -> dict[str, str]:
+        """Return full names of float32 master weights by the name of the weight; of int16 remainders of split ones."""
+        found = {name: f"{_MASTERS}.{name}" for name in self.names(_MASTERS)}
+        for name, path in self._paths.items():
+            if path[1::2] == ("state", REMAINDER) and self.is_tensor(name) and self.empty(name).dtype is torch.int16:
+                found[str(path[2])] = name
+        return found
+
+    def rest(self, *, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return what is no tensor."""
+        try:
+            loaded: dict[str, Any] = torch.load(self._path / META, map_location="cpu", weights_only=weights_only)
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise self._damaged(error) from error
+        return loaded
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the rest of all names that begin with `prefix` and a dot."""
+        start = f"{prefix}."
+        return [name[len(start) :] for name in self._metadata.state_dict_metadata if name.startswith(start)]
+
+    def read(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Read into tensors, of any cut and floating point type; return them, and what is no tensor anew."""
+        wanted = dict(tensors)
+        for name, value in wanted.items():
+            known = self._metadata.state_dict_metadata.get(name)
+            if known is None:
+                raise CheckpointError(f"checkpoint `{self._path}` has no `{name}`; it has {self._some()}")
+            shape = tuple(known.size) if isinstance(known, TensorStorageMetadata) else None
+            if shape is not None and isinstance(value, torch.Tensor) and shape != tuple(value.shape):
+                raise CheckpointError(
+                    f"`{name}` in checkpoint `{self._path}` has shape {shape}, and {tuple(value.shape)} here"
+                )
+        if wanted:
+            try:
+                with warnings.catch_warnings():  # each process reads by itself, also where there is one
+                    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                    load_each(wanted, storage_reader=self._reader, planner=PlainValues(), no_dist=True)
+            except (Exception, CheckpointException) as error:  # the second is no Exception
+                raise self._damaged(error) from error
+        return wanted
+
+    def read_weights(self, model: nn.Module, *, strict: bool) -> list[str]:
+        """Read the weights and buffers of a model into the memory they have; return what the checkpoint lacks."""
+        own, saved = model.state_dict(), {str(path[1]) for path in self._below("state_dict")}
+        missing, unknown = sorted(own.keys() - saved), sorted(saved - own.keys())
+        if strict and (missing or unknown):
+            raise CheckpointError(
+                f"checkpoint `{self._path}` is of another model: it lacks {missing[:3] or 'nothing'} ({len(missing)}), "
+                f"and the model lacks {unknown[:3] or 'nothing'} ({len(unknown)})"
+            )
+        tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+        self.read({f"state_dict.{name}": value for name, value in tensors.items() if name in saved})
+        torch.autograd.graph.increment_version([p for p in model.parameters() if is_sharded(p)])
+        others = {path: None for path in self._below("state_dict") if path[1] in own.keys() - tensors.keys()}
+        if others:  # what modules keep beside tensors
+            model.load_state_dict(
+                _nested({path[1:]: value for path, value in self._read(others).items()}), strict=False
+            )
+        return missing
+
+    def optimizer(self, index: int, optimizer: Optimizer, name_of: Callable[[torch.Tensor], str]) -> None:
+        """Read the state of one optimizer, parameter by parameter."""
+        prefix = f"optimizer_{index}"
+        if not self.names(prefix):
+            raise CheckpointError(f"checkpoint `{self._path}` has no state of optimizer {index}; it has {self._some()}")
+        paths_of: dict[str, list[_Path]] = {}
+        for path in self._below(prefix, "state"):
+            paths_of.setdefault(str(path[2]), []).append(path)
+        entries: dict[int, dict[str, Any]] = {}
+        number = 0
+        groups = self._groups(prefix, optimizer, name_of)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = name_of(parameter)
+                entry = self._entry(paths_of.pop(name, []), parameter)
+                if isinstance(optimizer, CPUAdam):
+                    optimizer.load_parameter(parameter, name, entry)
+                elif entry:
+                    entries[number] = entry
+                number += 1
+        if paths_of:
+            raise CheckpointError(
+                f"checkpoint `{self._path}` has optimizer state of {next(iter(paths_of))!r} ({len(paths_of)} in all), "
+                "which this optimizer does not have: configure it as it was when the checkpoint was saved"
+            )
+        if isinstance(optimizer, CPUAdam):
+            optimizer.load_options(groups)
+        else:
+            optimizer.load_state_dict({"state": entries, "param_groups": _numbered(groups, optimizer)})
+
+    def _groups(
+        self, prefix: str, optimizer: Optimizer, name_of: Callable[[torch.Tensor], str]
+    ) -> list[dict[str, Any]]:
+        values = self._read(dict.fromkeys(self._below(prefix, "param_groups")))
+        found = _nested({path[2:]: value for path, value in values.items()})
+        if len(found) != len(optimizer.param_groups):
+            raise CheckpointError(
+                f"checkpoint `{self._path}` has {len(found)} parameter groups of `{prefix}`, this optimizer has "
+                f"{len(optimizer.param_groups)}: configure it as it was when the checkpoint was saved"
+            )
+        for number, (saved, group) in enumerate(zip(found, optimizer.param_groups, strict=True)):
+            own = [name_of(parameter) for parameter in group["params"]]
+            others = set(own) ^ set(saved.get("params", own))
+            if others:
+                raise CheckpointError(
+                    f"parameter group {number} of `{prefix}` in checkpoint `{self._path}` has other parameters than "
+                    f"here, such as {min(others)!r} ({len(others)} in all): configure the optimizer as it was when the "
+                    "checkpoint was saved"
+                )
+        return [{key: tuple(v) if isinstance(v, list) else v for key, v in group.items()} for group in found]
+
+    def _entry(self, paths: Iterable[_Path], parameter: torch.Tensor) -> dict[str, Any]:
+        """Return the saved state of one parameter, of which this process's part is read; empty if there is none."""
+        wanted: dict[_Path, Any] = {}
+        for path in paths:
+            known = self._metadata.state_dict_metadata[_name(path)]
+            if not isinstance(known, TensorStorageMetadata):
+                wanted[path] = None
+                continue
+            dtype: torch.dtype = known.properties.dtype
+            if known.size == parameter.shape and parameter.shape:
+                shard = torch.empty_like(local(parameter.detach()), dtype=dtype, device="cpu")
+                wanted[path] = sharded_like(shard, parameter)
+            else:
+                whole = torch.empty(known.size, dtype=dtype)
+                of_codes = str(path[3]).startswith(_OF_CODES)
+                wanted[path] = whole if of_codes else _whole(whole, parameter)
+        entry: dict[str, Any] = _nested({path[3:]: value for path, value in self._read(wanted).items()})
+        return of_this_shard(entry, parameter) if MOMENT_KEYS[0].codes in entry else entry
+
+    def _below(self, *start: str) -> list[_Path]:
+        """Return all paths that begin like this."""
+        return [path for path in self._paths.values() if path[: len(start)] == start]
+
+    def _read(self, tensors: Mapping[_Path, Any]) -> dict[_Path, Any]:
+        """Do what `read` does, by paths; tensors for which None is given are new ones, whole."""
+        wanted = {_name(path): value for path, value in tensors.items()}
+        for name, value in wanted.items():
+            if value is None and self.is_tensor(name):
+                wanted[name] = self.empty(name, device="cpu")
+        found = self.read(wanted)
+        return {path: found[_name(path)] for path in tensors}
+
+    def _damaged(self, error: BaseException) -> CheckpointError:
+        error = first_failure(error)
+        if isinstance(error, RefusedError):
+            return CheckpointError(f"checkpoint `{self._path}` was not read: {error}. Reading it could run code")
+        if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
+            return needs_code(self._path, error)
+        text = str(error).strip().splitlines()
+        return CheckpointError(
+            f"cannot read checkpoint `{self._path}`: {type(error).__name__}: {text[0] if text else 'no reason given'}. "
+            "It is damaged or not a checkpoint: resume from another one."
+        )
+
+    def _some(self) -> str:
+        names = list(self._metadata.state_dict_metadata)
+        return ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _name(path: _Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _nested(values: Mapping[_Path, Any]) -> Any:
+    """Return values in dicts, and in lists where keys are numbers."""
+    if () in values:
+        return values[()]
+    inside: dict[str | int, dict[_Path, Any]] = {}
+    for path, value in values.items():
+        inside.setdefault(path[0], {})[path[1:]] = value
+    if inside and all(isinstance(key, int) for key in inside):
+        return [_nested(inside[key]) for key in sorted(inside)]
+    return {key: _nested(each) for key, each in inside.items()}
+
+
+def _numbered(groups: list[dict[str, Any]], optimizer: Optimizer) -> list[dict[str, Any]]:
+    numbered, start = [], 0
+    for group, own in zip(groups, optimizer.param_groups, strict=True):
+        stop = start + len(own["params"])
+        numbered.append({**group, "params": list(range(start, stop))})
+        start = stop
+    return numbered
+
+
+def _whole(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return state of another shape than its parameter, such as means of rows, as what every process has whole."""
+    if not isinstance(parameter, DTensor) or not tensor.shape:
+        return tensor
+    mesh = parameter.device_mesh
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
