@@ -152,8 +152,8 @@ LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 def test_cuda_and_lightning_only_at_their_seams():
     for path in MODULES:
         relative = str(path.relative_to(PACKAGE))
-        if relative != "devices/cuda.py":
-            assert "torch.cuda" not in strip_docstrings(path.read_text()), f"{path}: torch.cuda is for devices/cuda.py"
+        if relative != "devices/device_type.py":
+            assert "torch.cuda" not in strip_docstrings(path.read_text()), f"{path}: torch.cuda"
         if relative != "integrations/lightning/lightning_api.py":
             packages = {name.split(".")[0] for name in imported_names(path)}
             assert not packages.intersection(LIGHTNING), f"{path}: import it through integrations/lightning"

@@ -22,8 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_cxl.devices.cuda import CudaDevices
-from lightning_cxl.devices.device_type import register_device_type
+from lightning_cxl.devices.device_type import CudaDevices, register_device_type
 from lightning_cxl.machine import topology as disk_space
 from lightning_cxl.run.user_loop import close_dropped
 from tests import apart

@@ -713,6 +713,13 @@ def storage_extent(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+_CACHE_LINE_BYTES = 64  # what vectors of every element type start at
+
+
+def aligned_nbytes(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
+
+
 @torch.no_grad()
 def copy_bytes(source: Buffer, destination: Buffer) -> None:
     into = destination.tensor((source.nbytes,), torch.uint8)

@@ -26,7 +26,7 @@ import torch
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.shards import sharded_like
-from lightning_cxl.storage.record import Record, addresses_without_memory, is_in
+from lightning_cxl.storage.store import Record, addresses_without_memory, is_in
 from lightning_cxl.storage.swap import Swappable, Swapper, uninterrupted
 from lightning_cxl.torch_private import wrapper_tensor
 

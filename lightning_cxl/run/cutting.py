@@ -19,8 +19,7 @@ from lightning_cxl.sharding.fsdp import cut, reshard
 from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.shards import shard_of, sharded_like
 from lightning_cxl.streaming.quantised import kept_whole, tensors_of
-from lightning_cxl.streaming.unit_weights import owners_in
-from lightning_cxl.streaming.units import find_units
+from lightning_cxl.streaming.units import find_units, owners_in
 from lightning_cxl.weights.files import UnreadWeight
 
 

@@ -21,7 +21,7 @@ from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.shards import local, sharded_like
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.storage.drive import BLOCK_BYTES
-from lightning_cxl.streaming.on_ssd import InputOnSsd
+from lightning_cxl.streaming.on_ssd import InputOnSsd, WeightRecord
 from lightning_cxl.streaming.unit_weights import Home, InMemory
 
 _TRIM_BYTES = 64 * 2**20  # of state that has moved
@@ -169,10 +169,12 @@ class PlacedMemory:
         buffer = self.memory.allocate(nbytes, placement, TensorRole.COMPUTE_WEIGHTS)
         return InMemory(buffer, is_inherited=not (placement.pinned and self.memory.pins))
 
-    def on_drives(self, parameters: Sequence[nn.Parameter]) -> Home | None:
+    def on_drives(self, parameters: Sequence[nn.Parameter]) -> WeightRecord | None:
         """Return the home of the shards of several parameters that belong on the same tier; None if that is memory."""
         placement = self.placements.place(parameters[0], TensorRole.COMPUTE_WEIGHTS, 0)
-        return self.piece(0, parameters) if placement.tiers[0] == SSD else None
+        if placement.tiers[0] != SSD or self.on_ssd is None:
+            return None
+        return self.on_ssd.home(parameters[0])
 
     def weights(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return memory for the weights of a parameter; None if they are where they belong.

@@ -27,7 +27,6 @@ from lightning_cxl.sharding.fsdp import place_shards, pooled_exchanges
 from lightning_cxl.shards import is_sharded
 from lightning_cxl.streaming.activations import Phase
 from lightning_cxl.streaming.on_ssd import ShardsOnSsd
-from lightning_cxl.streaming.params import ParamStreamer
 from lightning_cxl.streaming.quantised import (
     has_quantised,
     numel,
@@ -36,7 +35,8 @@ from lightning_cxl.streaming.quantised import (
     tensors_of,
     warn_of_wide_experts,
 )
-from lightning_cxl.streaming.unit_weights import UnitWeights, owners_in, peek
+from lightning_cxl.streaming.unit_weights import ParamStreamer, UnitWeights, peek
+from lightning_cxl.streaming.units import owners_in
 from lightning_cxl.transfer.engine import TransferEngine
 
 # ----------------------------------------------------------------------------------------------------

@@ -29,8 +29,7 @@ from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.shards import local
 from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.storage.drive import BLOCK_BYTES, MANIFEST, make_parents, remove_left
-from lightning_cxl.storage.record import Record, files_shown_at
-from lightning_cxl.storage.store import Area, Store
+from lightning_cxl.storage.store import Area, Record, Store, files_shown_at
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.streaming.on_ssd import InputsOnSsd, WeightRecord, WeightsOnSsd
 from lightning_cxl.transfer.engine import TransferEngine

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.sequences.lazy import LazyTensor, tell_once
-from lightning_cxl.streaming.saved_inputs import version_of
-from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
+from lightning_cxl.streaming.replay import version_of
+from lightning_cxl.streaming.units import Compiler, StandIn, call_under
 from lightning_cxl.torch_private import has_backward_hooks, wrapper_tensor
 
 # ----------------------------------------------------------------------------------------------------

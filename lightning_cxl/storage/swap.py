@@ -42,10 +42,8 @@ from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.resource import BlockList, Buffer
-from lightning_cxl.storage.drive import BLOCK_BYTES
-from lightning_cxl.storage.engine import StorageTransfer
-from lightning_cxl.storage.record import Record
-from lightning_cxl.storage.store import Store
+from lightning_cxl.storage.drive import BLOCK_BYTES, StorageTransfer
+from lightning_cxl.storage.store import Record, Store
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -15,37 +15,36 @@ Ahead by one: a call knows the call before it (weakly). When its own inputs have
 that one's inputs, which then run while this unit is recomputed and differentiated.
 """
 
-import collections
-import copy
-import dataclasses
 import itertools
 import logging
-import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
-from lightning_cxl.streaming.module_state import ModuleState
-from lightning_cxl.streaming.saved_inputs import (
-    Allocate,
-    HeldInput,
-    PlaceOnSsd,
-    SavedBytes,
-    StoredInput,
-    UnitInput,
-    all_in_memory,
-    can_store,
+from lightning_cxl.memory.host_memory import storage_extent
+from lightning_cxl.streaming.on_ssd import InputOnSsd
+from lightning_cxl.streaming.replay import (
+    ModuleState,
+    cached_tensors,
+    can_replace,
+    grows_by_replacing,
+    is_cache,
+    leaves_of,
+    rebuilt,
+    replaced,
+    stale_error,
+    version_of,
 )
-from lightning_cxl.streaming.stand_in import Compiler, StandIn, call_under
 from lightning_cxl.streaming.unit_weights import peek
+from lightning_cxl.streaming.units import Compiler, StandIn, call_under
 from lightning_cxl.torch_private import (
-    PYTREE_NODES,
     caches_weights,
     compiled_module,
     in_exec_group,
@@ -53,7 +52,290 @@ from lightning_cxl.torch_private import (
     is_in_transform,
     let_parametrizations_write_nothing,
 )
-from lightning_cxl.transfer.engine import TransferEngine
+from lightning_cxl.transfer.engine import Transfer, TransferEngine
+
+# ----------------------------------------------------------------------------------------------------
+# The tensors that a unit's forward was given, kept until its recompute: on a host tier, or by reference.
+#
+# [Note: Life of a saved input]
+# * Stored (carries gradient, is big enough): copied to the tier while the unit's forward runs; the device waits for the
+#   copy at the unit's end, so code after the unit may overwrite or drop the tensor. A unit that overwrites its own
+#   input must not start before the copy is done; which inputs those are is learned from the unit's first call, where
+#   every copy is waited for, and a later surprise is an error (`UnitInput`). The bytes live as long as a graph needs
+#   them: a unit's call holds `StoredInput`, autograd's saved tensors hold the call.
+# * The newest call keeps a stored tensor itself as well, until the next call begins: what the last unit of a forward
+#   was given is on the device when backward begins, unless it has been changed since.
+# * One tensor given to several units is stored once: found again by identity (a weak reference, never an address) and
+#   version. An exact image is kept: same strides, same address modulo 64, so that a recompute runs the same kernels.
+# * On SSD where it belongs there: the copy lands in a host slot and is written. See [Note: Inputs on SSD].
+# * Held (masks, position embeddings, ids, small or sparse tensors): a detached alias, and its version is checked.
+#   Holding the tensor itself could close a cycle through the graph that no garbage collector sees.
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype have the same bits: NaN is equal to itself, 0 is not -0."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.detach().view(integers), other.detach().view(integers))
+
+
+_ALIGNMENT = 64  # bytes; what torch's own allocations and ours start at
+
+
+class HostBytes(Protocol):
+    """Memory that a tensor can be made over and that lives as long as that tensor, such as `memory.resource.Buffer`."""
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a contiguous tensor over the first bytes."""
+
+
+Allocate = Callable[[int, str], HostBytes]
+"""Takes a number of bytes and the unit's name."""
+PlaceOnSsd = Callable[[int, str], InputOnSsd | None]
+"""Takes the same; None where the image belongs in memory."""
+
+
+def all_in_memory(_nbytes: int, _unit: str) -> None:
+    """Be a `PlaceOnSsd` where nothing lies on SSD."""
+
+
+class SavedBytes:
+    """Counts the bytes of living saved inputs. A dying one may be finalised anywhere, so it only appends to a deque."""
+
+    def __init__(self) -> None:
+        self.freed: deque[int] = deque()
+        self._bytes = self._peak = self._count = 0
+
+    def add(self, nbytes: int) -> None:
+        self._drain()
+        self._bytes += nbytes
+        self._count += 1
+        self._peak = max(self._peak, self._bytes)
+
+    def stats(self) -> dict[str, int]:
+        """Return ``saved_bytes`` and ``num_saved`` (living now) and ``peak_saved_bytes``."""
+        self._drain()
+        return {"saved_bytes": self._bytes, "peak_saved_bytes": self._peak, "num_saved": self._count}
+
+    def _drain(self) -> None:
+        while self.freed:
+            self._bytes -= self.freed.popleft()
+            self._count -= 1
+
+
+class StoredInput:
+    """An exact image of one tensor on a host tier, or on SSD. See [Note: Life of a saved input]."""
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        engine: TransferEngine,
+        allocate: Allocate,
+        unit: str,
+        saved: SavedBytes,
+        place_on_ssd: PlaceOnSsd = all_in_memory,
+    ) -> None:
+        self._size, self._stride = tensor.shape, tensor.stride()
+        self._lead = tensor.data_ptr() % _ALIGNMENT // tensor.element_size()
+        extent = storage_extent(tensor)
+        self.nbytes = (self._lead + extent) * tensor.element_size()
+        self._numel, self._dtype = self._lead + extent, tensor.dtype
+        flat = tensor.detach().as_strided((extent,), (1,), tensor.storage_offset())
+        self._on_ssd = place_on_ssd(self.nbytes, unit)
+        if self._on_ssd is not None:
+            self.transfer = self._on_ssd.store(flat, self._lead)
+        else:
+            self._host = allocate(self.nbytes, unit).tensor((self._numel,), tensor.dtype)
+            # no leaf (`can_store`): an operator has computed it on the current stream
+            self.transfer = engine.d2h(flat, self._host[self._lead :], from_here=True)
+        self.source = weakref.ref(tensor)
+        self.version = version_of(tensor)
+        self._address = tensor.data_ptr()
+        self._saved = saved
+        saved.add(self.nbytes)
+
+    def __del__(self) -> None:
+        """Take the bytes off the sum, unless construction failed before they were added."""
+        saved = getattr(self, "_saved", None)
+        if saved is not None:
+            saved.freed.append(self.nbytes)
+
+    def is_image_of(self, tensor: torch.Tensor) -> bool:
+        """Return whether this holds the values that `tensor` has now, as far as torch counts writes."""
+        is_known = self.source() is tensor and self.version == version_of(tensor)
+        return is_known and self._address == tensor.data_ptr()  # another one where `.data` has been replaced
+
+    def has_bits_of(self, tensor: torch.Tensor) -> bool:
+        """Return whether the image equals `tensor`, which has its shape. On the host only."""
+        return same_bits(tensor, self.shape_like_source(self.on_host()))
+
+    @property
+    def is_on_ssd(self) -> bool:
+        """Whether it has no memory between forward and backward."""
+        return self._on_ssd is not None
+
+    def must_move(self, engine: TransferEngine) -> bool:
+        """Return whether a recompute needs a copy of the image."""
+        return self.is_on_ssd or not engine.computes_on_host
+
+    def fetch(self, engine: TransferEngine) -> tuple[torch.Tensor, Transfer]:
+        """Start bringing the image to the device; once the transfer is waited for, `shape_like_source` it."""
+        destination = torch.empty(self._numel, dtype=self._dtype, device=engine.device)
+        if self._on_ssd is not None:
+            return destination, self._on_ssd.fetch(destination)
+        return destination, engine.h2d(self._host, destination, after=(self.transfer, engine.mark()))
+
+    def on_host(self) -> torch.Tensor:
+        """Return the image itself, or a copy of one on SSD, for a device that computes on host memory.
+
+        It must not be written to.
+        """
+        if self._on_ssd is not None:
+            image = torch.empty(self._numel, dtype=self._dtype)
+            self._on_ssd.fetch(image).wait_host()
+            return image
+        self.transfer.wait_host()
+        return self._host
+
+    def shape_like_source(self, image: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that `image`, or a copy of it, is the image of: without gradient, same strides."""
+        return image.as_strided(self._size, self._stride, image.storage_offset() + self._lead)
+
+
+class HeldInput:
+    """A tensor kept by reference; an error if it has changed when it is needed again."""
+
+    __slots__ = ("_alias", "_unit", "_version")
+
+    def __init__(self, tensor: torch.Tensor, unit: str) -> None:
+        self._alias = tensor.detach()
+        self._version = version_of(tensor)
+        self._unit = unit
+
+    def get(self) -> torch.Tensor:
+        version = version_of(self._alias)
+        if version != self._version:
+            what = f"an input of unit `{self._unit}`, shape {tuple(self._alias.shape)} and {self._alias.dtype},"
+            raise stale_error(what, version, self._version)
+        return self._alias
+
+
+class UnitInput:
+    """One tensor among a call's arguments: watched during the forward, given to recomputes. See [Note: Life of a ...].
+
+    Args:
+        cautious: the unit is known to change this input in place, or nothing is known about it yet.
+    """
+
+    __slots__ = (
+        "_alias",
+        "_is_changed",
+        "_is_safe",
+        "_kept",
+        "_near",
+        "_on_the_way",
+        "_requires_grad",
+        "_spare",
+        "_unit",
+        "_version",
+    )
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        kept: StoredInput | HeldInput,
+        unit: str,
+        *,
+        cautious: bool,
+    ) -> None:
+        self._kept = kept
+        self._unit = unit
+        self._requires_grad = tensor.requires_grad
+        self._version = version_of(tensor)
+        self._alias: torch.Tensor | None = tensor.detach()  # shares the version counter
+        self._spare: torch.Tensor | None = None
+        self._on_the_way: tuple[torch.Tensor, Transfer] | None = None
+        self._near: torch.Tensor | None = None  # the tensor itself, while no other unit has run
+        self._is_changed = True  # for all we know, until the forward has returned
+        self._is_safe = cautious
+        if isinstance(kept, StoredInput):
+            if cautious:
+                kept.transfer.wait()
+            self._is_safe = cautious or kept.transfer.done()
+        elif cautious:
+            with torch.no_grad():
+                self._spare = self._alias.clone()
+
+    def observe(self) -> bool:
+        """Return whether the forward, which has just returned, changed the tensor in place."""
+        assert self._alias is not None
+        self._is_changed = version_of(self._alias) != self._version
+        return self._is_changed
+
+    def shares_memory_with(self, other: "UnitInput") -> bool:
+        """Return whether both are views of one storage; to be asked before `release`."""
+        assert self._alias is not None and other._alias is not None
+        if self._alias.layout is not torch.strided or other._alias.layout is not torch.strided:
+            return False
+        return self._alias.untyped_storage().data_ptr() == other._alias.untyped_storage().data_ptr()
+
+    def release(self, engine: TransferEngine) -> None:
+        """Keep what a recompute needs and drop the rest."""
+        assert self._alias is not None
+        if self._is_changed and not self._is_safe:
+            raise UnsupportedError(
+                f"unit `{self._unit}` changed an input in place (shape {tuple(self._alias.shape)}) in this call, but "
+                f"not in its first, before its values were saved. Let it work on a clone, or leave the unit out of "
+                "`units`."
+            )
+        if self._is_changed and self._spare is not None:
+            self._kept = HeldInput(self._spare, self._unit)
+        if isinstance(self._kept, StoredInput):
+            self._kept.transfer.wait()
+            self._near = None if self._is_changed or engine.computes_on_host else self._alias
+        self._alias = self._spare = None
+
+    def let_go(self) -> None:
+        """Leave a stored tensor to its image."""
+        self._near = None
+
+    def prefetch(self, engine: TransferEngine) -> None:
+        """Start bringing a stored tensor to the device, unless it need not move or is on the way."""
+        if self._near is not None and version_of(self._near) == self._version:
+            return
+        if isinstance(self._kept, StoredInput) and self._kept.must_move(engine) and self._on_the_way is None:
+            self._on_the_way = self._kept.fetch(engine)
+
+    def load(self, engine: TransferEngine) -> torch.Tensor:
+        tensor = self._values(engine).detach()
+        if self._requires_grad:
+            tensor.requires_grad_()
+        # a private copy, no leaf: a leaf that requires gradient must not be changed in place, nor must the saved bytes
+        return tensor.clone() if self._is_changed else tensor
+
+    def _values(self, engine: TransferEngine) -> torch.Tensor:
+        if isinstance(self._kept, HeldInput):
+            return self._kept.get()
+        if not self._kept.must_move(engine):
+            return self._kept.shape_like_source(self._kept.on_host())
+        near, self._near = self._near, None
+        if near is not None and version_of(near) == self._version:
+            return near
+        self.prefetch(engine)
+        assert self._on_the_way is not None
+        (image, transfer), self._on_the_way = self._on_the_way, None
+        transfer.wait()
+        return self._kept.shape_like_source(image)
+
+
+def can_store(tensor: torch.Tensor, device: torch.device, min_bytes: int) -> bool:
+    """Return whether an input belongs on the tier: it carries gradient and an image of it is exact and not wasteful."""
+    if type(tensor) is not torch.Tensor or not tensor.requires_grad or tensor.is_leaf or not tensor.is_floating_point():
+        return False
+    if tensor.device != device or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return False
+    nbytes = tensor.numel() * tensor.element_size()
+    return 0 < nbytes >= min_bytes and storage_extent(tensor) <= 2 * tensor.numel()
+
 
 # ----------------------------------------------------------------------------------------------------
 # Models that checkpoint their blocks themselves: switched off while units are recomputed anyway.
@@ -101,173 +383,6 @@ class OwnCheckpointing:
                 "lightning_cxl: leave torch.utils.checkpoint out. Inputs are offloaded anyway, which is faster and "
                 "gives the same losses"
             )
-
-
-# ----------------------------------------------------------------------------------------------------
-# What a unit is called with: containers and key/value caches, kept as they were when its forward began.
-#
-# [Note: Containers among the arguments]
-# A unit may append to a list that it is given (losses of experts, collected states) or write to a dict, and its caller
-# reads them afterwards. So the forward gets the caller's own objects, and `rebuilt` makes twice another tree of them:
-# as the forward begins, with what stands for each tensor, and for a recompute, with these tensors. An object that
-# appears twice is one object in the copy as well. Containers are lists, dicts, sets and deques, classes derived from
-# them, dataclasses, and what pytree knows. All else is given to the recompute as it is then, also a container whose
-# class refuses to be copied.
-#
-# [Note: Key/value caches]
-# Hugging Face models hand every block a cache that it appends to, by default also in training; a recompute would append
-# again. In training, what a unit gets instead of a cache that is an argument of its own is:
-#
-# * for an empty cache None, as those models do when they checkpoint, so the cache that the model returns is empty;
-# * for a cache that already holds something (prefix tuning) a copy with the same tensors, a new one for every run of
-#   the unit, so the model's own cache keeps just what it held. Only for caches that grow by replacing their tensors.
-#
-# A cache inside a container is the caller's own in the forward, and such a copy in a recompute. Otherwise (other
-# caches, evaluation with gradients on) the unit runs as it is, without a recompute.
-
-_PLAIN = frozenset((int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
-_CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque)
-_MAX_DEPTH = 100  # far below what Python allows to call, as the model's own calls come on top
-_CACHES = ("DynamicCache",)
-_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
-
-
-def rebuilt(value: Any, stand_in: Callable[[Any], Any]) -> Any:
-    """Return `value` with a copy in place of each container, and ``stand_in(leaf)`` in place of all else.
-
-    Numbers, strings and the like stay as they are, and so do containers that refuse to be copied or lie too deep.
-    """
-    return _rebuilt(value, stand_in, {}, 0)
-
-
-def _rebuilt(value: Any, stand_in: Callable[[Any], Any], done: dict[int, tuple[Any, Any]], depth: int) -> Any:
-    if type(value) in _PLAIN:
-        return value
-    if id(value) in done:  # original and copy by id of the original, which must live as long
-        return done[id(value)][1]
-
-    def again(each: Any) -> Any:
-        return each if type(each) in _PLAIN else _rebuilt(each, stand_in, done, depth + 1)
-
-    if isinstance(value, (torch.Tensor, torch.nn.Module)):
-        twin = stand_in(value)
-    elif is_cache(value):
-        twin = _copied(stand_in(value))
-    elif depth > _MAX_DEPTH:
-        twin = stand_in(value)
-    elif isinstance(value, tuple):
-        parts = [again(each) for each in value]
-        is_same = all(one is other for one, other in zip(parts, value, strict=True))
-        twin = value if is_same else _tuple_of(parts, value)
-    elif isinstance(value, _CONTAINERS) or dataclasses.is_dataclass(type(value)):
-        twin = _shallow(value)
-        done[id(value)] = value, twin  # before what is in it, which may contain it
-        if twin is value:
-            twin = stand_in(value)
-        else:
-            _fill(twin, value, again)
-    elif isinstance(value, _Apart):
-        twin = value.unflatten([again(each) for each in value.children], value.context)
-    elif (node := PYTREE_NODES.get(type(value))) is not None:
-        children, context = node.flatten_fn(value)
-        twin = _Apart([again(each) for each in children], context, node.unflatten_fn)
-    else:
-        twin = stand_in(value)
-    done[id(value)] = value, twin
-    return twin
-
-
-def _shallow(value: Any) -> Any:
-    """Return a copy of a container; itself where its class refuses that, or gives something else."""
-    try:
-        twin = copy.copy(value)
-    except Exception:
-        return value
-    return twin if type(twin) is type(value) else value
-
-
-def _fill(twin: Any, value: Any, again: Callable[[Any], Any]) -> None:
-    """Put copies of what is in `value` into `twin`, past what its class has made of the methods of the base."""
-    base: Any = next((each for each in _CONTAINERS if isinstance(value, each)), None)
-    if base is not None:
-        base.clear(twin)
-        if issubclass(base, dict):
-            for key, each in base.items(value):
-                base.__setitem__(twin, key, again(each))
-        else:
-            (base.update if base is set else base.extend)(twin, [again(each) for each in base.__iter__(value)])
-    for name, each in getattr(value, "__dict__", {}).items():
-        twin.__dict__[name] = again(each)
-    if dataclasses.is_dataclass(type(value)):
-        for name in [field.name for field in dataclasses.fields(value)]:
-            slot = getattr(type(value), name, None)
-            if isinstance(slot, types.MemberDescriptorType) and hasattr(value, name):
-                slot.__set__(twin, again(getattr(value, name)))  # it may be frozen
-
-
-def _tuple_of(parts: list[Any], value: Any) -> Any:
-    if hasattr(type(value), "n_sequence_fields"):  # what torch.max and others return
-        return type(value)(parts)
-    twin = tuple.__new__(type(value), parts)
-    if hasattr(value, "__dict__"):
-        twin.__dict__.update(value.__dict__)
-    return twin
-
-
-class _Apart:
-    """What pytree knows, taken apart: it may refuse to hold what stands for a tensor."""
-
-    def __init__(self, children: list[Any], context: Any, unflatten: Callable[[Any, Any], Any]) -> None:
-        self.children, self.context, self.unflatten = children, context, unflatten
-
-
-def leaves_of(value: Any) -> list[Any]:
-    """Return what is neither a container nor plain (a number, a string, ...) in `value`, each object once."""
-    found: list[Any] = []
-
-    def note(leaf: Any) -> Any:
-        found.append(leaf)
-        return leaf
-
-    rebuilt(value, note)
-    return found
-
-
-def is_cache(value: Any) -> bool:
-    return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
-
-
-def can_replace(cache: Any) -> bool:
-    """Return whether what `replaced` gives for `cache` can be had any number of times."""
-    return cache.get_seq_length() == 0 or grows_by_replacing(cache)
-
-
-def cached_tensors(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a cache of a known kind: a gradient may flow into them alone."""
-    if not is_cache(value) or not grows_by_replacing(value):
-        return []
-    found = [getattr(layer, name, None) for layer in value.layers for name in ("keys", "values")]
-    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
-
-
-def replaced(value: Any) -> Any:
-    """Return what the forward is given for an argument: for an empty cache None, for another a copy."""
-    if not is_cache(value):
-        return value
-    return None if value.get_seq_length() == 0 else _copied(value)
-
-
-def grows_by_replacing(cache: Any) -> bool:
-    """Return whether a copy of a cache goes on as the cache would, without a change to it."""
-    return type(cache).__name__ in _CACHES and all(type(layer).__name__ in _LAYERS for layer in cache.layers)
-
-
-def _copied(cache: Any) -> Any:
-    if not grows_by_replacing(cache):
-        return cache
-    twin = copy.copy(cache)
-    twin.layers = [copy.copy(layer) for layer in cache.layers]
-    return twin
 
 
 Phase = Literal["forward", "recompute", "recompute in a graph"]

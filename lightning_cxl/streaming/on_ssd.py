@@ -43,13 +43,11 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import StorageError
-from lightning_cxl.memory.host_memory import copy_bytes, has_private_pages
+from lightning_cxl.memory.host_memory import aligned_nbytes, copy_bytes, has_private_pages
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.sharding.host_shard import HostShard
-from lightning_cxl.storage.record import Record
-from lightning_cxl.storage.store import Area, Store
+from lightning_cxl.storage.store import Area, Record, Store
 from lightning_cxl.storage.swap import Swapper, uninterrupted
-from lightning_cxl.streaming.unit_weights import Home, aligned_nbytes
 from lightning_cxl.torch_private import gathered_together, put_shard
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
@@ -148,7 +146,7 @@ class Fetch:
 
 
 class WeightRecord:
-    """The weights of one unit as one record; a `Home`, and `Swappable` for updates."""
+    """The weights of one unit as one record."""
 
     def __init__(self, weights: "WeightsOnSsd", record: Record, window: Buffer) -> None:
         self.record = record
@@ -164,7 +162,7 @@ class WeightRecord:
     def fetch(
         self, engine: TransferEngine, flat: torch.Tensor, destination: torch.Tensor, after: list[Transfer]
     ) -> Fetch:
-        """Start reading, and copying then; see `Home.fetch`."""
+        """Start reading the record, and copying it to the device then."""
         weights = self._weights
         return Fetch(self, weights.store, weights.engine, destination, after).submit(weights.swapper)
 
@@ -172,21 +170,18 @@ class WeightRecord:
         """Return at once: it is filled before anything else."""
 
     def settle(self) -> None:
-        """Return when the window shows what was written last; see `Home.settle`."""
+        """Return when the window shows what was written last."""
         write = self.record.last_write
         if write is not None:
             write.wait_host()
 
     def looked_at(self) -> None:
-        """See `Home.looked_at`."""
         self._weights.may_be_written(self)
 
     def looks_are_over(self) -> None:
-        """Write what was written to the window; see `Home.looks_are_over`."""
         self._weights.write_back(self)
 
     def update_begins(self) -> None:
-        """See `Home.update_begins`."""
         self._weights.forget(self)
 
     def is_dirty(self) -> bool:
@@ -381,7 +376,7 @@ class ShardsOnSsd:
     """Moves shards to a record, and from there to the device. See [Note: Shards on SSD]."""
 
     def __init__(
-        self, home: Home, engine: TransferEngine, model: nn.Module, parameters: Sequence[nn.Parameter]
+        self, home: WeightRecord, engine: TransferEngine, model: nn.Module, parameters: Sequence[nn.Parameter]
     ) -> None:
         self._home = home
         self._engine = engine

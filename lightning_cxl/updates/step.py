@@ -39,8 +39,7 @@ from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights, WeightPair
 from lightning_cxl.optim.parameter_state import plain
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.streaming.params import ParamStreamer
-from lightning_cxl.streaming.unit_weights import UnitWeights
+from lightning_cxl.streaming.unit_weights import ParamStreamer, UnitWeights
 from lightning_cxl.torch_private import keeps_mark, mark_as_called, step_hooks
 
 # ----------------------------------------------------------------------------------------------------

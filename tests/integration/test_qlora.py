@@ -10,8 +10,7 @@ from lightning.pytorch import LightningModule, seed_everything
 import lightning_cxl
 from lightning_cxl import UnsupportedError, residency
 from lightning_cxl.storage.store import Store
-from lightning_cxl.streaming.params import NUM_SLOTS
-from lightning_cxl.streaming.unit_weights import UnitWeights
+from lightning_cxl.streaming.unit_weights import NUM_SLOTS, UnitWeights
 from lightning_cxl.transfer import engine
 from tests import training_device
 from tests.cases import every_value, others_full

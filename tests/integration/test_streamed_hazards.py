@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.gradients.offload import GradientOffload
-from lightning_cxl.streaming import params
+from lightning_cxl.streaming import unit_weights as params
 from lightning_cxl.updates import step as updates
 from tests import training_device
 from tests.integration.training import EXACT, make_trainer, offload

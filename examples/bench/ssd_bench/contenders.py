@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from lightning_cxl.errors import LightningCXLError
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.storage.drive import Drive, System
-from lightning_cxl.storage.engine import Engine, Piece
+from lightning_cxl.storage.drive import Drive, Engine, Piece, System
 from ssd_bench import fio
 from ssd_bench.disk_area import DiskArea
 from ssd_bench.fio import Pass

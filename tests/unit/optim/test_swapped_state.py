@@ -20,8 +20,7 @@ from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.swapped_state import OnSsd as StandIn
 from lightning_cxl.optim.swapped_state import StateRecord, StateSwapper, taken_nbytes
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.storage.drive import System
-from lightning_cxl.storage.engine import StorageTransfer
+from lightning_cxl.storage.drive import StorageTransfer, System
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from tests.faulty_system import FaultySystem

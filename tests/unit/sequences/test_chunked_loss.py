@@ -13,7 +13,7 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.dry_run import dry_run
 from lightning_cxl.sequences import lazy
 from lightning_cxl.sequences.chunked_loss import DeferredLogits, chunk_tokens, chunked_cross_entropy
-from lightning_cxl.streaming.stand_in import StandIn
+from lightning_cxl.streaming.units import StandIn
 from tests.unit.sequences.models import VOCABULARY, tiny
 
 FAMILIES = ["Llama", "Gemma2", "Granite", "Cohere", "Mixtral", "Phi", "GPT2", "OPT", "Mamba"]

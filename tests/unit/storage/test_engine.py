@@ -10,8 +10,7 @@ import pytest
 import xxhash
 
 from lightning_cxl.errors import StorageError
-from lightning_cxl.storage.drive import HEAD_BYTES, Drive, System
-from lightning_cxl.storage.engine import Engine, Piece
+from lightning_cxl.storage.drive import HEAD_BYTES, Drive, Engine, Piece, System
 from tests.storage_cases import BLOCK, CHUNK, bytes_of, fill, memory_of
 
 

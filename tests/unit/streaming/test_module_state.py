@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cxl.streaming.module_state import ModuleState
+from lightning_cxl.streaming.replay import ModuleState
 
 
 class Unit(nn.Module):

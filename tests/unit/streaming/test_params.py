@@ -16,8 +16,7 @@ from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.gradients.meter import GradientHooks
 from lightning_cxl.memory.resource import Buffer, Span
 from lightning_cxl.streaming.activations import ActivationOffload
-from lightning_cxl.streaming.params import ParamStreamer
-from lightning_cxl.streaming.unit_weights import InMemory, Nobody, UnitWeights
+from lightning_cxl.streaming.unit_weights import InMemory, Nobody, ParamStreamer, UnitWeights
 from lightning_cxl.streaming.units import streamable
 from lightning_cxl.transfer.engine import HostEngine
 from tests import training_device

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cxl.memory.host_memory import storage_extent
-from lightning_cxl.streaming.saved_inputs import HeldInput, SavedBytes, StoredInput, can_store
+from lightning_cxl.streaming.activations import HeldInput, SavedBytes, StoredInput, can_store
 from lightning_cxl.transfer.engine import HostEngine
 from tests import training_device
 from tests.fakes import RecyclingMemory

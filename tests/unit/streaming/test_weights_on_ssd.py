@@ -11,13 +11,11 @@ from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.host_memory import has_private_pages
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
-from lightning_cxl.storage.drive import System
-from lightning_cxl.storage.engine import StorageTransfer
+from lightning_cxl.storage.drive import StorageTransfer, System
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.streaming.on_ssd import WeightsOnSsd
-from lightning_cxl.streaming.params import Slot
-from lightning_cxl.streaming.unit_weights import InMemory, Piece
+from lightning_cxl.streaming.unit_weights import InMemory, Piece, Slot
 from lightning_cxl.transfer.engine import HostEngine
 
 SIZES = [8192, 20_000, 4096, 12_288, 20_000]

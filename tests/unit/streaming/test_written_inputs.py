@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cxl.streaming.activations import ActivationOffload
-from lightning_cxl.streaming.saved_inputs import same_bits
+from lightning_cxl.streaming.activations import ActivationOffload, same_bits
 from lightning_cxl.transfer.engine import HostEngine
 from tests.fakes import RecyclingMemory
 
