@@ -1,4 +1,4 @@
-"""Which cases of a product `make test` runs: few in which all values occur, or meet; the others are ``full``."""
+"""Which cases of a product run: few in which all values occur, or meet; and which of them are ``full``."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -26,18 +26,18 @@ def covering(cases: Sequence[tuple[Any, ...]], together: int) -> list[tuple[Any,
 
 
 def every_value(*columns: Iterable[Any]) -> list[Any]:
-    """Return a product for ``parametrize``; without the ``full`` cases every value still occurs."""
-    return _marked(list(itertools.product(*columns)), 1)
+    """Return few cases of a product, for ``parametrize``, in which every value of every column occurs."""
+    return covering(list(itertools.product(*columns)), 1)
 
 
 def every_pair(*columns: Iterable[Any], where: Callable[..., bool] = lambda *_: True) -> list[Any]:
-    """Return a product for ``parametrize``; without the ``full`` cases every two values of two columns still meet.
+    """Return few cases of a product, for ``parametrize``, in which every two values of two columns meet.
 
     Args:
         columns: values of each argument.
         where: which cases of the product there are.
     """
-    return _marked([case for case in itertools.product(*columns) if where(*case)], 2)
+    return covering([case for case in itertools.product(*columns) if where(*case)], 2)
 
 
 def others_full(cases: Iterable[Any], stay: Iterable[Any]) -> list[Any]:
@@ -48,8 +48,3 @@ def others_full(cases: Iterable[Any], stay: Iterable[Any]) -> list[Any]:
 
 def _param(case: Any, marks: Any) -> Any:
     return pytest.param(*case, marks=marks) if isinstance(case, tuple) else pytest.param(case, marks=marks)
-
-
-def _marked(cases: list[tuple[Any, ...]], together: int) -> list[Any]:
-    stay = {id(case) for case in covering(cases, together)}
-    return [pytest.param(*case, marks=() if id(case) in stay else pytest.mark.full) for case in cases]

@@ -5,7 +5,6 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 import lightning_cxl
 from tests.integration.test_checkpoint import Sequential, fit, no_dropout, weights
@@ -103,23 +102,6 @@ def test_hooks_see_what_plain_lightning_hands_over(tmp_path, options):
         assert type(copied) is OrderedDict and copied["mine"] == 1
     torch.save(resumed.loaded, tmp_path / "kept.ckpt")  # torch trusts no other kind of dict of ours
     assert "lightning_cxl" not in torch.load(tmp_path / "kept.ckpt", weights_only=True)
-
-
-class Remembers(TorchCheckpointIO):
-    def save_checkpoint(self, checkpoint, path, storage_options=None):
-        self.options = storage_options
-        super().save_checkpoint(checkpoint, path)
-
-
-def test_storage_options_reach_the_callers_plugin_and_ours_refuses_them_as_lightnings(tmp_path):
-    io = Remembers()
-    _, trainer = fit("cxl_offload", 1, plugins=[io])
-    trainer.save_checkpoint(tmp_path / "one.ckpt", storage_options={"key": "value"})
-    assert io.options == {"key": "value"}
-    _, trainer = fit("cxl_offload", 1)
-    for path in (tmp_path / "two.ckpt", "memory://two.ckpt"):
-        with pytest.raises(TypeError, match=r"storage_options.*not supported for `CXLCheckpointIO`"):
-            trainer.save_checkpoint(path, storage_options={"key": "value"})
 
 
 def test_a_checkpoint_in_memory_is_read_back(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision, Precision
 
 from tests.cases import every_value
-from tests.integration.training import EXACT, make_trainer, offload
+from tests.integration.training import make_trainer
 from tests.models import Task, TinyTransformer, token_data
 
 pytestmark = pytest.mark.on_cpu
@@ -172,41 +172,6 @@ def test_edits_through_data_are_in_the_norm(how):
 
     ours, plain = run("cxl_offload"), run("auto")
     assert ours == pytest.approx(plain, rel=1e-5) and abs(plain[-1] - plain[0]) > 1e-4
-
-
-def test_other_optimizers_are_clipped_at_once():
-    module, _ = fit(offload(**EXACT))
-    assert module.norm_after == pytest.approx(CLIP, rel=1e-4)
-    assert module.losses == fit("auto")[0].losses
-
-
-def test_cpu_adams_own_clipping_in_manual_optimization():
-    class Manual(Recording):
-        automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.record(loss)
-            self.manual_backward(loss)
-            if hasattr(optimizer, "clip_grad_norm_"):
-                self.total = optimizer.clip_grad_norm_(CLIP)
-                for p in self.parameters():
-                    if p.grad is not None:
-                        p.grad.data.mul_(0.5)
-                assert optimizer.clip_grad_norm_(CLIP) == pytest.approx(self.total / 2, rel=1e-6)
-                for p in self.parameters():
-                    if p.grad is not None:
-                        p.grad.data.mul_(2)
-                optimizer.clip_grad_norm_(CLIP)
-            else:
-                self.total = float(torch.nn.utils.clip_grad_norm_(self.parameters(), CLIP))
-            optimizer.step()
-
-    ours, plain = fit(task=Manual, gradient_clip_val=None)[0], fit("auto", Manual, gradient_clip_val=None)[0]
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
-    assert ours.total == pytest.approx(plain.total, rel=1e-4)
 
 
 @pytest.mark.parametrize(("algorithm", "task"), every_value(["norm", "value", None], [Recording, BeforeStep]))

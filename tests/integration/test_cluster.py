@@ -4,11 +4,11 @@ import os
 import signal
 
 import pytest
-from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch import seed_everything
 from lightning.pytorch.trainer.connectors import signal_connector
 
-from tests.integration.training import make_trainer, offload
+from tests.integration.training import make_trainer
 from tests.models import Task, TinyTransformer, token_data
 
 SLURM = {
@@ -53,18 +53,6 @@ def test_slurm_saves_requeues_and_resumes(tmp_path, slurm):
     assert signal.getsignal(signal.SIGUSR1) == before
     resumed, trainer = fit(Task, tmp_path)
     assert trainer.global_step == 6 and len(resumed.losses) == 3
-
-
-def test_an_environment_given_as_a_plugin_is_used(slurm):
-    environment = SLURMEnvironment(auto_requeue=False)
-    trainer = make_trainer(offload(), plugins=[environment])
-    assert trainer.strategy.cluster_environment is environment
-
-
-def test_outside_of_a_cluster_it_is_lightnings_own():
-    trainer = make_trainer("cxl_offload", max_steps=1)
-    assert type(trainer.strategy.cluster_environment) is LightningEnvironment
-    trainer.fit(Task(TinyTransformer()), token_data())
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])

@@ -119,15 +119,6 @@ def test_updates_behind_the_backward_cause_no_recompile():
     assert ours[2][0][0] == ours[2][-1][0] == 1
 
 
-@pytest.mark.parametrize("how", [compiled_in_place, wrapped])
-def test_blocks_that_must_be_one_graph(how):
-    def full(model, **options):
-        return how(model, fullgraph=True, **options)
-
-    plain, ours = run(full, "auto", Counting()), run(full, offload(**EXACT), Counting())
-    assert_identical(plain[:2], ours[:2])
-
-
 class AsksItsWeights(nn.Module):
     """A block whose forward looks at attributes of its weights."""
 
@@ -184,13 +175,6 @@ def test_changing_lengths_recompile_once_for_all_lengths():
     (plain, num_plain), (ours, num_ours) = lengths("auto"), lengths(offload(**EXACT))
     assert_identical(plain, ours)
     assert num_ours == num_plain == 2
-
-
-def test_evaluation_is_compiled_too():
-    backend = Counting()
-    module = Task(compiled_in_place(TinyTransformer(depth=DEPTH), backend=backend))
-    make_trainer(offload()).validate(module, token_data(2), verbose=False)
-    assert backend.num_graphs == 1 and backend.num_calls == 2 * DEPTH
 
 
 @pytest.mark.slow

@@ -140,15 +140,6 @@ class FailsElsewhere(Outside):
 
 
 @pytest.mark.usefixtures("on_device")
-@pytest.mark.parametrize("options", [{}, IGNORE], ids=str)
-def test_a_backward_that_fails_in_one_thread_is_over_in_all_before_the_run_ends(options):
-    if training_device.current.type == "cpu":
-        pytest.skip("there the host's thread computes all")
-    with pytest.raises(UnsupportedError, match=r"unnamed.* got a gradient on `cpu`.*Register it in the module"):
-        fit(offload(**options), task=FailsElsewhere)
-
-
-@pytest.mark.usefixtures("on_device")
 def test_after_a_backward_that_failed_in_one_thread_weights_can_be_saved(tmp_path):
     if training_device.current.type == "cpu":
         pytest.skip("there the host's thread computes all")
@@ -197,21 +188,6 @@ def test_a_backward_that_fails_before_anything_of_ours_is_over_too():
     with pytest.raises(ZeroDivisionError):
         fit(offload(), task=FailsBeforeOurs)
     assert FailsBeforeOurs.ended == [True]
-
-
-class FailsUnclaimed(Task):
-    """Fails on the device within a unit of which gradients have come that no optimizer has."""
-
-    def configure_optimizers(self):
-        self.model.blocks[2].qkv.weight.register_hook(lambda _: 1 / 0)
-        return torch.optim.SGD(self.model.head.parameters(), lr=0.1)
-
-
-def test_the_error_that_ended_a_run_is_shown_and_one_of_its_end_is_logged(caplog):
-    with pytest.raises(ZeroDivisionError):
-        fit(offload(), task=FailsUnclaimed)
-    if training_device.current.type != "cpu":
-        assert "was not the only one: unit `model.blocks.2`: no optimizer has" in caplog.text
 
 
 # -- as few pieces as possible -----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from lightning_cxl import ConfigError, TierFullError
 from lightning_cxl.errors import LightningCXLWarning
 from lightning_cxl.memory.hook import active
 from tests import training_device
-from tests.cases import others_full
+from tests.cases import every_value, others_full
 from tests.integration.front_end_runs import FRONT_ENDS, HALF, STEPS, Job, assert_close, assert_identical, train
 from tests.integration.front_ends import bench, job_here
 from tests.integration.llama import tiny_llama
@@ -85,15 +85,13 @@ def test_a_bfloat16_model_with_float32_masters_follows_a_float32_run(tmp_path, f
 
 
 SAVED = {
-    "torch": (STREAMED, {}),
-    "CPUAdam": ({"stream_weights": True}, {"accumulate": 2}),
     "8 bit, split masters": ({"state": "8bit"}, {"make_model": bfloat16}),
     "separate masters": ({"stream_weights": False, "master": "fp32"}, {"make_model": bfloat16}),
 }
 
 
 @every_front_end
-@pytest.mark.parametrize("case", others_full(SAVED, ["torch", "8 bit, split masters"]))
+@pytest.mark.parametrize("case", SAVED)
 def test_a_run_resumes_exactly(tmp_path, front_end, case):
     options, given = SAVED[case]
     whole = train(front_end, tmp_path, options, saves=True, **given)
@@ -223,9 +221,7 @@ def test_what_does_not_fit_is_refused_and_leaves_the_model_alone(tmp_path, front
 @pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")  # resumes from there
 @pytest.mark.parametrize(
     ("name", "streams"),
-    others_full(
-        [(name, streams) for name in bench.FRONT_ENDS for streams in (True, False)], [("TRL SFTTrainer", True)]
-    ),
+    others_full(every_value(bench.FRONT_ENDS, [True, False]), [("TRL SFTTrainer", True)]),
 )
 def test_every_front_end_trains_the_job_as_without_us(tmp_path, name, streams):
     if name not in bench.there_are():

@@ -14,7 +14,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import HPSearchBackend
 
 import lightning_cxl.transformers
-from lightning_cxl import plain_checkpoint
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.transformers import CXLTrainer, CXLTrainerMixin
 from tests import training_device
@@ -45,19 +44,13 @@ CASES = {
     "own checkpointing": {"activation_checkpointing": True},
     "own offload": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}},
     "reentrant": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
-    "adafactor": {"optim": "adafactor"},
     "adagrad": {"optim": "adagrad"},  # makes its state when it is constructed
-    "sgd": {"optim": "sgd", "optim_args": "momentum=0.9"},
     "fused": {"optim": "adamw_torch_fused"},
-    "grouped by length": {"train_sampling_strategy": "group_by_length"},
     "polynomial": {"lr_scheduler_type": "polynomial", "warmup_steps": 2},  # reads the optimizer's defaults
     "plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}, **EVALUATED},
     "parts of predictions": {"eval_accumulation_steps": 1, "eval_do_concat_batches": False, **EVALUATED},
     "an evaluation first": {"eval_on_start": True, **EVALUATED},
-    "label smoothing": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
-    "counted tokens": {"include_num_input_tokens_seen": "all", "torch_empty_cache_steps": 1},
     "mean of micro-batches": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 3},
-    "workers": {"dataloader_num_workers": 2, "dataloader_persistent_workers": True},
     "debug": {"debug": "underflow_overflow"},
     "compiled": {"gradient_accumulation_steps": 2, **COMPILED},
 }
@@ -77,7 +70,6 @@ def run(folder, offload=PLAIN, *, parts=None, **given):
 
 @pytest.mark.usefixtures("late_copies")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # workers are forked
 @pytest.mark.parametrize(("case", "streams"), every_value(CASES, [True, False]))
 def test_logs_and_trains_what_the_plain_trainer_does(tmp_path, case, streams):
     plain, ours = (run(tmp_path, each, **CASES[case]) for each in (PLAIN, {"stream_weights": streams, **EXACT}))
@@ -191,14 +183,6 @@ WARM = {"lr_scheduler_type": "cosine", "warmup_steps": 2, **HALVES}
 STEP = 3  # in the middle of the first epoch, which has 4
 
 
-@pytest.mark.on_cpu  # the Trainer keeps the random numbers of known devices only
-def test_resumes_exactly_with_random_numbers(tmp_path):
-    noise = {**WARM, "neftune_noise_alpha": 5.0}
-    whole = train(tmp_path / "whole", {"stream_weights": True}, **noise)
-    middle = only_checkpoint(tmp_path / "whole", tmp_path / "resumed", STEP)
-    assert_identical(whole, train(tmp_path / "resumed", {"stream_weights": True}, resume=str(middle), **noise))
-
-
 @pytest.mark.parametrize("options", [{}, {"stream_weights": True, "state": "8bit"}], ids=str)
 def test_the_best_model_is_loaded_at_the_end(tmp_path, options):
     best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "save_only_model": True}
@@ -217,26 +201,6 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path, options):
     assert "optimizer.pt" not in {path.name for path in (tmp_path / "ours").rglob("*")}
     if not options:
         assert losses["ours"] == pytest.approx(losses["plain"], abs=1e-5)
-
-
-@pytest.mark.parametrize("state", ["bf16", "8bit"])
-def test_state_in_few_bits_goes_to_the_plain_trainer(tmp_path, state):
-    large = {"hidden_size": 64, "intermediate_size": 128}  # state of small weights stays float32
-    train(tmp_path / "whole", {"state": state}, model=tiny_llama(**large), **WARM)
-    middle = only_checkpoint(tmp_path / "whole", tmp_path / "resumed", STEP)
-    if state == "8bit":
-        with pytest.raises(KeyError, match="exp_avg"):
-            train(tmp_path / "resumed", resume=str(middle), model=tiny_llama(**large), **WARM)
-        own = torch.load(middle / "optimizer.pt")
-        whole = {
-            "state_dict": load_file(middle / "model.safetensors"),
-            "optimizer_states": [own],
-            "lightning_cxl": own["lightning_cxl"],
-        }
-        torch.save(plain_checkpoint(whole)["optimizer_states"][0], middle / "optimizer.pt")
-    losses, _ = train(tmp_path / "resumed", resume=str(middle), model=tiny_llama(**large), **WARM)
-    exact, _ = train(tmp_path / "exact", model=tiny_llama(**large), **WARM)
-    assert [loss for loss, *_ in losses] == pytest.approx([loss for loss, *_ in exact], abs=2e-3)
 
 
 def adapted():
@@ -279,33 +243,7 @@ def test_the_model_stays_on_the_host_until_it_is_trained(tmp_path):
     assert {p.device.type for p in trainer.model.parameters()} == {"cpu"}
 
 
-def test_a_model_besides_the_trained_one_stays_prepared(tmp_path):
-    other, tokens = tiny_llama(), torch.zeros(1, 8, dtype=torch.long)
-    expected = other(tokens).logits.detach()
-    trainer = make_trainer(tmp_path, STREAMED)
-    trainer.accelerator.prepare_model(other, evaluation_mode=True)
-    for _ in range(2):
-        trainer.train()
-        with torch.no_grad():
-            found = other(tokens.to(training_device.current)).logits.cpu()
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-        assert len(trainer.accelerator.offload.session.runs) == 2
-    finish(trainer)
-
-
 # -- several trainings -------------------------------------------------------------------------------------------------
-
-
-def test_a_model_is_made_for_each_training(tmp_path):
-    found = []
-    for offload in (PLAIN, EXACT):
-        trainer = make_trainer(tmp_path, offload, parts={"model_init": lambda: tiny_llama()}, model=False)
-        trainer.train()
-        trainer.train()
-        if offload != PLAIN:
-            assert len(trainer.accelerator.offload.session.runs) == 1, "the model before is let go of"
-        found.append(finish(trainer))
-    assert_identical(*found)
 
 
 # -- the user's own objects --------------------------------------------------------------------------------------------
@@ -436,24 +374,6 @@ def test_gradients_outside_of_the_optimizer_count_for_the_norm(tmp_path):
     assert_close(*found)
 
 
-def frozen_blocks():
-    model = tiny_llama()
-    model.model.layers.requires_grad_(False)
-    return model
-
-
-@pytest.mark.skipif(training_device.chosen.type == "cpu", reason="copies are made where the device is apart")
-def test_clipping_keeps_the_copies_on_the_device(tmp_path):
-    fetches = []
-    for clips in (CXLTrainer._clip_grad_norm, Trainer._clip_grad_norm):  # the second looks at the parameters
-        cls = type("Clips", (CXLTrainer,), {"_clip_grad_norm": clips, "__module__": "lightning_cxl"})
-        trainer = make_trainer(tmp_path, STREAMED, ours=cls, model=frozen_blocks())
-        trainer.train()
-        fetches.append(trainer.report()["streamed"]["num_fetches"])
-        finish(trainer)
-    assert fetches[0] < fetches[1]
-
-
 @pytest.mark.skipif(training_device.chosen.type == "cpu", reason="updates overlap where the device is apart")
 def test_the_step_returns_before_units_are_updated(tmp_path, slow_updates):
     under_way = []
@@ -524,27 +444,6 @@ def test_the_next_trainer_takes_the_model_after_the_end(tmp_path, options):
         return losses, weights_of(model)
 
     assert_identical(both(PLAIN), both(options))
-
-
-def test_a_second_trainer_evaluates_in_the_middle_of_a_training(tmp_path):
-    found = []
-
-    class Evaluates(TrainerCallback):
-        def __init__(self, offload):
-            self.offload = offload
-
-        def on_step_end(self, *_, model, **__):
-            other = make_trainer(tmp_path, self.offload, model=model, parts={"eval_dataset": rows(6, seed=5)})
-            found.append(other.evaluate()["eval_loss"])
-            model.train()
-
-    results = []
-    for options in (PLAIN, {**STREAMED, **EXACT}):
-        trainer = make_trainer(tmp_path, options, parts={"callbacks": [Evaluates(options)]})
-        trainer.train()
-        results.append(finish(trainer))
-    assert_identical(*results)
-    assert found[: len(found) // 2] == found[len(found) // 2 :]
 
 
 @pytest.mark.skipif(training_device.chosen.type == "cpu", reason="moves where the device is apart")
@@ -618,30 +517,6 @@ def test_train_again(tmp_path, compiled, resumes):
         trainer.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-3") if resumes else None)
         found.append(finish(trainer))
     assert_identical(*found)
-
-
-class Fails(TrainerCallback):
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == 2:
-            raise RuntimeError("enough")
-
-
-@pytest.mark.parametrize("options", [STREAMED, pytest.param(EXACT, marks=pytest.mark.full)], ids=str)
-def test_a_loss_scaler_after_an_error(tmp_path, options):
-    found = []
-    for offload_options in (PLAIN, options):
-        trainer = make_trainer(tmp_path, offload_options, optim="adamw_torch", parts={"callbacks": [Fails()]})
-        accelerator = trainer.accelerator
-        accelerator.scaler = torch.amp.GradScaler(training_device.current.type, init_scale=2.0**10)
-        accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
-        if offload_options != PLAIN:
-            accelerator.offload.attach_scaler(accelerator.scaler)
-        with pytest.raises(RuntimeError, match="enough"):
-            trainer.train()
-        trainer.remove_callback(Fails)
-        trainer.train()
-        found.append(finish(trainer))
-    assert_close(*found, atol=1e-4)  # last bits of weights decide how some are rounded to fp16
 
 
 class Exhausted:

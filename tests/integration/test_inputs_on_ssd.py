@@ -2,16 +2,13 @@
 
 import errno
 import os
-import time
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_cxl.errors import SpillWarning, StorageError, TierFullError
 from lightning_cxl.storage import store
-from lightning_cxl.storage.drive import System
 from tests.cases import every_pair
 from tests.faulty_system import FaultySystem
 from tests.integration.llama import LlamaTask, tiny_llama
@@ -22,7 +19,6 @@ from tests.models import Task, TinyConvNet, TinyTransformer, image_data, token_d
 INPUTS = {"*": {"activations": "ssd"}}
 ALL = {"*": {"weights": "ssd", "optimizer_state": "ssd", "activations": "ssd"}}
 STEPS = 6
-INPUT_BYTES = 2 * 12 * 32 * 4  # of a unit of the tiny models: sequences, tokens, width, bytes of float32
 
 
 def on_ssd(folder, rules=INPUTS, **options):
@@ -132,33 +128,6 @@ def test_evaluation_with_gradients_has_its_inputs_in_memory(tmp_path):
     assert len(module.losses) == 2 and not list(tmp_path.iterdir())
 
 
-class SlowWrites(System):
-    def pwritev(self, fd, views, offset):
-        time.sleep(0.01)
-        return super().pwritev(fd, views, offset)
-
-
-def test_slow_writes_change_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "System", SlowWrites)
-    both(tmp_path, lambda: tiny_llama(5))
-
-
-def test_a_decorator_puts_inputs_there(tmp_path):
-    import lightning_cxl
-
-    def make_model():
-        model = tiny_llama(4)
-        for layer in model.model.layers[:2]:
-            lightning_cxl.tier(activations="ssd")(layer)
-        return model
-
-    strategy = on_ssd(tmp_path, {})
-    ours = train(make_model, strategy, steps=STEPS, task=LlamaTask)
-    assert_same(ours, train(tiny_four, offload(), steps=STEPS, task=LlamaTask))
-    planned = strategy.report()["planned_roles"]["activations"]
-    assert planned["ssd"] == 2 * INPUT_BYTES and sum(planned.values()) == 4 * INPUT_BYTES
-
-
 def tiny_four():
     return tiny_llama(4)
 
@@ -172,25 +141,6 @@ def test_the_report_says_what_a_step_moves(tmp_path, accumulate):
     assert moved["num_steps"] >= STEPS - 2
     assert 0.7 * blocks <= moved["written_bytes_per_step"] <= 1.05 * blocks
     assert 0.5 * blocks <= moved["read_bytes_per_step"] <= 1.05 * blocks  # of the last unit there is no need
-
-
-def test_a_batch_that_was_planned_takes_its_space_when_the_run_begins(tmp_path):
-    strategy = on_ssd(tmp_path, batch_tokens=24)
-    taken = []
-
-    class Looking(LlamaTask):
-        def on_train_batch_start(self, *args):
-            taken.append(strategy.report()["tiers"]["ssd"]["used_bytes"])
-
-    train(tiny_four, strategy, steps=3, task=Looking)
-    assert set(taken) == {4 * 4096}
-    assert strategy.report()["planned_roles"]["staging"] == {"dram": 2 * 4096}
-
-
-def test_a_drive_that_is_too_small_shows_when_the_run_begins(tmp_path):
-    with pytest.raises(TierFullError, match="and what goes there needs"):
-        strategy = on_ssd(tmp_path, batch_tokens=24, ssd={"budget": 3 * 4096}, on_tier_full="error")
-        train(tiny_four, strategy, steps=1, task=LlamaTask)
 
 
 @pytest.mark.parametrize("on_tier_full", ["spill", "error"])
@@ -273,32 +223,3 @@ def test_memory_of_inputs_does_not_grow_with_the_number_of_units(tmp_path):
         peaks.append(strategy.report()["peak_roles"]["staging"]["dram"])
         assert "activations" not in strategy.report()["peak_roles"]
     assert peaks[0] == peaks[1]
-
-
-class Several(nn.Module):
-    """A unit that is given two tensors with gradient."""
-
-    def __init__(self, width=32):
-        super().__init__()
-        self.one, self.other = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x, y):
-        return x + torch.tanh(self.one(y)), y + torch.tanh(self.other(x))
-
-
-class TwoStreams(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(37, 32), nn.Linear(32, 37)
-        self.blocks = nn.ModuleList(Several() for _ in range(4))
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        y = 2 * x
-        for block in self.blocks:
-            x, y = block(x, y)
-        return self.head(x + y)
-
-
-def test_units_with_several_inputs(tmp_path):
-    both(tmp_path, TwoStreams, task=Task)

@@ -141,12 +141,6 @@ def test_parameters_that_join_are_trained_and_saved(tmp_path, way, options):
 
 
 @pytest.mark.on_cpu
-@pytest.mark.parametrize(("way", "options"), every_value(WAYS, [{}, EXACT]), ids=str)
-def test_so_they_are_in_bfloat16(tmp_path, way, options):
-    train_and_save(options, way, tmp_path, precision="bf16-true")
-
-
-@pytest.mark.on_cpu
 def test_a_finetuning_callback_is_refused_where_it_cannot_find_masters(tmp_path):
     with pytest.raises(UnsupportedError, match="OneMoreBlock looks for the optimizer's parameters in the model"):
         fit(offload(**EXACT), [OneMoreBlock(), ModelCheckpoint(tmp_path)], epochs=1, precision="bf16-true")

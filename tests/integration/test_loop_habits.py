@@ -1,7 +1,5 @@
 """What loops do around a step, against plain Accelerate: weights and gradients by hand, evaluation, cells run again."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -18,7 +16,6 @@ from tests.integration.accelerate_loop import (
     warm,
     weights_of,
 )
-from tests.integration.llama import tiny_llama
 from tests.models import TinyTransformer, token_data
 
 STREAMED = {"stream_weights": True, "cpu_adam": False}
@@ -248,26 +245,6 @@ def test_two_optimizers_that_step_at_different_times():
     compare(run)
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_model_that_computes_its_blocks_again_itself(use_reentrant):
-    def make():
-        model = tiny_llama()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-        model.enable_input_require_grads()
-        return model.train()
-
-    def step(accelerator, model, optimizer, batch, at):
-        loss = model(input_ids=batch[0], labels=batch[0]).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    compare(training(step, make))
-
-
 # -- between steps -----------------------------------------------------------------------------------------------------
 
 
@@ -287,45 +264,6 @@ def test_weights_changed_by_hand():
         loss = one_step(accelerator, model, optimizer, batch)
         smaller(model.parameters())
         return loss
-
-    compare(training(step))
-
-
-def test_weights_loaded():
-    saved = {}
-
-    def step(accelerator, model, optimizer, batch, at):
-        if at == 0:
-            saved.update({name: value.clone() for name, value in model.state_dict().items()})
-        loss = one_step(accelerator, model, optimizer, batch)
-        if at == 2:
-            model.load_state_dict(saved)
-        return loss
-
-    compare(training(step))
-
-
-def test_an_average_of_weights():
-    averages = []
-
-    def step(accelerator, model, optimizer, batch, at):
-        loss = one_step(accelerator, model, optimizer, batch)
-        if at == 0:
-            averages[:] = [copy.deepcopy(accelerator.unwrap_model(model))]
-        with torch.no_grad():
-            for average, parameter in zip(averages[0].parameters(), model.parameters(), strict=True):
-                average.lerp_(parameter.to(average.device), 0.3)
-        return loss + sum(each.detach().cpu().mean() for each in averages[0].parameters()).to(loss.device)
-
-    compare(training(step))
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_an_evaluation_after_each_step(mode):
-    def step(accelerator, model, optimizer, batch, at):
-        loss = one_step(accelerator, model, optimizer, batch)
-        with mode():
-            return loss + loss_of(model, batch)
 
     compare(training(step))
 
@@ -421,3 +359,17 @@ def test_a_training_without_us_is_said(options):
     with pytest.warns(LightningCXLWarning, match="Linear gets gradients and was prepared without an optimizer"):
         accelerator.backward(model(torch.ones(2, 4, device=accelerator.device)).sum())
     accelerator.free_memory()
+
+
+def test_weights_loaded():
+    saved = {}
+
+    def step(accelerator, model, optimizer, batch, at):
+        if at == 0:
+            saved.update({name: value.clone() for name, value in model.state_dict().items()})
+        loss = one_step(accelerator, model, optimizer, batch)
+        if at == 2:
+            model.load_state_dict(saved)
+        return loss
+
+    compare(training(step))

@@ -36,16 +36,9 @@ class Group(NamedTuple):
 
     def run(self, part, extra, *options):
         """Run the job in the group; returns its exit status and the lines it printed."""
-        return self.run_module("limited_run", *self.files, part, extra, *options)
-
-    @property
-    def files(self):
-        """Of its limit, of what it uses now, and of statistics."""
-        return [self.folder / name for name in (self.limit, self.usage, "memory.stat")]
-
-    def run_module(self, name, *arguments):
-        """Run a script of this folder in the group; returns its exit status and the lines it printed."""
-        command = [sys.executable, "-m", f"tests.integration.{name}", *map(str, arguments)]
+        files = [self.folder / name for name in (self.limit, self.usage, "memory.stat")]
+        arguments = map(str, [*files, part, extra, *options])
+        command = [sys.executable, "-m", "tests.integration.limited_run", *arguments]
         done = subprocess.run(
             ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs"), *command],
             capture_output=True,
@@ -122,29 +115,6 @@ def test_what_just_fits_is_accepted_and_ends_well(group):
     end = lines[-1]
     assert end["refusal"] == "" and end["num_steps"] == 2
     assert end["working"] < ROOM < 0.25 * end["roles"], "a little above the plan"
-
-
-@pytest.mark.full  # in test_planned_ssd.py a budget is the limit
-def test_a_job_that_memory_cannot_hold_ends_well_with_the_tier_ssd(group, tmp_path):
-    """In bfloat16 with float32 state; the run in memory has no limit."""
-    folders = [tmp_path / name for name in ("free", "limited", "killed")]
-    for folder in folders:
-        folder.mkdir()
-    status, (_, free) = group.run_module("limited_ssd_run", folders[0], *group.files, 0)
-    assert status == 0 and free["refusal"] == ""
-    too_little = 11 * free["num_parameters"]  # of the 14 bytes that weights, gradients and state take
-    status, lines = group.run_module("limited_ssd_run", folders[1], *group.files, too_little)
-    assert status == 0, lines
-    limited = lines[-1]
-    assert limited["plan_of_memory"]["status"] == 3 and "together" in limited["refusal"], "planned and refused alike"
-    assert limited["plan_with_ssd"]["status"] == 0
-    planned = limited["plan_with_ssd"]["found"]["ssd"]["used_bytes"]
-    assert 0 < limited["on_ssd"] < 10 * free["num_parameters"]
-    assert limited["on_ssd"] == pytest.approx(planned, rel=0.3), "by what is free when it begins"
-    assert limited["losses"] == free["losses"]
-
-    status, lines = group.run_module("limited_ssd_run", folders[2], *group.files, too_little, "unchecked")
-    assert (status, len(lines)) == (-9, 1), "in memory the kernel kills it"
 
 
 def _words(file):

@@ -1,8 +1,6 @@
 """Updates that run behind the device: never a stale weight, whoever looks, and really behind."""
 
 import copy
-import logging
-import threading
 import time
 
 import pytest
@@ -152,33 +150,6 @@ def test_whoever_looks_between_steps_sees_the_new_weights():
     assert ours.seen == plain.seen and len(set(plain.seen)) == 12
 
 
-class LooksBeforeTheStep(Looks):
-    def on_before_optimizer_step(self, trainer, module, optimizer):
-        self.total = sum(p.double().sum().item() for p in module.parameters())
-
-
-@pytest.mark.usefixtures("slow_updates")
-def test_whoever_has_looked_before_the_step_sees_the_new_weights_after_it():
-    ours, plain = LooksBeforeTheStep(), LooksBeforeTheStep()
-    fit({}, callbacks=[ours])
-    fit({"overlap_step": False}, callbacks=[plain])
-    assert ours.seen == plain.seen and len(set(plain.seen)) == 6
-
-
-class LooksInTheForward(Task):
-    """A penalty on all weights, read beside the units."""
-
-    def loss(self, batch):
-        penalty = sum(p.detach().square().sum() for p in self.parameters())
-        return super().loss(batch) + 0 * penalty + 1e-3 * penalty.item()
-
-
-@pytest.mark.usefixtures("slow_updates")
-def test_weights_read_in_training_step_are_new():
-    arguments = {"task": LooksInTheForward}
-    assert_same(fit(IGNORE, **arguments), fit({"overlap_step": False}, **arguments))
-
-
 @pytest.mark.usefixtures("slow_updates")
 def test_validation_and_checkpoints_in_the_middle(tmp_path):
     class Saves(Callback):
@@ -250,29 +221,6 @@ def test_gradients_of_a_few_units_exist_at_a_time():
     assert all_peak > 1.5 * few_peak
 
 
-def test_the_report_says_what_streams():
-    module, trainer, *_ = fit({}, make_model=lambda: TinyTransformer(depth=5), steps=3)
-    streamed = trainer.strategy.report()["streamed"]
-    block = sum(-(-p.nbytes // 64) * 64 for p in module.model.blocks[0].parameters())
-    assert (streamed["num_units"], streamed["host_bytes"], streamed["slot_bytes"]) == (5, 5 * block, 3 * block)
-    # forward 5, backward 5 but for the last 3, which are still there; the first step does not know what comes next
-    assert 3 * 7 - 1 <= streamed["num_fetches"] <= 3 * 10 and 1 <= streamed["num_late"] <= 10
-    assert "streamed weights: " in str(trainer.strategy)
-
-
-def test_an_error_in_an_update_reaches_the_user(monkeypatch):
-    apply = AdamStep.apply
-
-    def fails(step, work, scale):
-        if threading.current_thread() is not threading.main_thread():
-            raise MemoryError("no memory for an update")
-        apply(step, work, scale)
-
-    monkeypatch.setattr(AdamStep, "apply", fails)
-    with pytest.raises(MemoryError, match="no memory for an update"):
-        fit({}, steps=3)
-
-
 def test_an_error_in_an_update_while_another_one_ends_the_run(monkeypatch, caplog):
     """The first error is raised, the others are logged: raised, they would keep the Trainer from its own teardown."""
 
@@ -290,42 +238,7 @@ def test_an_error_in_an_update_while_another_one_ends_the_run(monkeypatch, caplo
     assert "was not the only one" in caplog.text
 
 
-def test_no_thread_and_no_awaited_dict_is_left():
-    before = threading.active_count()
-    module, *_ = fit(IGNORE, steps=3)
-    assert threading.active_count() <= before
-    assert {type(m._parameters) for m in module.modules()} == {dict}
-
-
 # -- which schedule ----------------------------------------------------------------------------------------------------
-
-
-class Clips(Task):
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        pass
-
-
-@pytest.mark.filterwarnings("ignore:Clips overrides configure_gradient_clipping")
-@pytest.mark.parametrize(
-    ("options", "arguments", "reason"),
-    [
-        ({}, {}, "on_overflow='skip' may call the step off"),
-        (IGNORE, {"gradient_clip_val": 1.0}, "gradient_clip_val needs the norm"),
-        (IGNORE, {"task": Clips}, "may read gradients"),
-        (IGNORE, {}, None),
-    ],
-)
-def test_one_line_says_why_updates_wait_for_the_backward(options, arguments, reason, caplog, monkeypatch):
-    consumed = []
-    over = updates.UnitUpdates._update_arrived
-    monkeypatch.setattr(
-        updates.UnitUpdates, "_update_arrived", lambda self, *args: (consumed.append(1), over(self, *args))
-    )
-    with caplog.at_level(logging.INFO, "lightning_cxl"):
-        fit(options, steps=2, **arguments)
-    lines = [record.message for record in caplog.records if "behind the next forward" in record.message]
-    assert [reason in line for line in lines] == ([True] if reason else [])
-    assert bool(consumed) == (reason is None)
 
 
 def test_hooks_around_the_step_get_the_plain_schedule(monkeypatch):

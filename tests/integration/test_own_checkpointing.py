@@ -110,10 +110,3 @@ def test_updates_behind_the_backward_wait_for_both_recomputes(use_reentrant):
 
     plain = train(make, offload(overlap_step=False), steps=5)
     assert_identical(plain, train(make, offload(on_overflow="ignore"), steps=5))
-
-
-def test_nothing_is_said_of_a_model_that_does_not_checkpoint(caplog):
-    with caplog.at_level(logging.INFO, "lightning_cxl"):
-        train(TinyTransformer, offload(**EXACT), steps=2)
-    assert not [record for record in caplog.records if "checkpoint" in record.message]
-    assert torch._C._current_graph_task_id() == -1

@@ -109,32 +109,6 @@ def test_manual_optimization_with_two_optimizers(options, check):
     check(train(TinyTransformer, "auto", **arguments), train(TinyTransformer, offload(**options), **arguments))
 
 
-def test_schedulers_drive_the_swapped_optimizer():
-    class Recording(Task):
-        def on_train_batch_end(self, *_):
-            self.lrs.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-
-        def configure_optimizers(self):
-            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-            schedule = torch.optim.lr_scheduler
-            chain = schedule.SequentialLR(
-                optimizer,
-                [schedule.LinearLR(optimizer, 0.1, 1.0, 3), schedule.CosineAnnealingLR(optimizer, 5)],
-                milestones=[3],
-            )
-            return [optimizer], [{"scheduler": chain, "interval": "step"}]
-
-    def rates(strategy):
-        seed_everything(11, verbose=False)
-        module = Recording(TinyTransformer())
-        make_trainer(strategy, max_steps=8).fit(module, token_data())
-        return module.lrs, module.losses
-
-    (plain_lrs, plain_losses), (lrs, losses) = rates("auto"), rates("cxl_offload")
-    assert lrs == plain_lrs and len(set(lrs)) > 3
-    assert losses == pytest.approx(plain_losses, rel=1e-6)
-
-
 @pytest.mark.on_cpu  # elsewhere gradients are on masters
 @pytest.mark.parametrize("offload_activations", [True, False])
 def test_every_gradient_is_counted(offload_activations):

@@ -88,19 +88,6 @@ def test_parameters_frozen_at_first_train_once_unfrozen(precision):
     assert not torch.equal(module.model.blocks[0].qkv.weight.float(), module.start)
 
 
-@pytest.mark.on_cpu  # where nothing streams
-def test_frozen_parameters_cost_no_gradient_and_no_moments():
-    class Report(Late):
-        def on_train_batch_end(self, *_):
-            if self.global_step == 1:
-                self.report = self.trainer.strategy.report()
-
-    module, _ = run(Report, precision="32-true")
-    trained = sum(p.numel() * 4 for name, p in module.named_parameters() if "blocks" not in name)
-    assert module.report["planned_roles"]["momentum"] == {"dram": trained}
-    assert module.report["peak_roles"]["compute_grads"] == {"dram": trained}  # reserved when optimizers are adopted
-
-
 class Clamp(Task):
     """Clamps a weight once, after the second step."""
 
@@ -182,15 +169,15 @@ class ReadsInStep(Task):
 
 @pytest.mark.usefixtures("late_copies")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, of the compiler
-@pytest.mark.parametrize("options", [{"stream_weights": False}, *SEPARATE], ids=str)
+@pytest.mark.parametrize("options", [{"stream_weights": False}, SEPARATE[0]], ids=str)
 def test_gradients_are_there_between_micro_batches_whoever_reads_them(options):
     ours, plain = (
-        run(ReadsInStep, strategy, precision="bf16-true", accumulate_grad_batches=2)[0]
+        run(ReadsInStep, strategy, steps=2, precision="bf16-true", accumulate_grad_batches=2)[0]
         for strategy in (offload(**options), "auto")
     )
     assert ours.norms == [pytest.approx(norms, rel=0.05) for norms in plain.norms]
-    assert [min(norms) > 0 for norms in ours.norms] == [False] + [True] * 7
-    assert (ours.graphs, ours.breaks) == (8, [])
+    assert [min(norms) > 0 for norms in ours.norms] == [False] + [True] * 3
+    assert (ours.graphs, ours.breaks) == (4, [])
 
 
 class Surgery(Task):
@@ -261,34 +248,6 @@ def test_writes_through_data_count_for_all_parameters(precision, options):
     assert all(type(p) is nn.Parameter for p in ours.parameters())
 
 
-@pytest.mark.parametrize(("precision", "options"), every_value(PRECISIONS[:2], [{}, *SEPARATE]), ids=str)
-def test_users_own_reference_steps_the_same_optimizer(precision, options):
-    class Own(Task):
-        def __init__(self):
-            super().__init__(model())
-            self.automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            self.own.zero_grad()
-            loss = self.loss(batch)
-            self.record(loss)
-            self.manual_backward(loss)
-            self.own.step()
-
-        def configure_optimizers(self):
-            self.own = torch.optim.AdamW(self.parameters(), lr=1e-2)
-            return self.own
-
-    # Lightning does not count steps that it does not see, so batches limit the run
-    limits = {"steps": -1, "max_epochs": 1, "limit_train_batches": 4}
-    ours, plain = (
-        run(Own, offload(**options), precision=precision, **limits)[0],
-        run(Own, "auto", precision="32-true", **limits)[0],
-    )
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-5 if precision == "32-true" else 0.03)
-    assert len(set(ours.losses)) == len(ours.losses)
-
-
 @pytest.mark.parametrize(
     ("precision", "optimizer", "options"),
     [("32-true", "adamw", {}), ("bf16-true", "adamw", {"master": "fp32"}), ("bf16-true", "sgd", {})],
@@ -313,23 +272,6 @@ def test_an_optimizer_object_can_be_used_for_a_second_fit(precision, optimizer, 
     assert twice(lambda: offload(**options)) == pytest.approx(
         twice(lambda: "auto"), rel=1e-5 if precision == "32-true" else 0.03
     )
-
-
-def test_a_refused_setup_leaves_the_users_optimizers_as_they_were():
-    class Refused(Task):
-        automatic_optimization = False
-
-        def configure_optimizers(self):
-            body = [p for name, p in self.named_parameters() if "head" not in name]
-            self.mine = [torch.optim.SGD(body), torch.optim.AdamW(self.model.head.parameters(), amsgrad=True)]
-            return self.mine
-
-    module = Refused(model())
-    with pytest.raises(lightning_cxl.UnsupportedError, match="amsgrad"):
-        run(module)
-    held = {id(p) for opt in module.mine for group in opt.param_groups for p in group["params"]}
-    assert held == {id(p) for p in module.parameters()}
-    assert all("step" not in vars(opt) and "add_param_group" not in vars(opt) for opt in module.mine)
 
 
 @pytest.mark.usefixtures("late_copies")
@@ -391,3 +333,31 @@ def test_a_failing_checkpoint_plugin_does_not_keep_the_run_alive(tmp_path):
     assert trainer.strategy._session.run is None
     assert all(not p._post_accumulate_grad_hooks for p in module.parameters())
     assert all("forward" not in vars(m) for m in module.modules())
+
+
+@pytest.mark.parametrize(("precision", "options"), [("32-true", {}), ("bf16-true", SEPARATE[0])], ids=str)
+def test_users_own_reference_steps_the_same_optimizer(precision, options):
+    class Own(Task):
+        def __init__(self):
+            super().__init__(model())
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.own.zero_grad()
+            loss = self.loss(batch)
+            self.record(loss)
+            self.manual_backward(loss)
+            self.own.step()
+
+        def configure_optimizers(self):
+            self.own = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return self.own
+
+    # Lightning does not count steps that it does not see, so batches limit the run
+    limits = {"steps": -1, "max_epochs": 1, "limit_train_batches": 4}
+    ours, plain = (
+        run(Own, offload(**options), precision=precision, **limits)[0],
+        run(Own, "auto", precision="32-true", **limits)[0],
+    )
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5 if precision == "32-true" else 0.03)
+    assert len(set(ours.losses)) == len(ours.losses)

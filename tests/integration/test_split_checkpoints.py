@@ -75,20 +75,6 @@ def test_float32_training_resumed_from_split_masters_starts_from_them(tmp_path):
         assert torch.equal(parameter.detach(), expected[name]), name
 
 
-def test_plain_lightnings_checkpoint_loads(tmp_path):
-    fit("auto", 6, save=tmp_path / "plain.ckpt")
-    straight, _ = fit("auto", 10)
-    resumed, trainer = fit(FORMS["split"], 10, ckpt_path=tmp_path / "plain.ckpt")
-    assert resumed.losses == pytest.approx(straight.losses[6:], rel=0.02)
-    at_once, trainer = fit(FORMS["split"], 6, ckpt_path=tmp_path / "plain.ckpt")
-    saved = torch.load(tmp_path / "plain.ckpt", weights_only=True)
-    for name, value in at_once.state_dict().items():
-        assert torch.equal(value, saved["state_dict"][name])
-    for index, entry in trainer.optimizers[0].state_dict()["state"].items():
-        assert torch.equal(entry["exp_avg"], saved["optimizer_states"][0]["state"][index]["exp_avg"].float())
-        assert not entry["remainder"].any() and entry["step"] == 6
-
-
 def test_ours_loads_in_plain_lightning_and_comes_back(tmp_path):
     """torch's AdamW carries the remainders along as numbers; when they come back they are known to be stale."""
     straight, _ = fit(FORMS["split"], 12)

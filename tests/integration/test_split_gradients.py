@@ -77,21 +77,6 @@ def test_hooks_see_every_gradient(where, accumulate):
         assert torch.equal(grad.float(), expected[name]), name
 
 
-def test_several_backwards_and_a_block_that_is_used_twice():
-    class Twice(Manual):
-        def training_step(self, batch, batch_idx):
-            self.start = copy.deepcopy(self.model)
-            loss = self.loss(batch)
-            self.manual_backward(loss, retain_graph=True)
-            self.manual_backward(loss)
-            self.grad = self.weight.grad.clone()
-            self.optimizers().step()
-
-    module = fit(Twice)
-    batch = next(iter(token_data()))
-    assert torch.equal(module.grad, float32_sum(module.start, [batch, batch])["head.weight"])
-
-
 def test_zero_grad_to_zero_and_to_none():
     class Zero(Manual):
         def training_step(self, batch, batch_idx):
@@ -114,24 +99,6 @@ def test_zero_grad_to_zero_and_to_none():
     module = fit(Zero)
     assert len(module.seen) == 4 and module.seen[0].any()
     assert all(torch.equal(grad, module.seen[0]) for grad in module.seen)
-
-
-def test_old_gradients_keep_their_values():
-    class Keep(Manual):
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
-            self.manual_backward(self.loss(batch))
-            grad = self.weight.grad
-            self.seen.append((grad, grad.clone()))
-            if batch_idx % 2 == 0:
-                self.manual_backward(self.loss(batch))  # the sum gets memory of its own, in float32
-            optimizer.step()
-            optimizer.zero_grad()
-
-    module = fit(Keep, steps=4)
-    assert len(module.seen) == 4
-    for grad, then in module.seen:
-        assert torch.equal(grad, then)
 
 
 def test_edited_and_replaced_gradients_are_what_the_step_uses():
@@ -170,23 +137,6 @@ def test_dropped_gradients_leave_the_parameter_out_of_the_step():
 
     module = fit(Drop)
     assert torch.equal(module.weight, module.start)
-
-
-def test_torch_autograd_grad_does_not_disturb():
-    class Grad(Manual):
-        def training_step(self, batch, batch_idx):
-            loss = self.loss(batch)
-            self.manual_backward(loss, retain_graph=True)
-            grad, before = self.weight.grad, self.weight.grad.clone()
-            (penalty,) = torch.autograd.grad(loss, self.weight, retain_graph=True)
-            assert self.weight.grad is grad and torch.equal(grad, before)
-            assert torch.equal(penalty, before)
-            self.manual_backward(loss)
-            assert torch.equal(self.weight.grad, 2 * before.float())
-            self.optimizers().step()
-            self.seen.append(True)
-
-    assert fit(Grad).seen == [True]
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
@@ -229,3 +179,21 @@ def test_toggled_off_parameters_take_no_gradient():
                 optimizer.zero_grad()
 
     assert fit(Toggle, steps=2).seen == [(torch.bfloat16, torch.float32)]
+
+
+def test_old_gradients_keep_their_values():
+    class Keep(Manual):
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            grad = self.weight.grad
+            self.seen.append((grad, grad.clone()))
+            if batch_idx % 2 == 0:
+                self.manual_backward(self.loss(batch))  # the sum gets memory of its own, in float32
+            optimizer.step()
+            optimizer.zero_grad()
+
+    module = fit(Keep, steps=4)
+    assert len(module.seen) == 4
+    for grad, then in module.seen:
+        assert torch.equal(grad, then)

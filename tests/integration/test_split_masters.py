@@ -157,13 +157,3 @@ def test_two_optimizers_with_and_without_common_parameters(second, shared):
     task = type("Task", (Several,), {"second": second, "shared": shared})
     split, separate = (fit({"master": master}, task=task, steps=40)[0] for master in ("split", "fp32"))
     assert_same_training(split, separate)
-
-
-def test_which_parameters_are_split_beside_another_optimizer():
-    class Look(Several):
-        def on_train_start(self):
-            self.forms = {pair.name: pair.is_shared for pair in self.trainer.strategy.run.masters}
-
-    module, _ = fit({}, task=Look, steps=2)
-    assert not module.forms.pop("model.head.weight"), "SGD needs a float32 master"
-    assert all(module.forms.values())

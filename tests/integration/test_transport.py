@@ -97,14 +97,6 @@ def test_copies_made_during_a_run_have_its_weights_and_can_train(way, when, prec
     assert works(trainer)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_trainer_and_its_module_travel_after_a_run(way):
-    module, trainer = fit("cxl_offload", [])
-    alone = way(module)
-    assert torch.equal(alone.model.head.weight, module.model.head.weight)
-    assert works(way(trainer)) and works(trainer)
-
-
 @pytest.mark.parametrize(("way", "bar"), every_value(WAYS, [OffloadProgressBar, TQDMProgressBar]))
 def test_progress_bars_travel(way, bar):
     class Bar(Callback):

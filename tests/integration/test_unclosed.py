@@ -10,13 +10,12 @@ import pytest
 import torch
 
 import lightning_cxl
-from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.hook import active
 from lightning_cxl.memory.resource import PoolResource
 from lightning_cxl.run import user_loop
 from lightning_cxl.run.user_loop import close_dropped
 from tests import training_device
-from tests.integration.accelerate_loop import adamw, forget_accelerators, make_accelerator, prepared, steps
+from tests.integration.accelerate_loop import forget_accelerators, make_accelerator, prepared, steps
 from tests.models import TinyTransformer, token_data
 
 STREAMED = {"stream_weights": True}
@@ -98,14 +97,6 @@ def test_the_collector_comes_while_a_lock_is_held(monkeypatch, assert_all_is_fre
     assert_all_is_free()
 
 
-@pytest.mark.on_cpu
-def test_it_is_found_where_the_cpu_computes():
-    drop({})
-    collect()
-    close_dropped()
-    assert active() is None
-
-
 def test_the_folder_of_state_on_ssd_is_free_again(tmp_path, assert_all_is_free):
     ssd = {
         "tiers": {"ssd": {"path": str(tmp_path), "budget": "64MiB"}},
@@ -131,26 +122,6 @@ def test_its_errors_are_not_those_of_the_code_that_closes_it(monkeypatch, caplog
     close_dropped()
     assert "no memory for the last update" in caplog.text
     assert_all_is_free()
-
-
-def test_a_loop_is_a_context_manager():
-    accelerator = make_accelerator(STREAMED)
-    with accelerator.offload:
-        list(steps(accelerator, *prepared(accelerator, data=lambda: token_data(2))))
-        assert active() is not None
-    assert active() is None and not accelerator.offload.session.runs
-
-
-def test_a_model_of_another_training_is_refused_until_that_has_ended():
-    first, model = make_accelerator(STREAMED), TinyTransformer()
-    first.prepare(model, adamw(model))
-    second = make_accelerator(STREAMED)
-    assert second.prepare(model) is model, "it may compute there"
-    with pytest.raises(UnsupportedError, match=r"end that training first: .*free_memory"):
-        second.prepare(model, adamw(model))
-    first.free_memory()
-    second.prepare(model, adamw(model))
-    second.free_memory()
 
 
 UNCLOSED = """

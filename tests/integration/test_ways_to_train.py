@@ -118,20 +118,3 @@ def test_resume_at_the_end_of_a_window_of_accumulation(tmp_path, options):
     assert resumed.losses == straight.losses[6:] and len(resumed.losses) == 9
     for name, value in straight.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], value), name
-
-
-@pytest.mark.parametrize("options", [EXACT, {"on_overflow": "ignore"}], ids=["torch AdamW", "behind"])
-def test_resume_in_the_middle_is_the_plain_resume(tmp_path, options):
-    """Gradients of an unfinished window are lost in Lightning's checkpoints: ours goes on as plain Lightning does."""
-
-    def continued(strategy, name):
-        path = tmp_path / f"{name}.ckpt"
-        arguments = {"task": CountsBatches, "accumulate_grad_batches": 3}
-        fit(strategy(), 3, callbacks=[SavesOnce(path, 4)], **arguments)
-        module, _ = fit(strategy(), 5, ckpt_path=path, **arguments)
-        return module.losses, module.state_dict()
-
-    def plain():
-        return "auto" if options is EXACT else offload(overlap_step=False)
-
-    assert_identical(continued(plain, "plain"), continued(lambda: offload(**options), "ours"))

@@ -7,9 +7,9 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 import lightning_cxl
-from lightning_cxl import CheckpointError, ConfigError, TierFullError, residency
+from lightning_cxl import ConfigError, residency
 from tests.integration.training import make_trainer, offload
-from tests.models import TINY_LLAMA, Block, Task, TinyTransformer, token_data
+from tests.models import TINY_LLAMA, Task, TinyTransformer, token_data
 
 pytestmark = pytest.mark.on_cpu
 
@@ -62,15 +62,6 @@ def ours(folder):
     return lightning_cxl.from_pretrained(tf.AutoModelForCausalLM, folder)
 
 
-def test_tied_weights_that_are_there_twice_until_they_are_tied_are_no_part_of_the_peak():
-    config = tf.LlamaConfig(**TINY_LLAMA, tie_word_embeddings=True)
-    module = fit(lambda: tf.AutoModelForCausalLM.from_config(config), offload(activation_offload=False))
-    assert module.model.lm_head.weight is module.model.model.embed_tokens.weight
-    weights, buffers = (sum(t.nbytes for t in each) for each in (module.model.parameters(), module.model.buffers()))
-    assert module.report["planned_roles"]["compute_weights"] == {"dram": weights}
-    assert module.report["peak_roles"]["compute_weights"]["dram"] <= weights + buffers
-
-
 def test_a_pretrained_model_is_where_it_belongs_at_once_and_trains_as_any_other(folder):
     module = fit(lambda: ours(folder), offload(activation_offload=False))
     weights = sum(p.nbytes for p in module.model.parameters())
@@ -102,51 +93,6 @@ def test_rules_are_applied_at_setup_and_decorators_at_once(folder):
     for name, where in module.at_once.items():
         assert where == {"cxl" if "layers.0." in name else "dram"}, name
     assert module.in_training == module.at_once
-
-
-def test_a_model_of_ones_own_with_decorated_classes(tmp_path):
-    @lightning_cxl.tier(weights="cxl")
-    class Far(Block):
-        pass
-
-    def make():
-        model = TinyTransformer()
-        model.blocks[1] = Far(32, 0.1)
-        return model
-
-    reference = make()
-    lightning_cxl.save_weights(reference, tmp_path)
-
-    class Late(Task):
-        def configure_model(self):
-            if self.model is None:
-                with lightning_cxl.empty_weights():
-                    self.model = make()
-                lightning_cxl.load_weights(self.model, tmp_path)
-                self.loaded = {name: value.clone() for name, value in self.model.state_dict().items()}
-                self.at_once = {name: set(residency(p)) for name, p in self.model.named_parameters()}
-
-    module = Late(None)
-    make_trainer("cxl_offload", max_steps=2).fit(module, token_data())
-    assert all(torch.equal(module.loaded[name], value) for name, value in reference.state_dict().items())
-    assert {n for n, where in module.at_once.items() if where == {"cxl"}} == {
-        name for name in module.loaded if name.startswith("blocks.1.")
-    }
-
-
-def test_bf16_true_loads_in_the_precision_of_the_run(folder):
-    def load():
-        return lightning_cxl.from_pretrained(tf.AutoModelForCausalLM, folder, torch.get_default_dtype())
-
-    module = fit(load, "cxl_offload", precision="bf16-true")
-    assert {p.dtype for p in module.model.parameters()} == {torch.bfloat16} and module.moved == []
-
-
-def test_after_training_the_weights_are_saved_from_where_they_are(folder, tmp_path):
-    module = fit(lambda: ours(folder), "cxl_offload")
-    lightning_cxl.save_pretrained(module.model, tmp_path / "out", max_shard_bytes=20_000)
-    loaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert all(torch.equal(value, module.model.state_dict()[name]) for name, value in loaded.state_dict().items())
 
 
 def test_weights_loaded_in_a_run_are_what_trains_next(tmp_path):
@@ -211,15 +157,3 @@ def test_lazy_modules_keep_working():
     module = WithLazy(TinyTransformer())
     make_trainer("cxl_offload", max_steps=2).fit(module, token_data())
     assert module.extra.weight.shape == (1, 12)
-
-
-def test_a_missing_shard_and_a_full_tier_give_everything_back(folder):
-    sorted(folder.glob("*.safetensors"))[1].unlink()
-    with pytest.raises(CheckpointError, match=r"1 of \d files with weights do not exist"):
-        fit(lambda: ours(folder), "cxl_offload")
-
-
-def test_a_budget_too_small_for_the_weights(folder):
-    strategy = offload(tiers={"dram": "32KiB", "cxl": 0})
-    with pytest.raises(TierFullError, match=r"compute_weights.*dram"):
-        fit(lambda: ours(folder), strategy)

@@ -19,7 +19,7 @@ from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.storage import store
 from lightning_cxl.storage.drive import System
 from lightning_cxl.storage.store import Store
-from tests.cases import every_pair, every_value, others_full
+from tests.cases import every_pair, every_value
 from tests.faulty_system import FaultySystem
 from tests.integration.llama import LlamaInStep, LlamaTask, tiny_llama
 from tests.integration.training import assert_identical as assert_same
@@ -96,51 +96,6 @@ def test_weights_are_read_for_forward_backward_and_update_and_written_once(tmp_p
     assert report["peak_roles"].get("compute_weights", {}) == planned, "weights were in memory"
 
 
-@pytest.mark.parametrize(("num_drives", "checkpoint"), [(1, "copy"), (3, "reference")])
-def test_a_run_takes_the_bytes_that_were_planned(tmp_path, monkeypatch, num_drives, checkpoint):
-    records = planned_records(monkeypatch)
-    paths = [str(tmp_path / f"ssd{drive}") for drive in range(num_drives)]
-    strategy = on_ssd(paths[0], ssd={"path": paths, "checkpoint": checkpoint})
-    seed_everything(11, verbose=False)
-    make_trainer(strategy, max_steps=3, default_root_dir=str(tmp_path)).fit(
-        SmallPartTrained(tiny_llama(4)), token_data()
-    )
-    report, versions = strategy.report(), 2 if checkpoint == "reference" else 1
-    ssd = MachineSsd(capacity_bytes=0, versions=versions, num_drives=num_drives)
-    assert report["tiers"]["ssd"]["peak_bytes"] == sum(each.stored_bytes(ssd) for each in records)
-    staging = report["planned_roles"]["staging"]
-    assert sum(staging.values()) >= NUM_HOP_SLOTS * max(each.nbytes_on(num_drives) for each in records)
-    for tier, nbytes in report["peak_roles"]["staging"].items():
-        assert nbytes <= staging[tier]
-
-
-def planned_records(monkeypatch):
-    """Return a list that gets the records of the next run."""
-    planned: list[PlannedRecord] = []
-
-    def noted(options, budget_bytes, records, *args):
-        planned.extend(records)
-        return StateOnSsd(options, budget_bytes, records, *args)
-
-    monkeypatch.setattr(run, "StateOnSsd", noted)
-    return planned
-
-
-class SmallPartTrained(LlamaTask):
-    """Trains little of each block, as adapters do, and saves while it trains."""
-
-    def __init__(self, model, *args, **options):
-        super().__init__(model, *args, **options)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("layernorm" in name)
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3)
-
-    def on_train_batch_end(self, *args):
-        self.trainer.save_checkpoint(self.trainer.default_root_dir + "/saved.ckpt")
-
-
 class Frozen(LlamaTask):
     """Trains the second half of its blocks, and in the first half one matrix of each."""
 
@@ -173,25 +128,18 @@ def written_records(monkeypatch):
     return names
 
 
-class Evaluated(LlamaTask):
-    def validation_step(self, batch, batch_idx):
-        self.record(self.loss(batch))
-
-    def val_dataloader(self):
-        return token_data(2)
-
-
-def test_validation_between_steps_sees_the_weights_of_now(tmp_path):
-    both(tmp_path, trainer_args={"val_check_interval": 2, "limit_val_batches": 2}, task=Evaluated)
-
-
-@pytest.mark.parametrize(("unseen", "overlap"), every_value([True, False], ["none", "forward", "backward"]))
-def test_what_a_user_writes_between_steps_counts(tmp_path, overlap, unseen):
+@pytest.mark.parametrize(
+    ("how", "overlap"), every_value(["unseen", "seen", "replaced"], ["none", "forward", "backward"])
+)
+def test_what_a_user_writes_between_steps_counts(tmp_path, overlap, how):
     class Clipped(LlamaTask):
+        @torch.no_grad()
         def on_train_batch_end(self, *args):
             for parameter in self.parameters():
-                with torch.no_grad():
-                    (parameter.data if unseen else parameter).mul_(0.9)
+                if how == "replaced":
+                    parameter.data = parameter.data * 0.9
+                else:
+                    (parameter.data if how == "unseen" else parameter).mul_(0.9)
 
     both(tmp_path, task=Clipped, **OVERLAPS[overlap])
 
@@ -208,28 +156,19 @@ def test_whoever_looks_between_steps_sees_the_weights_of_now(tmp_path, monkeypat
     monkeypatch.setattr(store, "System", SlowWrites)
 
     class Summed(LlamaTask):
-        def on_train_batch_end(self, *args):
-            self.record_sums(self.parameters())
+        """Sums weights of the model, of the optimizer, or, where no update runs behind, those that it holds."""
+
+        def on_train_start(self):
+            self.held = list(self.parameters())
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            (optimizer,) = self.trainer.optimizers
+            looks = [self.parameters(), reversed([p for group in optimizer.param_groups for p in group["params"]])]
+            if overlap == "none":
+                looks.append(self.held)
+            self.record_sums(looks[batch_idx % len(looks)])
 
     both(tmp_path, task=Summed, **OVERLAPS[overlap])
-
-
-def test_weights_that_are_replaced_are_taken_over(tmp_path):
-    class Replaced(LlamaTask):
-        def on_train_batch_end(self, *args):
-            for parameter in self.model.model.layers[1].parameters():
-                parameter.data = parameter.data * 0.5
-
-    both(tmp_path, task=Replaced)
-
-
-def test_a_model_is_evaluated_without_an_optimizer(tmp_path):
-    results = []
-    for strategy in (on_ssd(tmp_path, WEIGHTS), offload(stream_weights=True)):
-        task = Evaluated(tiny_llama())
-        make_trainer(strategy).validate(task, verbose=False)
-        results.append(task.losses)
-    assert results[0] == results[1]
 
 
 def test_weights_outlive_the_run_and_move_again(tmp_path):
@@ -312,37 +251,10 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     assert grown < 0.3 * (large["weights"] - small["weights"]), found
 
 
-def test_what_a_user_wrote_to_frozen_weights_is_written_once(tmp_path, monkeypatch):
-    class Written(Frozen):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            if batch_idx == 1:
-                with torch.no_grad():
-                    for parameter in self.model.model.layers[0].parameters():
-                        parameter.mul_(0.9)
-            if batch_idx == 3:  # and nobody has looked since
-                counts.append(written.count("model.model.layers.0 frozen weights"))
-
-    written, counts = written_records(monkeypatch), []
-    both(tmp_path, lambda: tiny_llama(4), ALL, task=Written)
-    assert counts[0] == 2
-
-
 class SlowWrites(System):
     def pwritev(self, fd, views, offset):
         time.sleep(0.03)
         return super().pwritev(fd, views, offset)
-
-
-def test_without_overlap_parameters_that_someone_holds_are_new_after_a_step(tmp_path, monkeypatch):
-    class Holding(LlamaTask):
-        def on_train_start(self):
-            self.held = list(self.parameters())
-
-        def on_train_batch_end(self, *args):
-            self.record_sums(self.held)
-
-    monkeypatch.setattr(store, "System", SlowWrites)
-    both(tmp_path, task=Holding, overlap_step=False)
 
 
 @pytest.mark.parametrize("overlap", list(OVERLAPS))
@@ -364,17 +276,6 @@ def test_what_hooks_of_a_step_see_and_write_counts(tmp_path, monkeypatch, overla
 
     monkeypatch.setattr(store, "System", SlowWrites)
     both(tmp_path, lambda: tiny_llama(5), task=Hooked, **OVERLAPS[overlap])
-
-
-@pytest.mark.parametrize("overlap", others_full(OVERLAPS, ["backward"]))
-def test_whoever_looks_through_the_optimizer_sees_the_weights_of_now(tmp_path, monkeypatch, overlap):
-    class Held(LlamaTask):
-        def on_train_batch_end(self, *args):
-            (optimizer,) = self.trainer.optimizers
-            self.record_sums(reversed([p for group in optimizer.param_groups for p in group["params"]]))
-
-    monkeypatch.setattr(store, "System", SlowWrites)
-    both(tmp_path, lambda: tiny_llama(5), task=Held, **OVERLAPS[overlap])
 
 
 def test_weights_of_an_earlier_run_are_not_overwritten_before_they_have_moved(tmp_path):
@@ -401,26 +302,6 @@ def test_weights_of_an_earlier_run_are_not_overwritten_before_they_have_moved(tm
     assert_same((ours.losses, ours.state_dict()), (theirs.losses, theirs.state_dict()))
 
 
-class LargeFrozen(LlamaTask):
-    """Trains what lies outside of units: no update needs memory for weights of units."""
-
-    def __init__(self, model, *args, **options):
-        super().__init__(model, *args, **options)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("layers" not in name)
-
-    def on_train_batch_end(self, *args):
-        self.trainer.save_checkpoint(self.trainer.default_root_dir + "/saved.ckpt")
-
-
-def test_a_checkpoint_takes_no_more_memory_for_slots_than_planned(tmp_path):
-    strategy = on_ssd(tmp_path / "ssd")
-    args = {"default_root_dir": str(tmp_path)}
-    train(lambda: tiny_llama(hidden_size=64), strategy, steps=1, task=LargeFrozen, trainer_args=args)
-    report = strategy.report()
-    assert report["peak_roles"]["staging"] == report["planned_roles"]["staging"]
-
-
 def test_damaged_weights_are_not_saved(tmp_path):
     class Damaged(LlamaTask):
         def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -434,3 +315,62 @@ def test_damaged_weights_are_not_saved(tmp_path):
     with pytest.raises(StorageError, match="is damaged"):
         train(tiny_llama, on_ssd(tmp_path / "ssd", WEIGHTS), steps=3, task=Damaged)
     assert not (tmp_path / "saved.ckpt").exists()
+
+
+def test_a_run_takes_the_bytes_that_were_planned(tmp_path, monkeypatch):
+    records = planned_records(monkeypatch)
+    paths = [str(tmp_path / f"ssd{drive}") for drive in range(3)]
+    strategy = on_ssd(paths[0], ssd={"path": paths, "checkpoint": "reference"})
+    seed_everything(11, verbose=False)
+    make_trainer(strategy, max_steps=3, default_root_dir=str(tmp_path)).fit(
+        SmallPartTrained(tiny_llama(4)), token_data()
+    )
+    report = strategy.report()
+    ssd = MachineSsd(capacity_bytes=0, versions=2, num_drives=3)
+    assert report["tiers"]["ssd"]["peak_bytes"] == sum(each.stored_bytes(ssd) for each in records)
+    staging = report["planned_roles"]["staging"]
+    assert sum(staging.values()) >= NUM_HOP_SLOTS * max(each.nbytes_on(3) for each in records)
+    for tier, nbytes in report["peak_roles"]["staging"].items():
+        assert nbytes <= staging[tier]
+
+
+def planned_records(monkeypatch):
+    """Return a list that gets the records of the next run."""
+    planned: list[PlannedRecord] = []
+
+    def noted(options, budget_bytes, records, *args):
+        planned.extend(records)
+        return StateOnSsd(options, budget_bytes, records, *args)
+
+    monkeypatch.setattr(run, "StateOnSsd", noted)
+    return planned
+
+
+class SmallPartTrained(LlamaTask):
+    """Trains little of each block, as adapters do, and saves while it trains."""
+
+    def __init__(self, model, *args, **options):
+        super().__init__(model, *args, **options)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layernorm" in name)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3)
+
+    def on_train_batch_end(self, *args):
+        self.trainer.save_checkpoint(self.trainer.default_root_dir + "/saved.ckpt")
+
+
+def test_what_a_user_wrote_to_frozen_weights_is_written_once(tmp_path, monkeypatch):
+    class Written(Frozen):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                with torch.no_grad():
+                    for parameter in self.model.model.layers[0].parameters():
+                        parameter.mul_(0.9)
+            if batch_idx == 3:  # and nobody has looked since
+                counts.append(written.count("model.model.layers.0 frozen weights"))
+
+    written, counts = written_records(monkeypatch), []
+    both(tmp_path, lambda: tiny_llama(4), ALL, task=Written)
+    assert counts[0] == 2

@@ -135,6 +135,8 @@ MUTATIONS = {
     ),
     "integration/test_fabric.py": (
         Mutation("a file has the masters of its own optimizer", "run: _StateDict.__call__", ALWAYS, "mine"),
+    ),
+    "integration/test_front_ends.py::test_a_run_resumes_exactly": (
         Mutation("masters are restored", "run: _LoadStateDict.__call__", DELETE, "restore_masters"),
         Mutation("random rounding continues after a resume", "run: _LoadStateDict.__call__", DELETE, "num_received"),
     ),
