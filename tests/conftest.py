@@ -167,8 +167,3 @@ def late(request, on_device):
 @pytest.fixture
 def late_copies(on_device):
     training_device.make_late("copies")
-
-
-@pytest.fixture
-def late_kernels(on_device):
-    training_device.make_late("kernels")

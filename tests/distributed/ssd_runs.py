@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightning_cxl.errors import LightningCXLError
 from lightning_cxl.run.run import Run
 from tests.distributed import lightning_runs, training
@@ -19,15 +17,6 @@ def by_us(job: Job) -> Trained:
         return training.by_us(job)
     finally:
         Run.min_activation_bytes = usual
-
-
-class Zeroes(lightning_runs.Callback):
-    """Makes momentum zero between two steps, as a user sees it."""
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Write to it."""
-        for state in trainer.optimizers[0].state.values():
-            state["exp_avg"].zero_()
 
 
 class SavesWhatIsDamaged(lightning_runs.Callback):
@@ -54,12 +43,6 @@ def save_what_is_damaged(folder: Path, path: Path, options: dict[str, Any]) -> s
     lightning_runs.fit(1, options=options, callback=callback)
     assert callback.error is not None
     return f"{type(callback.error).__name__}: {callback.error}"
-
-
-def fit_and_zero(options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the weights after steps between which someone writes to the state."""
-    weights: dict[str, torch.Tensor] = lightning_runs.fit(3, options=options, callback=Zeroes())["weights"]
-    return weights
 
 
 def refusal(options: dict[str, Any]) -> str:

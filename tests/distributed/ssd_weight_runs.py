@@ -115,15 +115,6 @@ def evaluated_and_written(job: Job) -> dict[str, Any]:
     return {**found, "num_steps": num_steps, "after": whole_state(model)}
 
 
-def refusal(job: Job) -> str:
-    """Return the error with which a run is refused."""
-    try:
-        training.by_us(job)
-    except LightningCXLError as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
-
-
 def save_what_is_damaged(job: Job, folder: Path, path: Path) -> str:
     """Return the error with which a save ends on this rank, after the drive of rank 1 was damaged."""
     with trained(job) as training_:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed import accelerate_runs
+from tests.distributed import accelerate_hooks, accelerate_runs
 from tests.distributed.ranks import of_rank_0
 from tests.distributed.test_lightning import assert_close, assert_identical
 
@@ -33,8 +33,7 @@ def test_every_micro_batch_reduces_unless_it_is_told_not_to(ranks, nests):
     assert each["reduced"] == 3 * once["reduced"] > 0
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-@pytest.mark.parametrize("before, after", [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize("before, after, optimizer", [(2, 2, "AdamW"), (2, 1, "SGD"), (1, 2, "AdamW")])
 def test_another_number_of_processes_goes_on(ranks, tmp_path, before, after, optimizer):
     path = str(tmp_path / "step_3")
     whole = run(ranks, before, 6, optimizer=optimizer)
@@ -51,3 +50,25 @@ def test_a_state_is_what_was_saved_last_whatever_lay_in_its_folder(ranks, tmp_pa
     saved = run(ranks, after, 3, save=path)
     for world in (1, 2):
         assert_identical(run(ranks, world, 3, resume=path), {**saved, "losses": []})
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_hooks_get_all_models(ranks, tmp_path, own):
+    found = of_rank_0(ranks, 2, accelerate_hooks.save_and_load, str(tmp_path), own=own)
+    assert found["all given"]
+    assert found["weights given"] == [{}, {}]
+    assert found["back"] == [not own, True], "whose weights a hook has taken it loads itself"
+    assert found["files"] == ["sharded_model_0", "sharded_model_1"]
+
+
+def test_processes_of_one_machine_share_its_budget(ranks):
+    found = of_rank_0(ranks, 2, accelerate_hooks.budget_of_each)
+    assert found["bytes"] == 1 << 29
+
+
+def test_what_one_process_has_saved_of_a_compiled_model_is_loaded(ranks, tmp_path):
+    assert ranks.of(2).run(accelerate_hooks.load_what_was_compiled, str(tmp_path)) == [True, True]
+
+
+def test_ranks_generate_as_many_tokens_as_each_wants(ranks):
+    assert ranks.of(2).run(accelerate_hooks.generate) == [(6, True), (11, True)]

@@ -10,7 +10,7 @@ from tests.distributed.test_lightning import STATES, assert_identical
 FULL = "CheckpointError: could not write checkpoint"
 
 
-@pytest.mark.parametrize("state", ["float32", "bf16 with float32 masters", "8 bit state"])
+@pytest.mark.parametrize("state", ["bf16 with float32 masters", "8 bit state"])
 def test_training_goes_on_and_a_resume_is_exact(ranks, tmp_path, state):
     path, pair = str(tmp_path / "half.ckpt"), ranks.of(2)
     assert pair.run(async_runs.saved_meanwhile, path, **STATES[state]) == [[False, True]] * 2

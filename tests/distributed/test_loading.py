@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import lightning_cxl
+from tests.cases import every_value
 from tests.distributed import loading_runs
 from tests.models import TINY_LLAMA
 
@@ -58,8 +59,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("device", ["cpu", "apart"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "device"), every_value(CASES, ["cpu", "apart"]))
 def test_weights_are_those_of_one_process(ranks, llama, case, device):
     wanted = loading_runs.weights(llama, **{**CASES[case], "late_s": 0})
     for found in ranks.of(2, device).run(loading_runs.weights, llama, **CASES[case]):
@@ -104,7 +104,7 @@ def test_files_are_not_loaded_into_a_model_that_is_cut(ranks, untied):
 HALF = {"precision": "bf16-true"}
 
 
-@pytest.mark.parametrize("options", [{}, BF16, HALF, {**BF16, **HALF}], ids=["as it is", "converted", "half", "both"])
+@pytest.mark.parametrize("options", [BF16, HALF], ids=["converted", "half"])
 def test_the_trainer_trains_what_was_left_in_the_files(ranks, llama, options):
     wanted = ranks.of(2).run(loading_runs.trained, llama, mapped=False, **options)
     for found in ranks.of(2).run(loading_runs.trained, llama, **options):

@@ -22,8 +22,9 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "world"), [*((name, 2) for name in JOBS), ("uneven shards, unused weights", 4), ("lora", 4)]
+)
 def test_as_fsdp_alone_and_as_one_process(ranks, world, name):
     job = JOBS[name]
     ours = ranks.of(world).run(training.by_us, job)

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from tests.cases import every_value
 from tests.distributed import lightning_runs, ssd_runs
 from tests.distributed.training import Job
 
@@ -30,8 +31,7 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("device", ["cpu", "apart"])
+@pytest.mark.parametrize(("name", "device"), every_value(JOBS, ["cpu", "apart"]))
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_training_is_that_of_state_in_memory(ranks, tmp_path, device, name):
     job = JOBS[name]
@@ -70,8 +70,7 @@ def run(ranks, world, *args, **keywords):
 STATES = {"bf16 with split masters": ({"precision": "bf16-true"}, {}), "8 bit": ({}, {"state": "8bit"})}
 
 
-@pytest.mark.parametrize("before, after", [(1, 1), (1, 2), (2, 1), (2, 2)])
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("before, after, state", [(1, 2, "8 bit"), (2, 1, "8 bit"), (2, 2, "bf16 with split masters")])
 def test_checkpoints_go_on_in_any_number_of_processes(ranks, tmp_path, before, after, state):
     trainer, options = STATES[state]
     there, path = (

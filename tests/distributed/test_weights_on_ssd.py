@@ -48,7 +48,7 @@ def test_training_is_that_of_weights_in_memory(ranks, tmp_path, name):
     assert left == {"rank-0": ["lightning_cxl.lock"], "rank-1": ["lightning_cxl.lock"]}
 
 
-@pytest.mark.parametrize("delays", [each for each in LATE if LATE[each]])
+@pytest.mark.parametrize("delays", ["copies and kernels", "to the device, much", "to the host, much"])
 def test_nothing_overtakes_a_late_copy_or_kernel(ranks, tmp_path, delays):
     job = Job(sizes={"num_hidden_layers": 4})
     ours = of_two(ranks, runs.late, there(job, tmp_path), LATE[delays])

@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 import torch
-from accelerate.utils import DistributedType, ProjectConfiguration, find_executable_batch_size
+from accelerate.utils import DistributedType, find_executable_batch_size
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -266,15 +266,6 @@ def out_of_memory(_):
     raise torch.OutOfMemoryError("The device is out of memory.")
 
 
-def test_an_optimizer_for_two_models_is_refused():
-    accelerator = make_accelerator({})
-    generator, critic = Generator(), Discriminator()
-    optimizer = torch.optim.AdamW([*generator.parameters(), *critic.parameters()])
-    with pytest.raises(ConfigError, match="must become one for each model"):
-        accelerator.prepare(generator, critic, optimizer)
-    accelerator.free_memory()
-
-
 @pytest.mark.parametrize("kind", ["generator", "list", "tensor", "of the optimizer", "twice"])
 def test_what_is_clipped(kind):
     def run(accelerator):
@@ -302,30 +293,6 @@ def test_what_is_clipped(kind):
         return [*found, 1.0], weights_of(accelerator, model)
 
     compare(run)
-
-
-@pytest.mark.parametrize(
-    ("is_dropped", "options"),
-    every_value([True, False], [{}, {"stream_weights": True}, {"master": "fp32"}, EXACT]),
-    ids=str,
-)
-def test_gradients_from_before_the_run(options, is_dropped):
-    """They can be dropped, and count once: also those of parameters that the step does not use."""
-    found, (first, second) = [], token_data(2)
-    for offload in (PLAIN, options):
-        torch.manual_seed(5)
-        model = TinyTransformer(depth=5, dropout=0.0).bfloat16()
-        loss_of(model, first).backward()
-        model.unused.weight.grad = torch.ones_like(model.unused.weight)
-        accelerator = make_accelerator(offload)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        if is_dropped:
-            optimizer.zero_grad()
-        accelerator.backward(loss_of(model, [t.to(accelerator.device) for t in second]))
-        found.append([0.0 if p.grad is None else p.grad.float().norm().item() for p in model.parameters()])
-        optimizer.step()
-        model, optimizer = accelerator.free_memory(model, optimizer)
-    assert found[1] == pytest.approx(found[0], rel=0.02, abs=1e-4)
 
 
 def test_unscaled_gradients():
@@ -379,20 +346,37 @@ def test_the_schedule_of_one_optimizer_does_not_wait_for_another():
 
 
 # -- what is refused
-def test_a_model_is_missing():
-    accelerator = make_accelerator({})
-    with pytest.raises(ConfigError, match="the model of this AdamW was not prepared"):
-        accelerator.prepare(adamw(TinyTransformer()))
 
 
-def test_a_second_optimizer_comes_too_late():
-    accelerator = make_accelerator({})
+def two_models(accelerator):
+    generator, critic = Generator(), Discriminator()
+    optimizer = torch.optim.AdamW([*generator.parameters(), *critic.parameters()])
+    accelerator.prepare(generator, critic, optimizer)
+
+
+def without_its_model(accelerator):
+    accelerator.prepare(adamw(TinyTransformer()))
+
+
+def a_second_one_later(accelerator):
     model = TinyTransformer()
-    first = torch.optim.AdamW(model.blocks.parameters())
     second = torch.optim.AdamW(model.head.parameters())
-    model, first = accelerator.prepare(model, first)
-    with pytest.raises(UnsupportedError, match="all its optimizers belong in one call"):
-        accelerator.prepare(second)
+    accelerator.prepare(model, torch.optim.AdamW(model.blocks.parameters()))
+    accelerator.prepare(second)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "error", "text"),
+    [
+        (two_models, ConfigError, "must become one for each model"),
+        (without_its_model, ConfigError, "the model of this AdamW was not prepared"),
+        (a_second_one_later, UnsupportedError, "all its optimizers belong in one call"),
+    ],
+)
+def test_optimizers_that_are_refused(prepare, error, text):
+    accelerator = make_accelerator({})
+    with pytest.raises(error, match=text):
+        prepare(accelerator)
     accelerator.free_memory()
 
 
@@ -463,41 +447,6 @@ def test_a_model_of_transformers_alone(tied, tmp_path):
         tmp_path / "2", state_dict=accelerator.get_state_dict(parts[0])
     )
     assert LlamaForCausalLM.from_pretrained(tmp_path / "2").state_dict().keys() == weights.keys()
-    close(accelerator)
-
-
-class Counter:
-    def __init__(self):
-        self.value = 0
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
-
-
-def test_automatic_names_and_objects_of_the_user(tmp_path):
-    def project():
-        return ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
-
-    accelerator, parts = start(STREAMED, project_config=project())
-    counter = Counter()
-    accelerator.register_for_checkpointing(counter)
-    losses = []
-    for first in (0, 2, 4):
-        losses += go_on(accelerator, parts, first, first + 2)
-        counter.value += 1
-        accelerator.save_state()
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
-    close(accelerator)
-    accelerator, parts = start(STREAMED, project_config=project())
-    counter = Counter()
-    accelerator.register_for_checkpointing(counter)
-    accelerator.load_state()
-    assert counter.value == 3
-    losses += go_on(accelerator, parts, 6, BATCHES)
-    assert_identical(whole(PLAIN), (losses, weights_of(accelerator, parts[0])))
     close(accelerator)
 
 
@@ -618,3 +567,27 @@ def test_the_test_of_synchronization(script, capsys):
     module, made = script
     module.main()
     check_trained(made)
+
+
+@pytest.mark.parametrize(
+    ("is_dropped", "options"),
+    [(True, {}), (False, {"stream_weights": True}), (False, {"master": "fp32"})],
+    ids=str,
+)
+def test_gradients_from_before_the_run(options, is_dropped):
+    """They can be dropped, and count once: also those of parameters that the step does not use."""
+    found, (first, second) = [], token_data(2)
+    for offload in (PLAIN, options):
+        torch.manual_seed(5)
+        model = TinyTransformer(depth=5, dropout=0.0).bfloat16()
+        loss_of(model, first).backward()
+        model.unused.weight.grad = torch.ones_like(model.unused.weight)
+        accelerator = make_accelerator(offload)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if is_dropped:
+            optimizer.zero_grad()
+        accelerator.backward(loss_of(model, [t.to(accelerator.device) for t in second]))
+        found.append([0.0 if p.grad is None else p.grad.float().norm().item() for p in model.parameters()])
+        optimizer.step()
+        model, optimizer = accelerator.free_memory(model, optimizer)
+    assert found[1] == pytest.approx(found[0], rel=0.02, abs=1e-4)

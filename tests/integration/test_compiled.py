@@ -103,15 +103,6 @@ def test_units_stay_compiled_and_losses_stay_the_same(how, inner):
     assert counters["frames"]["ok"] == 1, "a frame that is not a forward of a block was compiled"
 
 
-@pytest.mark.parametrize("how", [compiled_in_place, wrapped])
-def test_compiling_after_set_up(how):
-    *plain, _ = run(how, "auto", Counting(), later=True)
-    backend = Counting()
-    *ours, marks = run(how, offload(**EXACT), backend, later=True)
-    assert_identical(plain, ours)
-    assert marks == [(1, 2 * DEPTH * (step + 1)) for step in range(5)]
-
-
 def test_updates_behind_the_backward_cause_no_recompile():
     plain = run(compiled_in_place, offload(overlap_step=False), Counting())
     ours = run(compiled_in_place, offload(on_overflow="ignore"), Counting())

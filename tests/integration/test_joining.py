@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
-from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import nn
 
 from lightning_cxl.errors import UnsupportedError
@@ -68,22 +68,6 @@ def test_a_finetuning_callback_resumes_in_the_middle(tmp_path, optimizer, option
         assert ours == pytest.approx(run(lambda: "auto", tmp_path / "plain"), rel=1e-5)
 
 
-@pytest.mark.on_cpu
-def test_backbone_finetuning(tmp_path):
-    class Backbone(Trainable):
-        @property
-        def backbone(self):
-            return self.model.blocks
-
-    def run(strategy):
-        callbacks = [BackboneFinetuning(1, verbose=False), ModelCheckpoint(tmp_path)]
-        module, trainer = fit(strategy, callbacks, epochs=3, task=Backbone)
-        assert len(trainer.optimizers[0].param_groups) == 2
-        return module.losses
-
-    assert run("cxl_offload") == pytest.approx(run("auto"), rel=1e-5)
-
-
 class Joins(Callback):
     """Puts a block's parameters into the optimizer, one way or another, after the third step."""
 
@@ -144,19 +128,6 @@ def test_parameters_that_join_are_trained_and_saved(tmp_path, way, options):
 def test_a_finetuning_callback_is_refused_where_it_cannot_find_masters(tmp_path):
     with pytest.raises(UnsupportedError, match="OneMoreBlock looks for the optimizer's parameters in the model"):
         fit(offload(**EXACT), [OneMoreBlock(), ModelCheckpoint(tmp_path)], epochs=1, precision="bf16-true")
-
-
-def test_the_users_own_optimizer_gets_the_new_groups(tmp_path):
-    class Keeps(Trainable):
-        def configure_optimizers(self):
-            self.own = super().configure_optimizers()
-            return self.own
-
-    module, trainer = fit("cxl_offload", [Joins("new groups"), ModelCheckpoint(tmp_path)], epochs=2, task=Keeps)
-    assert module.own is not trainer.optimizers[0]
-    names = {id(p): name for name, p in module.named_parameters()}
-    held = [names[id(p)] for group in module.own.param_groups for p in group["params"]]
-    assert sorted(held) == sorted(names.values())
 
 
 @pytest.mark.on_cpu

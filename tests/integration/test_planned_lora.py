@@ -3,11 +3,9 @@
 import pytest
 import torch
 import transformers as tf
-from lightning.fabric import Fabric
 from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
-from lightning_cxl import CXLFabricStrategy
 from lightning_cxl.commands.plan import PlannedModel, Settings, loss_on_meta, model_on_meta, with_lora
 from lightning_cxl.errors import LightningCXLWarning
 from lightning_cxl.finetune.model import CausalLM
@@ -16,7 +14,6 @@ from lightning_cxl.machine.speeds import machine_without_speeds
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.streaming.units import find_units
 from lightning_cxl.units import format_bytes
-from lightning_cxl.weights.hf import with_adapters
 from tests.integration.llama import tiny_llama
 from tests.integration.training import make_trainer, offload
 
@@ -101,18 +98,6 @@ def test_experts_are_run_without_values_and_stay_wide_with_a_word(tmp_path):
     with pytest.warns(LightningCXLWarning, match=f"{format_bytes(experts)} of .* are not quantised"):
         module = Batches(str(tmp_path), lora={"r": RANK, "target_modules": ["q_proj"]}, quantization="4bit")
         make_trainer(offload(), max_steps=1, precision="bf16-true").fit(module)
-
-
-@pytest.mark.on_cpu
-def test_a_run_warns_of_experts_that_transformers_has_loaded_wide(tmp_path):
-    shape = {**SHAPE, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    tf.MixtralForCausalLM(tf.MixtralConfig(**shape, num_local_experts=4)).bfloat16().save_pretrained(tmp_path)
-    four_bit = tf.BitsAndBytesConfig(load_in_4bit=True)
-    base = tf.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=four_bit, device_map={"": "cpu"})
-    adapted = with_adapters(base, {"r": RANK, "target_modules": ["q_proj"]})
-    fabric = Fabric(accelerator="cpu", strategy=CXLFabricStrategy())
-    with pytest.warns(LightningCXLWarning, match="MixtralExperts are parameters of three dimensions"):
-        fabric.setup(adapted, torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad]))
 
 
 def planned_flops_and_peak(folder, quantize):

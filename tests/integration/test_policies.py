@@ -4,9 +4,8 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 
-from lightning_cxl.errors import ConfigError, MissingTierWarning, TierFullError
+from lightning_cxl.errors import ConfigError, TierFullError
 from lightning_cxl.integrations.lightning.strategy import CXLOffloadStrategy
-from lightning_cxl.machine.topology import TierKind, Topology
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.policies import POLICIES, Decision
 from lightning_cxl.run import run
@@ -16,7 +15,6 @@ from tests.models import Task, TinyTransformer, token_data
 
 pytestmark = pytest.mark.on_cpu
 
-STATE = ("momentum", "variance")
 SPEEDS = """
 tiers:
   - {name: dram, adam_bytes_per_s: 200e9, device_read_bytes_per_s: 200e9, device_write_bytes_per_s: 200e9}
@@ -43,24 +41,6 @@ class AllNear:
         return Placement(("dram", "cxl"), reason="all near")
 
 
-class AllFar:
-    """Names a tier, whether the machine has it or not."""
-
-    needs_speeds = False
-
-    def decide(self, job, machine):
-        return Decision({role: {"cxl": 1.0} for role in job.free_classes()}, {})
-
-
-class FarIfItFits:
-    """Asked tensor by tensor; reads what a tier has free by its name."""
-
-    def place(self, request, free):
-        from lightning_cxl.placement.placement import Placement
-
-        return Placement(("cxl",) if free["cxl"] > request.nbytes else ("dram",))
-
-
 @pytest.fixture
 def speeds(tmp_path):
     path = tmp_path / "machine.yaml"
@@ -85,25 +65,6 @@ def test_losses_do_not_depend_on_the_policy(policy, speeds):
     assert report["policy"] == (policy if plans else "AllNear")
 
 
-@pytest.mark.filterwarnings("ignore::lightning_cxl.errors.SpillWarning")  # pools waste much of such a small budget
-def test_latency_first_fills_dram_with_what_the_optimizer_touches(speeds):
-    _, free = fit(policy="latency_first", machine=speeds)
-    nbytes = free["peak_roles"]["momentum"]["dram"]
-    budget = 4 * nbytes  # room for momentum and variance, slack, and an equal share of some of the rest
-    _, report = fit(policy="latency_first", machine=speeds, tiers={"dram": budget, "cxl": "2GiB"})
-    for role in STATE:
-        assert set(report["peak_roles"][role]) == {"dram"}
-        assert "fits in DRAM" in report["reasons"][role][0]
-    assert report["tiers"]["dram"]["held_bytes"] <= budget
-    assert set(report["planned_roles"]["compute_grads"]) == {"dram", "cxl"}, "mixed, as what does not fit is"
-
-
-def test_a_rule_beats_the_policy(speeds):
-    _, report = fit(policy="dram_only", tier_rules={"*": {"optimizer_state": "cxl"}})
-    assert all(set(report["peak_roles"][role]) == {"cxl"} for role in STATE)
-    assert set(report["peak_roles"]["compute_weights"]) == {"dram"}
-
-
 def test_what_does_not_fit_is_refused_before_anything_is_allocated():
     strategy = CXLOffloadStrategy(policy="dram_only", tiers={"dram": "1MiB"})
     module = Task(TinyTransformer(vocab=512, width=128, depth=4))
@@ -126,13 +87,6 @@ def test_state_of_torchs_own_optimizers_is_planned(optimizer):
     assert all(tier["held_bytes"] == 0 for tier in strategy.report()["tiers"].values())
 
 
-def test_capacities_of_the_machine_file_hold_in_a_run(tmp_path):
-    path = tmp_path / "machine.yaml"
-    path.write_text(SPEEDS.replace("{name: dram,", "{name: dram, capacity_bytes: 1MiB,"))
-    with pytest.raises(TierFullError, match="cannot place"):
-        fit(policy="dram_only", machine=str(path))
-
-
 def test_a_decision_that_leaves_something_out_is_refused():
     class Half(MomentumFar):
         def decide(self, job, machine):
@@ -141,17 +95,6 @@ def test_a_decision_that_leaves_something_out_is_refused():
 
     with pytest.raises(ConfigError, match="policy 'Half' decides nothing about variance"):
         fit(policy=Half())
-
-
-@pytest.mark.parametrize("policy", [AllFar, FarIfItFits])
-def test_on_a_machine_without_a_card_a_policy_may_name_it(policy, monkeypatch):
-    found = Topology.detect()
-    bare = Topology(found.select(kind=TierKind.DRAM), found.root, backs_cxl=True)
-    monkeypatch.setattr(Topology, "detect", lambda **options: bare)
-    with pytest.warns(MissingTierWarning) as caught:
-        _, report = fit(policy=policy(), on_tier_full="error")
-    assert sum(issubclass(each.category, MissingTierWarning) for each in caught) == 1
-    assert all(set(tiers) == {"cxl"} for tiers in report["peak_roles"].values())
 
 
 def test_optimizers_are_made_once():
@@ -164,12 +107,6 @@ def test_optimizers_are_made_once():
 
     make_trainer(offload(), max_steps=1).fit(WithMore(TinyTransformer()), token_data(1))
     assert len(calls) == 1
-
-
-def test_a_policy_that_needs_speeds_says_how_to_get_them(monkeypatch, tmp_path):
-    monkeypatch.setenv("LIGHTNING_CXL_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"policy 'bandwidth' needs the speeds.*calibrate"):
-        fit(policy="bandwidth")
 
 
 def test_optimizers_made_on_parameters_that_are_replaced_are_made_again(monkeypatch):

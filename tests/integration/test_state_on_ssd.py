@@ -131,13 +131,6 @@ def test_a_run_without_the_state_refuses_a_checkpoint_that_refers_to_it(tmp_path
         fit(on_ssd(tmp_path / "ssd", **REFERENCE), 3, make_model=lambda: tiny_llama(hidden_size=64).to(torch.bfloat16))
 
 
-def test_checkpoints_that_are_written_later_cannot_refer(tmp_path):
-    strategy = on_ssd(tmp_path / "ssd", **REFERENCE)
-    strategy.checkpoint_io = AsyncCheckpointIO(CXLCheckpointIO())
-    with pytest.raises(ConfigError, match="AsyncCheckpointIO may write them later"):
-        fit(strategy, 1)
-
-
 class JoinsLater(Callback):
     """Trains the head from the third step on, as callbacks for gradual unfreezing do."""
 
@@ -368,3 +361,10 @@ def test_state_of_a_run_that_is_over_is_not_overwritten_while_it_is_taken_over(t
     make_trainer(on_ssd(tmp_path / "ssd", **REFERENCE), max_steps=3, **options).fit(module, token_data())
     with pytest.raises(UnsupportedError, match="state of an earlier run"):
         make_trainer(on_ssd(tmp_path / "ssd", **REFERENCE), max_steps=5, **options).fit(module, token_data())
+
+
+def test_checkpoints_that_are_written_later_cannot_refer(tmp_path):
+    strategy = on_ssd(tmp_path / "ssd", **REFERENCE)
+    strategy.checkpoint_io = AsyncCheckpointIO(CXLCheckpointIO())
+    with pytest.raises(ConfigError, match="AsyncCheckpointIO may write them later"):
+        fit(strategy, 1)

@@ -7,7 +7,6 @@ import threading
 import time
 
 import pytest
-import torch
 
 import lightning_cxl
 from lightning_cxl.memory.hook import active
@@ -66,16 +65,6 @@ def test_the_next_loop_closes_it_when_it_prepares(assert_all_is_free):
     assert not user_loop._dropped
     accelerator.free_memory()
     assert_all_is_free()
-
-
-def test_the_next_loop_closes_it_when_it_computes():
-    accelerator = make_accelerator(STREAMED)
-    other = accelerator.prepare(TinyTransformer())
-    drop()
-    collect()
-    other(torch.ones(1, 4, dtype=torch.long, device=training_device.current))
-    assert not user_loop._dropped
-    accelerator.free_memory()
 
 
 def test_the_collector_comes_while_a_lock_is_held(monkeypatch, assert_all_is_free):

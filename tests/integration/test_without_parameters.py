@@ -43,11 +43,3 @@ def test_evaluation_is_that_of_plain_lightning(options, buffer):
     ours, theirs = trainer.predict(module, token_data()), plain.predict(module, token_data())
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert trainer.strategy.report()["num_parameters"] == 0
-
-
-@pytest.mark.filterwarnings("ignore:.*`LightningModule.configure_optimizers` returned `None`")
-@pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`")
-def test_fit_runs_through():
-    module = Baseline(buffer=True)
-    make_trainer("cxl_offload", max_epochs=1).fit(module, token_data(3))
-    assert module.num_steps == 3

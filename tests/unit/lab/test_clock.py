@@ -107,20 +107,6 @@ def test_after_holds_a_copy_and_those_behind_it_on_its_lane():
     assert finished.start_s == 5.0
 
 
-def test_a_copy_of_no_bytes_ends_at_once():
-    clock = LinkClock()
-    flow = clock.submit("h2d", 0, links().route("h2d", {}), now_s=1.0)
-    clock.advance(1.0)
-    assert (flow.start_s, flow.end_s) == (1.0, 1.0)
-
-
-def test_time_runs_forward():
-    clock = LinkClock()
-    clock.advance(2.0)
-    with pytest.raises(ValueError, match=r"it was 2\.0 s, got 1\.0 s"):
-        clock.advance(1.0)
-
-
 def test_rates_are_max_min_fair():
     # x is full at 0.5 each; the third flow goes on until y, which it shares with the second, is full
     assert fair_rates([on("x"), on("x", "y"), on("y")]) == [0.5, 0.5, 0.5]

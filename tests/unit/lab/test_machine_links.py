@@ -8,7 +8,6 @@ import pytest
 from simulation.links import HostTraffic
 from simulation.machine_links import links_of
 
-from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.machine.machine import Cache, load_machine
 from lightning_cxl.planning.step import predict_adam_seconds, predict_copy_seconds
 
@@ -47,9 +46,3 @@ def test_every_example_has_links(path):
 def test_a_mix_slower_than_one_direction_is_as_fast_as_that():
     slow = replace(PLAIN, tiers=tuple(replace(tier, adam_bytes_per_s=1e9) for tier in PLAIN.tiers))
     assert links_of(slow).tiers["cxl0"].duplex == 1
-
-
-def test_a_tier_that_another_one_backs_is_refused():
-    emulated = replace(PAPER, tiers=(PAPER.tiers[0], replace(PAPER.tiers[1], backed_by="dram0")))
-    with pytest.raises(UnsupportedError, match="tier `cxl0` of machine `paper_a` is backed by `dram0`"):
-        links_of(emulated)

@@ -2,17 +2,12 @@
 
 import json
 import os
-import re
 import sys
 
 import pytest
-import ssd
-from adam_bench import problems
 from ssd_bench import contenders, disk_area, fio, turns
 from ssd_bench.contenders import ALONE, LOOP, OURS, DiskContender, Job
 from ssd_bench.fio import Pass, Setting
-
-from lightning_cxl.errors import ConfigError, LightningCXLError
 
 MIB = 1 << 20
 
@@ -47,11 +42,6 @@ def log(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def without_fio(monkeypatch):
-    monkeypatch.setattr(fio, "is_installed", lambda: False)
-
-
-@pytest.fixture
 def area(tmp_path):
     with disk_area.disk_area(tmp_path, 4 * MIB) as area:
         yield area
@@ -72,36 +62,6 @@ def test_an_area_is_full_of_random_bytes_and_leaves_nothing(tmp_path):
         assert len(set(area.memory[:4096])) > 200
         blocks = os.stat(area.path).st_blocks
         assert blocks * 512 >= 2 * MIB
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-def test_a_filesystem_that_refuses_direct_access_is_used_through_the_page_cache(tmp_path, monkeypatch):
-    real = os.open
-
-    def refuse(path, flags, *args, **kwargs):
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
-        return real(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refuse)
-    with disk_area.disk_area(tmp_path, MIB) as area:
-        assert not area.direct
-
-
-@pytest.mark.parametrize("fails", ["pwritev", "posix_fallocate", "open"])
-def test_an_area_that_cannot_be_made_is_an_error_and_leaves_nothing(tmp_path, monkeypatch, fails):
-    def fail(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    descriptors = len(os.listdir("/proc/self/fd"))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, fails, fail)
-        with (
-            pytest.raises(ConfigError, match=r"cannot write 1.0 MiB in the folder `.*`: No space left on device"),
-            disk_area.disk_area(tmp_path, MIB),
-        ):
-            pass
-    assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
@@ -161,18 +121,6 @@ def test_small_tensors_are_one_transfer_and_large_ones_have_one_each(area, monke
         assert ALONE not in in_process(Job(area, 4 * MIB), engine, writes=False)
 
 
-def test_a_short_read_is_an_error(area, monkeypatch):
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: 17)
-    with pytest.raises(OSError, match="17 of 1048576 bytes at 0"):
-        contenders.plain_loop(Job(area, MIB), writes=False).go()
-
-
-def test_the_fastest_has_the_fastest_pass():
-    seconds = {"a": iter([3.0, 3.0]), "b": iter([9.0, 1.0]), "c": iter([2.0, 2.0])}
-    passes = [DiskContender(name, lambda name=name: Pass(next(seconds[name]), 0.0)) for name in seconds]
-    assert contenders.fastest(passes).name == "b"
-
-
 # -- fio ---------------------------------------------------------------------------------------------------------------
 
 
@@ -186,30 +134,6 @@ def test_fio_is_asked_for_the_same_bytes(area, log, writes):
     assert wanted.items() <= asked.items()
     assert asked["direct"] == str(int(area.direct)) and asked["end_fsync"] == "1"
     assert asked["filename"] == str(area.path)
-
-
-def test_an_engine_that_fio_does_not_have_is_left_out(area, log, monkeypatch, capsys):
-    monkeypatch.setenv("FIO_FAILS", "io_uring")
-    job = Job(area, MIB)
-    (found,) = contenders.fio_contenders(job, writes=False)
-    assert found.name.startswith("fio libaio, 64 x ")
-    assert re.fullmatch(r"skipped: fio io_uring, .* failed: fio: engine not loadable\n", capsys.readouterr().out)
-
-
-def test_what_fio_says_that_cannot_be_understood_is_an_error(area, log, tmp_path):
-    (tmp_path / "bin" / "fio").write_text("#!/bin/sh\necho nothing to see\n")
-    with pytest.raises(LightningCXLError, match=r"fio libaio, 4 x 1\.0 MiB failed: nothing to see"):
-        fio.run(area, MIB, Setting("libaio", MIB, 4), writes=False)
-
-
-@pytest.mark.parametrize("tensor_bytes", [4096, 64 << 10, 300 << 10, MIB, 16 * MIB, 256 * MIB])
-def test_blocks_of_fio_are_no_larger_than_a_tensor(tensor_bytes):
-    found = fio.settings("libaio", tensor_bytes)
-    assert len(found) >= 2
-    for setting in found:
-        assert setting.block_bytes <= tensor_bytes and setting.block_bytes % 4096 == 0
-        assert setting.block_bytes * setting.depth <= 64 * MIB
-    assert max(setting.block_bytes for setting in found) == min(tensor_bytes, 16 * MIB)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -241,22 +165,6 @@ def test_all_contenders_are_shown_and_ours_is_judged_against_the_fastest_other(t
     assert "of 4 goals hold" in shown and "CPU s/GiB" in shown
 
 
-def test_more_contenders_take_part(tmp_path, without_fio, capsys):
-    asked = []
-
-    def peers(job, writes):
-        asked.append((job.tensor_bytes, writes))
-        return [DiskContender("mine", lambda: Pass(1e-9, 0.25))]
-
-    rows = measured(tmp_path, "--sizes", "1MiB", peers=peers)
-    assert asked == [(MIB, False), (MIB, True)]
-    assert rows["read, 2 tensors of 1.0 MiB: mine"]["value"] == pytest.approx(2 * MIB)
-    assert rows["read, 2 tensors of 1.0 MiB: mine: CPU time"]["value"] == pytest.approx(0.25 * 512)
-    lost = rows["write, 2 tensors of 1.0 MiB: lightning_cxl / mine"]
-    assert lost["holds"] is False and lost["value"] < 0.01
-    assert "fio is not installed: it is left out" in capsys.readouterr().out
-
-
 def test_rounds_count_and_first_passes_do_not():
     calls = {"a": 0, "b": 0}
     cleaned = []
@@ -272,33 +180,3 @@ def test_rounds_count_and_first_passes_do_not():
     assert taken.timings.seconds == {"a": [1.0] * 3, "b": [1.0] * 3}
     assert taken.cpu_seconds == {"a": [0.5] * 3, "b": [0.5] * 3}
     assert calls == {"a": 4, "b": 4} and len(cleaned) == 6
-
-
-def test_without_memory_nothing_is_written(tmp_path, monkeypatch, without_fio, capsys):
-    monkeypatch.setattr(problems, "host_available_bytes", lambda root: 0)
-    ssd.main([f"--folder={tmp_path}", "--bytes=1MiB", "--sizes=1MiB"])
-    assert "skipped: as much memory as the file has needs 1.0 MiB" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rounds", "0"], "--rounds must be at least 1"),
-        (["--sizes", "1000"], "1000 is not a multiple of 4096 bytes"),
-        (["--sizes", "0"], "0 is not a multiple of 4096 bytes"),
-        (["--bytes", "much"], "cannot read 'much' as a size"),
-        (["--sizes", "2MiB", "--bytes", "1MiB"], "a tensor of 2.0 MiB does not fit into --bytes 1.0 MiB"),
-    ],
-)
-def test_arguments_that_cannot_be_honoured_are_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        ssd.main(arguments)
-    assert message in capsys.readouterr().err
-
-
-def test_folders_and_files_that_cannot_be_written_are_refused(tmp_path, without_fio):
-    with pytest.raises(ConfigError, match=r"cannot write 1\.0 MiB in the folder"):
-        ssd.main([f"--folder={tmp_path / 'none'}", "--bytes=1MiB", "--sizes=1MiB"])
-    with pytest.raises(ConfigError, match="its folder does not exist"):
-        ssd.main(["--json", str(tmp_path / "none" / "rows.json")])
-    assert list(tmp_path.iterdir()) == []

@@ -75,14 +75,6 @@ def test_swaps_move_all_tensors_and_no_other_byte(deepspeed, tmp_path, tensor_by
     assert Handle.most_pending == min(job.nbytes // tensor_bytes, ssd.MOST_PENDING)
 
 
-def test_a_swap_that_cannot_start_is_an_error(deepspeed, tmp_path, monkeypatch):
-    monkeypatch.setattr(Handle, "async_pread", lambda *args: -1)
-    with disk_area(tmp_path, MIB) as area:
-        contender = ssd.Swapper().contender(Job(area, MIB), MIB, 8, 1, writes=False)
-        with pytest.raises(OSError, match="could not start with tensor 0"):
-            contender.go()
-
-
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_script_runs_with_and_without_deepspeed(installed, request, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fio, "is_installed", lambda: False)

@@ -32,8 +32,3 @@ def test_the_file_has_named_lanes_and_microseconds_from_the_first_start(tmp_path
         ("h2d", "dram", 5e5, 5e5, {"nbytes": 4096}),
         ("h2d", "cxl", 1e6, 5e5, {"nbytes": 8192}),
     ]
-
-
-def test_an_empty_trace_is_a_file_too(tmp_path):
-    Trace().write_chrome_trace(tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []

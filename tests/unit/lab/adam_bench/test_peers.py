@@ -1,7 +1,6 @@
 """Contenders do the job that they are timed for: updates agree with each other, checks find norms."""
 
 import functools
-import sys
 
 import pytest
 import torch
@@ -79,17 +78,3 @@ def test_checks_give_the_norm_and_notice_what_is_not_finite(make, dtype):
     gradients[1][3] = float("inf")
     with pytest.raises(AssertionError):
         check()
-
-
-@pytest.mark.parametrize(
-    ("package", "make"),
-    [
-        ("deepspeed", peers.deepspeed_adam),
-        ("bitsandbytes", peers.bitsandbytes_adamw8bit),
-        ("torchao", peers.torchao_adamw8bit),
-    ],
-)
-def test_peers_that_are_not_installed_raise(package, make, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=package):
-        make(Problem.make(LAYOUT))

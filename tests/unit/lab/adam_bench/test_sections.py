@@ -9,14 +9,11 @@ import adam
 import pytest
 import timing
 import torch
-from adam_bench import contenders, memory, peers, plot, problems, step
+from adam_bench import contenders, peers, problems, step
 from adam_bench.memory import extra_bytes
 from adam_bench.path import Path
 from adam_bench.problems import Problem, one_tensor
 from timing import Contender
-
-from lightning_cxl.errors import ConfigError
-from lightning_cxl.native import _grads
 
 ROOT = pathlib.Path(__file__).resolve().parents[4]
 
@@ -115,24 +112,6 @@ def test_our_way_clips_on_the_way(monkeypatch):
     torch.testing.assert_close(*changes, rtol=0.05, atol=1e-3)
 
 
-def test_our_way_and_our_check_read_the_gradients_in_every_run(monkeypatch):
-    """Numbers that were kept from the run before would be no benchmark."""
-    path = Path(Problem.make(one_tensor(5000), torch.bfloat16), 1)
-    counted, measured = [], _grads.measure
-    monkeypatch.setattr(_grads, "measure", lambda *args: counted.append(None) or measured(*args))
-    for run in (path.ours(), contenders.gradient_check(path.problem.gradients, 1)):
-        counted.clear()
-        for _ in range(3):
-            run()
-        assert len(counted) == 3
-
-
-def test_what_does_not_fit_is_left_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(problems, "host_available_bytes", lambda root: 0)
-    assert run(tmp_path, "--sizes", "4096") == {}
-    assert capsys.readouterr().out.count("skipped: ") == 5
-
-
 @pytest.mark.parametrize("mib", [8, 64])
 def test_the_peak_of_a_run_is_what_it_allocates(mib):
     def make():
@@ -142,60 +121,6 @@ def test_the_peak_of_a_run_is_what_it_allocates(mib):
         torch.ones(7 << 20)  # glibc maps the first 28 MiB, and keeps the second in its heap for whoever comes next
     assert mib - 2 << 20 <= extra_bytes(Contender("large", make)) <= mib + 2 << 20
     assert extra_bytes(Contender("none", lambda: lambda: None)) < 1 << 20
-
-
-def test_without_the_kernels_file_the_memory_section_is_left_out(tmp_path, monkeypatch, capsys):
-    def refuse():
-        raise PermissionError("no")
-
-    monkeypatch.setattr(memory, "reset_peak", refuse)
-    assert run(tmp_path, "--sections", "memory", "--sizes", "4096") == {}
-    assert "cannot be reset here (PermissionError: no)" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--sections", "none"], "invalid choice"),
-        (["--rounds", "0"], "must be at least 1"),
-        (["--threads", "0"], "must be at least 1"),
-        (["--sizes", "many"], "cannot read 'many' as a number of parameters"),
-        (["--sizes", "0"], "cannot read '0' as a number of parameters: write 4096, 500K, 20M or 1.5G"),
-        (["--sections", "check", "--plot", "a.png"], "add it to --sections"),
-    ],
-)
-def test_arguments_that_cannot_be_honoured_are_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        adam.main(arguments)
-    assert message in capsys.readouterr().err
-
-
-def test_files_that_cannot_be_written_are_refused_before_measuring(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    for option in ("--json", "--plot"):
-        with pytest.raises(ConfigError, match="its folder does not exist"):
-            adam.main([option, str(tmp_path / "none" / "file")])
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match="--plot needs matplotlib"):
-        adam.main(["--plot", str(tmp_path / "a.png")])
-
-
-def test_a_plot_says_how_slow_the_contenders_are_that_leave_it(tmp_path, monkeypatch):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    labels = []
-    monkeypatch.setattr(pyplot, "close", lambda figure: labels.extend(figure.axes[0].get_legend_handles_labels()[1]))
-    curves = {1000: {"roof": 1.0, "CPUAdam": 1.1, "slow": 7.25}, 10**6: {"roof": 0.9, "CPUAdam": 1.0}}
-    plot.plot(curves, tmp_path / "a.png", "machine")
-    assert labels == ["roof: the same bytes, moved only", "CPUAdam", "slow (up to 7.2)"]
-
-
-def test_the_main_size_is_the_largest_up_to_100_million():
-    def main_size(*sizes: int) -> int:
-        return contenders.Options(1, 1, sizes).main_size
-
-    assert main_size(10**6, 10**8, 3 * 10**8) == 10**8
-    assert main_size(4096) == 4096
-    assert main_size(3 * 10**8, 4 * 10**8) == 3 * 10**8
 
 
 def test_threads_are_set_for_torch(monkeypatch):
