@@ -3,7 +3,7 @@
 Importing this package registers ``Trainer(strategy="cxl_offload")`` and ``Fabric(strategy="cxl_offload")``.
 """
 
-from lightning_cxl.commands.overview import VERSION, answer_before_imports
+from lightning_cxl.commands.parsers import VERSION, answer_before_imports
 
 answer_before_imports()  # `python -m lightning_cxl --help` comes through here, and need not wait for torch
 
@@ -28,15 +28,20 @@ from lightning_cxl.integrations.fabric import CXLFabricStrategy
 from lightning_cxl.integrations.lightning.callbacks import OffloadProgressBar
 from lightning_cxl.integrations.lightning.lightning_api import STRATEGY_REGISTRY, StrategyRegistry
 from lightning_cxl.integrations.lightning.strategy import CXLOffloadStrategy
-from lightning_cxl.machine.machine import Machine, MachineTier, load_machine
+from lightning_cxl.machine.speeds import Machine, MachineTier, load_machine
 from lightning_cxl.machine.topology import Node, Tier, TierKind, Topology
 from lightning_cxl.memory.hook import empty, host_allocation, residency
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.placement.decorators import tier
-from lightning_cxl.placement.placement import Placement, PlacementPolicy, PlacementRequest, RoleHomePolicy, TensorRole
-from lightning_cxl.planning.job import Job, MemoryClass, Move
+from lightning_cxl.placement.placement import (
+    Placement,
+    PlacementPolicy,
+    PlacementRequest,
+    RoleHomePolicy,
+    TensorRole,
+    tier,
+)
+from lightning_cxl.planning.job import Job, MemoryClass, Move, predict_adam_seconds, predict_copy_seconds
 from lightning_cxl.planning.policies import Decision, PlanningPolicy
-from lightning_cxl.planning.step import predict_adam_seconds, predict_copy_seconds
 from lightning_cxl.run.checkpoint import plain_checkpoint
 from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.sequences.packing import pack_sequences, packed_arguments

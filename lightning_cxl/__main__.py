@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from lightning_cxl.commands.overview import COMMANDS, PROGRAM, answer_at_once
+from lightning_cxl.commands.parsers import COMMANDS, PROGRAM, answer_at_once
 from lightning_cxl.errors import LightningCXLError
 
 _INTERRUPTED = 128 + signal.SIGINT

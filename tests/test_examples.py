@@ -17,8 +17,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_cxl
 from lightning_cxl.__main__ import main
-from lightning_cxl.commands.overview import COMMANDS
-from lightning_cxl.machine.machine import load_machine
+from lightning_cxl.commands.parsers import COMMANDS
+from lightning_cxl.machine.speeds import load_machine
 from tests.test_architecture import arrows, folder_of, home_of
 
 ROOT = Path(__file__).resolve().parent.parent

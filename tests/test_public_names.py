@@ -16,8 +16,17 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.export import ExportPretrained
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.machine.machine import Cache, Device, Machine, MachineSsd, MachineTier
-from lightning_cxl.machine.speeds import Calibration, DeviceSpeeds, NodeSpeeds, SsdSpeeds
+from lightning_cxl.machine.speeds import (
+    Cache,
+    Calibration,
+    Device,
+    DeviceSpeeds,
+    Machine,
+    MachineSsd,
+    MachineTier,
+    NodeSpeeds,
+    SsdSpeeds,
+)
 from lightning_cxl.planning.policies import POLICIES
 
 DUMPED = Path(__file__).parent / "fixtures" / "configs" / "dumped_earlier.yaml"

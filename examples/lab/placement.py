@@ -4,7 +4,7 @@
 
 Every number is a step's throughput in that of the same step with all memory in DRAM, as if there were enough of it.
 The machines are `examples/machines/paper_a.yaml` and `paper_a_two_cards.yaml`, with speeds fitted to the authors' raw
-data; the model is `lightning_cxl/planning/step.py`. What the GPU computes was not published: 150 Tflop/s are
+data; the model is `lightning_cxl/planning/job.py`. What the GPU computes was not published: 150 Tflop/s are
 assumed, and the last table shows what depends on that.
 
 The goals are the paper's claims for its own policy (abstract of version 2: 97 to 99 % with one card, about 100 % with
@@ -25,12 +25,11 @@ from footprint import ModelShape, split_masters
 from results import Results, Row, check_matplotlib, print_columns
 from schedule.paper import CLAIMS, MODELS, OUR_LAYOUT, PAPER_LAYOUT, THROUGHPUT_GOALS, paper_machine
 
-from lightning_cxl.machine.machine import Machine
+from lightning_cxl.machine.speeds import Machine
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.job import Job
+from lightning_cxl.planning.job import Job, StepTime
 from lightning_cxl.planning.policies import PolicyPlan, compare, dram_only_time
-from lightning_cxl.planning.step import StepTime
 
 NAIVE, PAPERS, OURS = POLICIES = ("interleave", "latency_first", "bandwidth")
 OVER_NAIVE, ABOUT = 1.21, 0.05

@@ -4,7 +4,7 @@
 
 Every GPU has the same batch, so a step of twice as many GPUs has twice the tokens. Efficiency is tokens per second and
 GPU in those of one GPU alone. Nothing here is measured: speeds are those of the machine file, times are the formulas of
-`lightning_cxl/planning/step.py`.
+`lightning_cxl/planning/job.py`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import bench_path  # noqa: F401  # where `results` is
 from results import print_columns
 
 from lightning_cxl.commands.plan import PlannedModel, Settings, bound_by, make_plan
-from lightning_cxl.machine.machine import Machine, load_machine
+from lightning_cxl.machine.speeds import Machine, load_machine
 from lightning_cxl.units import format_bytes
 
 PREDICTED = "predicted, not measured"

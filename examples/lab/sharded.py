@@ -21,10 +21,9 @@ from simulation.links import HostTraffic, Links
 from simulation.machine_links import links_of
 
 from lightning_cxl.inventory.tensors import Mesh
-from lightning_cxl.machine.machine import Machine, load_machine
+from lightning_cxl.machine.speeds import Machine, load_machine
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.job import Group, Job, MemoryClass, Move, exchanges
-from lightning_cxl.planning.step import predict_step
+from lightning_cxl.planning.job import Group, Job, MemoryClass, Move, exchanges, predict_step
 
 GOAL = 1.10
 _MACHINE = Path(__file__).resolve().parents[1] / "machines" / "eight_gpus.yaml"

@@ -26,8 +26,6 @@ from lightning_cxl.commands import parsers
 from lightning_cxl.commands.parsers import check_target, write_text
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import ConfigError, LightningCXLError, TierFullError
-from lightning_cxl.machine.machine import save_machine
-from lightning_cxl.machine.nodes import nearest_cpu_nodes, parse_id_list, read_meminfo, read_text, usable_cpus
 from lightning_cxl.machine.speeds import (
     Calibration,
     DeviceSpeeds,
@@ -36,8 +34,16 @@ from lightning_cxl.machine.speeds import (
     cpu_model,
     machine_of,
     save_calibration,
+    save_machine,
 )
-from lightning_cxl.machine.topology import Topology
+from lightning_cxl.machine.topology import (
+    Topology,
+    nearest_cpu_nodes,
+    parse_id_list,
+    read_meminfo,
+    read_text,
+    usable_cpus,
+)
 from lightning_cxl.memory.host_memory import Pinner, make_pinner
 from lightning_cxl.memory.resource import PAGE_BYTES, MemoryResource, NumaResource
 from lightning_cxl.native import _cpu, _membench

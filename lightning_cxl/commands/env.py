@@ -12,9 +12,17 @@ import torch
 
 from lightning_cxl.commands import parsers
 from lightning_cxl.devices.device_type import devices_apart
-from lightning_cxl.machine.nodes import Node, allowed_node_ids, cgroup_limits, node_free_bytes, read_nodes, read_text
 from lightning_cxl.machine.speeds import load_calibration, tier_speeds
-from lightning_cxl.machine.topology import TierKind, Topology
+from lightning_cxl.machine.topology import (
+    Node,
+    TierKind,
+    Topology,
+    allowed_node_ids,
+    cgroup_limits,
+    node_free_bytes,
+    read_nodes,
+    read_text,
+)
 from lightning_cxl.native import _cpu
 from lightning_cxl.units import format_bytes
 

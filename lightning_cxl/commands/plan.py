@@ -19,12 +19,11 @@ from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.inventory.dry_run import DryRun, measure
 from lightning_cxl.inventory.inventory import list_tensors
 from lightning_cxl.inventory.tensors import Mesh, Workload
-from lightning_cxl.machine.machine import Machine, MachineSsd, load_machine
-from lightning_cxl.machine.speeds import machine_of, machine_without_speeds
+from lightning_cxl.machine.speeds import Machine, MachineSsd, load_machine, machine_of, machine_without_speeds
 from lightning_cxl.machine.topology import TierKind, Topology
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.decide import FreeMemory, settle_state
-from lightning_cxl.planning.job import COLLECTIVES, Job, model_job
+from lightning_cxl.planning.job import COLLECTIVES, Job, StepTime, model_job
 from lightning_cxl.planning.policies import (
     POLICIES,
     PolicyPlan,
@@ -35,7 +34,6 @@ from lightning_cxl.planning.policies import (
     with_working_memory,
     working_bytes,
 )
-from lightning_cxl.planning.step import StepTime
 from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.ssd_options import SSD, read_ssd_options
 from lightning_cxl.streaming.quantised import wide_experts

@@ -21,7 +21,7 @@ import datasets
 import transformers
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from lightning_cxl.commands.overview import COMMANDS, PROGRAM
+from lightning_cxl.commands.parsers import COMMANDS, PROGRAM
 from lightning_cxl.errors import ConfigError, LightningCXLError
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.model import CausalLM

@@ -45,8 +45,7 @@ from lightning_cxl.inventory.tensors import (
 from lightning_cxl.optim.cpu_adam import Precisions
 from lightning_cxl.optim.masters import master_dtype, needs_master
 from lightning_cxl.optim.number_formats import MasterForm
-from lightning_cxl.placement.decorators import ModuleTiers
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.placement import ModuleTiers, TensorRole
 from lightning_cxl.shards import is_sharded, local
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.unit_weights import piece_nbytes, tensors_by_parameter

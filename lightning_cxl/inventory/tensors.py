@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.gradients.offload import MAX_STAGED
-from lightning_cxl.machine.machine import MachineSsd
+from lightning_cxl.machine.speeds import MachineSsd
 from lightning_cxl.optim.swapped_state import taken_nbytes
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.shards import local

@@ -33,9 +33,14 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory import host_memory as kernel
 from lightning_cxl.memory.host_memory import HostMemory
-from lightning_cxl.placement.decorators import TierSpec, constructing, constructing_spec
-from lightning_cxl.placement.placement import RoleHomePolicy, TensorRole
-from lightning_cxl.placement.placer import Placer
+from lightning_cxl.placement.placement import (
+    Placer,
+    RoleHomePolicy,
+    TensorRole,
+    TierSpec,
+    constructing,
+    constructing_spec,
+)
 from lightning_cxl.torch_private import (
     PIN_MEMORY,
     TO_COPY,

@@ -14,7 +14,7 @@ import torch
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError, LightningCXLWarning
-from lightning_cxl.machine.nodes import nearest_cpu_nodes, usable_cpus
+from lightning_cxl.machine.topology import nearest_cpu_nodes, usable_cpus
 from lightning_cxl.memory.resource import node_at
 from lightning_cxl.native import _adam, _cpu
 

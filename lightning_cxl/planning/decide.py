@@ -19,12 +19,17 @@ from lightning_cxl.config import OffloadConfig, OnTierFull
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, SpillWarning, TierFullError
 from lightning_cxl.inventory.inventory import Inventory
 from lightning_cxl.inventory.tensors import HostTensor, PlannedRecord, records_of, slot_bytes, with_slots
-from lightning_cxl.machine.machine import MachineSsd, check_split
-from lightning_cxl.machine.speeds import machine_of, machine_without_speeds, with_new_tiers
+from lightning_cxl.machine.speeds import MachineSsd, check_split, machine_of, machine_without_speeds, with_new_tiers
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.host_memory import HostMemory, anonymous_bytes, is_ordinary
-from lightning_cxl.placement.placement import Placement, PlacementPolicy, PlacementRequest, RoleHomePolicy, TensorRole
-from lightning_cxl.placement.placer import Placer
+from lightning_cxl.placement.placement import (
+    Placement,
+    PlacementPolicy,
+    PlacementRequest,
+    Placer,
+    RoleHomePolicy,
+    TensorRole,
+)
 from lightning_cxl.planning.job import MemoryClass, model_job
 from lightning_cxl.planning.policies import Decision, PlanningPolicy, get_policy, plans
 from lightning_cxl.shards import local

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lightning_cxl.errors import ConfigError, TierFullError
-from lightning_cxl.machine.machine import Machine, MachineSsd, MachineTier, Split
+from lightning_cxl.machine.speeds import Machine, MachineSsd, MachineTier, Split
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import PlacementPolicy, TensorRole, home_kinds
-from lightning_cxl.planning.job import Job, MemoryClass
-from lightning_cxl.planning.step import StepModel, StepTime, predict_step
+from lightning_cxl.planning.job import Job, MemoryClass, StepModel, StepTime, predict_step
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.units import format_bytes
 

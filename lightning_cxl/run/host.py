@@ -19,9 +19,7 @@ from lightning_cxl.machine.speeds import ssd_of
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.hook import HostAllocationMode, activate
 from lightning_cxl.memory.host_memory import HostMemory
-from lightning_cxl.placement.decorators import resolve
-from lightning_cxl.placement.placement import PlacementPolicy, TensorRole
-from lightning_cxl.placement.placer import Placer
+from lightning_cxl.placement.placement import PlacementPolicy, Placer, TensorRole, resolve
 from lightning_cxl.planning.decide import Plan, RunPolicy, decide, free_for, settle_state
 from lightning_cxl.planning.policies import PlanningPolicy
 from lightning_cxl.run.state_on_ssd import SsdUse, io_data, tier_row

@@ -13,7 +13,7 @@ from lightning.pytorch import seed_everything
 
 from lightning_cxl.errors import LightningCXLWarning, StorageError
 from lightning_cxl.inventory.tensors import NUM_HOP_SLOTS, PlannedRecord
-from lightning_cxl.machine.machine import MachineSsd
+from lightning_cxl.machine.speeds import MachineSsd
 from lightning_cxl.run import run
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.storage import store

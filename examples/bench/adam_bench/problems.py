@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_cxl.machine.nodes import host_available_bytes
+from lightning_cxl.machine.topology import host_available_bytes
 from lightning_cxl.units import format_bytes
 
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}

@@ -9,7 +9,7 @@ from footprint import ModelShape
 from simulation.links import Route
 from simulation.trace import Trace
 
-from lightning_cxl.machine.machine import Split
+from lightning_cxl.machine.speeds import Split
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.policies import get_policy
 from schedule.grid import MODES, NUM_SLOTS

@@ -1,12 +1,12 @@
 """The simulated links (`simulation.links`) of a planned machine."""
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.machine.machine import Machine, MachineTier
+from lightning_cxl.machine.speeds import Machine, MachineTier
 from simulation.links import Link, Links
 
 
 def links_of(machine: Machine) -> Links:
-    """Return links on which single copies and Adam updates take what `lightning_cxl.planning.step` predicts.
+    """Return links on which single copies and Adam updates take what `lightning_cxl.planning.job` predicts.
 
     Three things are left out: the cache, what it takes in of a copy's writes, and `Machine.write_contention`.
 

@@ -13,7 +13,7 @@ import pytest
 
 import lightning_cxl
 from lightning_cxl.commands import parsers
-from lightning_cxl.commands.overview import COMMANDS, answer_at_once, answer_before_imports
+from lightning_cxl.commands.parsers import COMMANDS, answer_at_once, answer_before_imports
 from lightning_cxl.commands.plan import Settings
 from lightning_cxl.planning.policies import POLICIES
 
@@ -70,7 +70,7 @@ def test_help_and_wrong_options_import_no_torch():
         assert int(found) == status and text in answer, arguments
     assert len(answers) == 2 * len(ANSWERED_AT_ONCE) + 1
     imported = set(answers[-1].split())
-    assert "lightning_cxl.commands.overview" in imported
+    assert "lightning_cxl.commands.parsers" in imported
     assert not imported & {"torch", "lightning", "numpy", "transformers"}
 
 

@@ -10,7 +10,7 @@ import pytest
 from lightning_cxl.commands import plan as command
 from lightning_cxl.commands.plan import main, model_on_meta
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.machine.machine import load_machine
+from lightning_cxl.machine.speeds import load_machine
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.planning.policies import POLICIES
 from lightning_cxl.units import format_bytes

@@ -8,8 +8,8 @@ import pytest
 from simulation.links import HostTraffic
 from simulation.machine_links import links_of
 
-from lightning_cxl.machine.machine import Cache, load_machine
-from lightning_cxl.planning.step import predict_adam_seconds, predict_copy_seconds
+from lightning_cxl.machine.speeds import Cache, load_machine
+from lightning_cxl.planning.job import predict_adam_seconds, predict_copy_seconds
 
 MACHINES = Path(__file__).resolve().parents[3] / "examples" / "machines"
 PAPER = load_machine(MACHINES / "paper_a.yaml")

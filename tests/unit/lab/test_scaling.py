@@ -7,7 +7,7 @@ import pytest
 from scaling import main, scaling, table
 
 from lightning_cxl.commands.plan import PlannedModel, Settings
-from lightning_cxl.machine.machine import load_machine
+from lightning_cxl.machine.speeds import load_machine
 from tests.integration.llama import tiny_llama
 
 EIGHT = load_machine(Path(__file__).resolve().parents[3] / "examples" / "machines" / "eight_gpus.yaml")

@@ -9,7 +9,7 @@ from schedule.sharded import ShardedUnits, simulate
 from sharded import predicted_s, units_of
 from simulation.links import HostTraffic, Link, Links
 
-from lightning_cxl.machine.machine import load_machine
+from lightning_cxl.machine.speeds import load_machine
 
 HOST = load_machine(Path(__file__).resolve().parents[3] / "examples" / "machines" / "eight_gpus.yaml")
 SHAPE = PUBLISHED["llama-3.1-8b"]

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_cxl.machine.nodes import cgroup_limits, host_available_bytes, host_limit_bytes
+from lightning_cxl.machine.topology import cgroup_limits, host_available_bytes, host_limit_bytes
 
 MIB = 1 << 20
 UNLIMITED_V1 = "9223372036854771712\n"

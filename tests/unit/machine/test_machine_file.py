@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.machine.machine import (
+from lightning_cxl.machine.speeds import (
     Cache,
     Device,
     Machine,

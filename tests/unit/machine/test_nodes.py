@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cxl.machine.nodes import (
+from lightning_cxl.machine.topology import (
     allowed_node_ids,
     node_free_bytes,
     parse_id_list,

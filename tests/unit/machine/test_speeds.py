@@ -7,13 +7,13 @@ import torch
 
 from lightning_cxl.commands.env import advice, environment_report, format_environment
 from lightning_cxl.errors import ConfigError, TierNotFoundError
-from lightning_cxl.machine.machine import save_machine
 from lightning_cxl.machine.speeds import (
     SsdSpeeds,
     adam_mix,
     machine_of,
     machine_without_speeds,
     save_calibration,
+    save_machine,
     tier_speeds,
     with_new_tiers,
 )

@@ -12,8 +12,7 @@ from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundEr
 from lightning_cxl.machine.topology import TierKind, Topology
 from lightning_cxl.memory import hook as scope
 from lightning_cxl.memory.host_memory import HostMemory
-from lightning_cxl.placement.placement import RoleHomePolicy
-from lightning_cxl.placement.placer import Placer
+from lightning_cxl.placement.placement import Placer, RoleHomePolicy
 from lightning_cxl.ssd_options import SsdOptions
 
 GIB = 1 << 30

@@ -11,9 +11,7 @@ from lightning_cxl.memory import hook as scope
 from lightning_cxl.memory.hook import empty, host_allocation, residency
 from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.native._numa import NOWHERE, page_nodes
-from lightning_cxl.placement.decorators import tier
-from lightning_cxl.placement.placement import RoleHomePolicy, TensorRole
-from lightning_cxl.placement.placer import Placer
+from lightning_cxl.placement.placement import Placer, RoleHomePolicy, TensorRole, tier
 
 
 def make_host(**budgets: int) -> tuple[HostMemory, Placer]:

@@ -6,9 +6,14 @@ import torch
 from lightning_cxl.errors import TierNotFoundError
 from lightning_cxl.memory import hook as scope
 from lightning_cxl.memory.hook import is_placing, new_weight, ordinary_memory
-from lightning_cxl.placement.decorators import TierSpec, constructing, constructing_spec
-from lightning_cxl.placement.placement import RoleHomePolicy, TensorRole
-from lightning_cxl.placement.placer import Placer
+from lightning_cxl.placement.placement import (
+    Placer,
+    RoleHomePolicy,
+    TensorRole,
+    TierSpec,
+    constructing,
+    constructing_spec,
+)
 from tests.unit.memory.host import Host
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_cxl.errors import LightningCXLWarning
-from lightning_cxl.machine.nodes import nearest_cpu_nodes, usable_cpus
+from lightning_cxl.machine.topology import nearest_cpu_nodes, usable_cpus
 from lightning_cxl.native import _adam
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.threads import Stretch, ThreadTeams

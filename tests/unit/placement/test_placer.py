@@ -5,9 +5,7 @@ import pytest
 
 from lightning_cxl.errors import MissingTierWarning, TierNotFoundError, UnsupportedError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.placement.decorators import TierSpec
-from lightning_cxl.placement.placement import Placement, PlacementRequest, RoleHomePolicy, TensorRole
-from lightning_cxl.placement.placer import Placer
+from lightning_cxl.placement.placement import Placement, PlacementRequest, Placer, RoleHomePolicy, TensorRole, TierSpec
 from lightning_cxl.ssd_options import SsdOptions
 
 TOPOLOGY = Topology.fake(dram=("4GiB",), cxl=("8GiB",))

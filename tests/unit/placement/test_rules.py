@@ -5,8 +5,7 @@ from torch import nn
 
 from lightning_cxl.errors import ConfigError, TierNotFoundError, UnsupportedError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.placement.decorators import resolve, tier
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.placement import TensorRole, resolve, tier
 from lightning_cxl.ssd_options import SsdOptions
 
 TOPOLOGY = Topology.fake(("1GiB",), ("1GiB",))

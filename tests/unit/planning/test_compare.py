@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.machine.machine import Device, Machine, MachineTier
+from lightning_cxl.machine.speeds import Device, Machine, MachineTier
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.planning.job import Job, MemoryClass, Move

@@ -22,11 +22,9 @@ from lightning_cxl.inventory.tensors import (
     Mesh,
     Workload,
 )
-from lightning_cxl.machine.machine import MachineSsd
+from lightning_cxl.machine.speeds import MachineSsd
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.placement.decorators import resolve
-from lightning_cxl.placement.placement import RoleHomePolicy, TensorRole
-from lightning_cxl.placement.placer import Placer
+from lightning_cxl.placement.placement import Placer, RoleHomePolicy, TensorRole, resolve
 from lightning_cxl.planning.decide import NO_ROOM, Plan, evenly_spread, memory_bytes_of, settle_state
 from lightning_cxl.planning.job import model_job
 from lightning_cxl.ssd_options import SsdOptions

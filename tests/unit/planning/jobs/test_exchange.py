@@ -10,11 +10,20 @@ from torch import nn
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.tensors import Mesh
-from lightning_cxl.machine.machine import Device, Machine, MachineLinks, MachineTier
+from lightning_cxl.machine.speeds import Device, Machine, MachineLinks, MachineTier
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.job import COLLECTIVES, Exchange, Group, Job, MemoryClass, Move, exchanges, groups_of
-from lightning_cxl.planning.step import predict_step
+from lightning_cxl.planning.job import (
+    COLLECTIVES,
+    Exchange,
+    Group,
+    Job,
+    MemoryClass,
+    Move,
+    exchanges,
+    groups_of,
+    predict_step,
+)
 
 TIER = MachineTier(
     name="dram0",

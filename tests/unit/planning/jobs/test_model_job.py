@@ -14,8 +14,7 @@ from lightning_cxl.inventory.dry_run import measure
 from lightning_cxl.inventory.inventory import AskedTiers, list_tensors
 from lightning_cxl.inventory.tensors import Mesh, Workload
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.placement.decorators import resolve
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.placement.placement import TensorRole, resolve
 from lightning_cxl.planning.job import Move, model_job
 from lightning_cxl.ssd_options import SsdOptions
 from tests.cases import every_value

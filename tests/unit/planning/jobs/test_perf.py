@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cxl.errors import TierNotFoundError
-from lightning_cxl.machine.machine import Cache, load_machine
-from lightning_cxl.planning.step import predict_adam_seconds, predict_copy_seconds, soft_maximum
+from lightning_cxl.machine.speeds import Cache, load_machine
+from lightning_cxl.planning.job import predict_adam_seconds, predict_copy_seconds, soft_maximum
 
 MACHINES = Path(__file__).resolve().parents[4] / "examples" / "machines"
 PAPER = load_machine(MACHINES / "paper_a.yaml")

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cxl.errors import ConfigError, TierNotFoundError
-from lightning_cxl.machine.machine import Device, Machine, MachineSsd, MachineTier
+from lightning_cxl.machine.speeds import Device, Machine, MachineSsd, MachineTier
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.planning.job import Job, MemoryClass, Move
-from lightning_cxl.planning.step import StepModel, predict_step, soft_maximum
+from lightning_cxl.planning.job import Job, MemoryClass, Move, StepModel, predict_step, soft_maximum
 
 R = TensorRole
 

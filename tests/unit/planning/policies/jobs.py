@@ -1,6 +1,6 @@
 """Machines and jobs for tests of policies."""
 
-from lightning_cxl.machine.machine import Device, Machine, MachineTier
+from lightning_cxl.machine.speeds import Device, Machine, MachineTier
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.job import Job, MemoryClass, Move

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_cxl.errors import TierFullError
+from lightning_cxl.planning.job import predict_step
 from lightning_cxl.planning.policies import Bandwidth, Bounds, LatencyFirst, minimise
-from lightning_cxl.planning.step import predict_step
 from tests.unit.planning.policies.jobs import NEMO_12B, QWEN_7B, R, bytes_by_tier, job_of, machine
 
 STREAMED = (R.MOMENTUM, R.VARIANCE, R.MASTER_GRADS, R.MASTER_WEIGHTS)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cxl.errors import TierFullError
+from lightning_cxl.planning.job import predict_step
 from lightning_cxl.planning.policies import POLICIES, get_policy
-from lightning_cxl.planning.step import predict_step
 from tests.unit.planning.policies.jobs import R, bytes_by_tier, job_of, machine
 
 ROLES = [role for role in R if role is not R.STAGING]
