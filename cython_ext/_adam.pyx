@@ -68,7 +68,7 @@ def update(const uint64_t[::1] spans, const float[::1] scalars, int num_threads,
         spans: ``SPAN_FIELDS`` numbers per span, the fields of ``struct adam_span`` in order: the addresses of weights,
             compute weights, remainders, gradients, momentum, variance and of the scales of the last two (0 where the
             format has none), the random key, the number of elements, the row of `scalars`, the formats
-            (`lightning_cxl.optim.number_formats.pack`), the team, 0 or more, and the number of the first element in its
+            (`lightning_cxl.optim.kernels.pack`), the team, 0 or more, and the number of the first element in its
             tensor, a multiple of ``CHUNK``. Spans must not overlap.
         scalars: ``SCALAR_FIELDS`` numbers per row, the fields of ``struct adam_scalars`` in order.
         num_threads: at least 1. The result does not depend on it.

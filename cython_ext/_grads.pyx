@@ -50,7 +50,7 @@ def measure(const uint64_t[::1] spans, double[::1] results, int num_threads, str
 
     Args:
         spans: ``SPAN_FIELDS`` numbers per span: the address of the elements (IN), the address of the destination, the
-            number of elements, their format (`lightning_cxl.optim.number_formats.GRAD_FORMATS`), the format of the
+            number of elements, their format (`lightning_cxl.optim.kernels.GRAD_FORMATS`), the format of the
             destination, and a random key. Here the destination must be 0; its format and the key are not used.
             Addresses are multiples of the size of an element.
         results: one number per span. OUT.

@@ -1,5 +1,6 @@
 """What a user can choose about offloading: `OffloadConfig`, and where each value came from."""
 
+import contextlib
 import difflib
 import json
 import os
@@ -7,12 +8,78 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from reprlib import repr as short
 from typing import Any, Literal, get_type_hints
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.ssd_options import SSD, SsdOptions, read_ssd_options
-from lightning_cxl.units import parse_bytes
+from lightning_cxl.text import parse_bytes
+
+# ----------------------------------------------------------------------------------------------------
+# `SsdOptions`: what a user says about the tier `ssd`, whose bytes lie in files and not in memory.
+
+SSD = "ssd"
+"""Name of the one tier that has a path."""
+SsdCheckpoint = Literal["copy", "reference"]
+_EXAMPLE = '{"ssd": {"path": "/nvme/run", "budget": "1TiB"}}'
+_OPTIONS = ("path", "budget", "checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class SsdOptions:
+    """Where the tier `ssd` lies, and how much of it may be used."""
+
+    paths: tuple[Path, ...]
+    """One folder per drive; every record is cut evenly over them."""
+    budget_bytes: int | None = None
+    """Most bytes on all drives together. None: what is free there."""
+    checkpoint: SsdCheckpoint = "copy"
+    """``"copy"``: a checkpoint has the state in it. ``"reference"``: it names the version of the state on the drives,
+    which is kept until the next checkpoint."""
+    is_part: bool = False
+    """Whether the folders are those of one of several processes, below the ones that the user has named."""
+
+    @property
+    def versions(self) -> int:
+        """How often every byte lies on the drives: a version that a checkpoint refers to stays beside the new one."""
+        return 2 if self.checkpoint == "reference" else 1
+
+
+def read_ssd_options(value: object) -> SsdOptions:
+    """Return the options of the tier `ssd` as a user writes them in `tiers`."""
+    if isinstance(value, Mapping) and "key" in value:  # first: the other messages show the value
+        raise ConfigError(
+            'tiers: "ssd" has no option "key" any more: this package does not encrypt. Put the folder on a filesystem '
+            "that is encrypted, with LUKS (`cryptsetup`) or `fscrypt`, and leave the key out"
+        )
+    if not isinstance(value, Mapping) or "path" not in value:
+        raise ConfigError(f'tiers: "ssd" needs a path, the folder of its files, as in {_EXAMPLE}; got {value!r}')
+    unknown = sorted(str(name) for name in value if name not in _OPTIONS)
+    if unknown:
+        raise ConfigError(
+            f'tiers: "ssd" has no option {", ".join(map(repr, unknown))}; its options are {", ".join(_OPTIONS)}'
+        )
+    checkpoint = value.get("checkpoint", "copy")
+    if checkpoint not in ("copy", "reference"):
+        raise ConfigError(f'tiers: checkpoint of "ssd" must be "copy" or "reference", got {checkpoint!r}')
+    budget = value.get("budget")
+    try:
+        nbytes = None if budget is None else parse_bytes(budget)
+    except ValueError as error:
+        raise ConfigError(f'tiers: the budget of "ssd": {error}') from None
+    return SsdOptions(_paths(value["path"]), nbytes, checkpoint)
+
+
+def _paths(value: object) -> tuple[Path, ...]:
+    paths = []
+    for each in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
+        if not isinstance(each, str) or not each:
+            raise ConfigError(f'tiers: path of "ssd" must be a folder, or a list with one on each drive, got {value!r}')
+        paths.append(Path(os.path.abspath(os.path.expanduser(each))))
+    if not paths or len(set(paths)) < len(paths):
+        raise ConfigError(f'tiers: path of "ssd" must name at least one folder, and none twice, got {value!r}')
+    return tuple(paths)
+
 
 Origin = Literal["argument", "environment", "default"]
 OnTierFull = Literal["spill", "error"]
@@ -307,3 +374,22 @@ def _parse_pairs(text: str) -> dict[str, str]:
     if not all(separator for _, separator, _ in pairs):
         raise ValueError("write name=value,name=value or JSON")
     return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+# ----------------------------------------------------------------------------------------------------
+# The folder of our caches: texts, tokenizers, and what was measured on this machine.
+
+
+def cache_folder() -> Path:
+    """Return the folder of our caches: environment variable LIGHTNING_CXL_CACHE, else ``~/.cache/lightning_cxl``."""
+    root = os.environ.get("LIGHTNING_CXL_CACHE")
+    return Path(root).expanduser() if root else Path.home() / ".cache" / "lightning_cxl"
+
+
+def private_folder(name: str) -> Path:
+    """Return a folder in the cache that nobody else may enter: it holds texts and chats. It is made if need be."""
+    folder = cache_folder() / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(PermissionError):  # it is somebody else's, who has let us in
+        folder.chmod(0o700)
+    return folder

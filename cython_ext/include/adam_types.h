@@ -39,7 +39,7 @@ static inline struct adam_factors adam_factors_of(const struct adam_scalars *s)
         .neg_step_scaled = s->neg_step_size * s->bias2_sqrt};
 }
 
-/* lightning_cxl/optim/number_formats.py has the same numbers */
+/* lightning_cxl/optim/kernels.py has the same numbers */
 enum adam_weights {
     ADAM_WEIGHTS_FP32,  /* float32 */
     ADAM_WEIGHTS_BF16,  /* float32 master weights, bfloat16 compute weights written beside them */

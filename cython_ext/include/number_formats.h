@@ -25,7 +25,7 @@ CXL_INLINE float cxl_float(const uint32_t bits)
     return value;
 }
 
-/* lightning_cxl/optim/number_formats.py has the same numbers */
+/* lightning_cxl/optim/kernels.py has the same numbers */
 enum cxl_float_format { CXL_FP32, CXL_BF16, CXL_FP16 };
 
 CXL_INLINE int64_t cxl_bytes(const int format) { return format == CXL_FP32 ? 4 : 2; }

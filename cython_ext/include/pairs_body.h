@@ -1,6 +1,6 @@
 /* Two vectors of numbers that are stored in 16 bits, or in 16 and 16. Included once per ISA after a simd_*.h, except
  * for AVX-512, which has pairs_avx512.h: there one permutation widens or narrows both vectors.
- * lightning_cxl/optim/number_formats.py and tests/numerics/reference/rounding.py define every function in torch.
+ * lightning_cxl/optim/kernels.py and tests/numerics/reference/rounding.py define every function in torch.
  *
  * Split master weights: compute weight and remainder together are one float32. The compute weight is the nearest
  * bfloat16, ties away from zero: with ties to even, a remainder of one half would not tell whether the upper half was

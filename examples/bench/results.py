@@ -13,7 +13,7 @@ from lightning_cxl.commands.calibrate import machine_facts
 from lightning_cxl.commands.parsers import write_text
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.speeds import QUIET_FRACTION
-from lightning_cxl.tables import table_lines
+from lightning_cxl.text import table_lines
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ import lightning_cxl
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.storage.store import Store
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes
 
 SHAPES = {"large": (1024, 2816), "tiny": (64, 128)}
 PROBE_BYTES = {"large": 1 << 30, "tiny": 1 << 23}

@@ -28,7 +28,7 @@ State = Literal["fp32", "bf16", "8bit"]
 _STATE_BYTES: Mapping[State, float] = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256}  # a float32 scale per 256 codes
 _UNITS_OF_GRADIENTS = 4
 """Whose gradients are on the host at a time when updates run behind the backward: three that wait for their update
-(`lightning_cxl.updates.step.MAX_UNITS_IN_FLIGHT`), and the one that backward is at."""
+(`lightning_cxl.gradients.step.MAX_UNITS_IN_FLIGHT`), and the one that backward is at."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

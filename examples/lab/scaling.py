@@ -19,7 +19,7 @@ from results import print_columns
 
 from lightning_cxl.commands.plan import PlannedModel, Settings, bound_by, make_plan
 from lightning_cxl.machine.speeds import Machine, load_machine
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes
 
 PREDICTED = "predicted, not measured"
 SIZES = (1, 2, 4, 8, 16, 32, 64)

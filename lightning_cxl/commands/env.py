@@ -24,7 +24,7 @@ from lightning_cxl.machine.topology import (
     read_text,
 )
 from lightning_cxl.native import _cpu
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes
 
 _PACKAGES = ("lightning_cxl", "torch", "lightning", "transformers")
 

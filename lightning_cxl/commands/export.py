@@ -35,7 +35,7 @@ from lightning_cxl.commands.exported_tensors import (
     open_checkpoint,
 )
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes
 from lightning_cxl.weights.files import INDEX_FILE, SINGLE_FILE, WeightSource, open_weights, tensors_of, values_of
 from lightning_cxl.weights.hf import FileNames, build_model, with_original_names, without_code
 from lightning_cxl.weights.load import empty_weights, match_names, model_weights, refuse_mismatch

@@ -30,8 +30,7 @@ from torch import Tensor
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
 from lightning_cxl.optim.parameter_state import REMAINDER
 from lightning_cxl.optim.saved_state import joined
-from lightning_cxl.run.checkpoint import names_by_key
-from lightning_cxl.run.checkpoint_file import load_file
+from lightning_cxl.run.checkpoint import load_file, names_by_key
 from lightning_cxl.run.sharded_checkpoint import TIED, is_sharded_checkpoint
 from lightning_cxl.run.sharded_reading import ShardedCheckpoint
 from lightning_cxl.run.state_on_ssd import KEY, is_reference

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.tables import table_lines
+from lightning_cxl.text import table_lines
 
 TO_STDOUT = Path("-")
 """Stands for stdout in the place of a file."""

@@ -13,7 +13,7 @@ import torch
 
 from lightning_cxl.commands import parsers
 from lightning_cxl.commands.parsers import TO_STDOUT, check_target, write_text
-from lightning_cxl.config import OffloadConfig
+from lightning_cxl.config import SSD, OffloadConfig, read_ssd_options
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.inventory.dry_run import DryRun, measure
@@ -35,10 +35,8 @@ from lightning_cxl.planning.policies import (
     working_bytes,
 )
 from lightning_cxl.sequences.chunked_loss import chunked_loss
-from lightning_cxl.ssd_options import SSD, read_ssd_options
 from lightning_cxl.streaming.quantised import wide_experts
-from lightning_cxl.tables import table_lines, wrapped
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes, table_lines, wrapped
 from lightning_cxl.weights.hf import (
     SHAPES,
     Quantizer,

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from lightning_cxl.errors import PinnedMemoryError, UnsupportedError
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes
 
 # ----------------------------------------------------------------------------------------------------
 # `CudaDevices`: NVIDIA GPUs (and AMD's, whose torch answers to the same name).

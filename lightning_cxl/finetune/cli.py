@@ -33,7 +33,7 @@ from lightning_cxl.integrations.lightning.lightning_api import (
     StrategyRegistry,
     Trainer,
 )
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes
 from lightning_cxl.weights.hf import require_model
 
 _EXAMPLE = "--config examples/configs/finetune_stdlib.yaml"

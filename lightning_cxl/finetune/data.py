@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lightning_cxl.cache import private_folder
+from lightning_cxl.config import private_folder
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
 from lightning_cxl.integrations.lightning.lightning_api import LightningDataModule
 from lightning_cxl.sequences.chunked_loss import IGNORED

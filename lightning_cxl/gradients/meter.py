@@ -21,8 +21,7 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.memory.host_memory import is_dense
 from lightning_cxl.native import _grads
 from lightning_cxl.optim.cpu_adam import gradients, kernel_can_read, sums_of_squares
-from lightning_cxl.optim.number_formats import GRAD_FORMATS, same_layout
-from lightning_cxl.optim.threads import chosen_isa, kernel_threads, thread_count
+from lightning_cxl.optim.kernels import GRAD_FORMATS, chosen_isa, kernel_threads, same_layout, thread_count
 from lightning_cxl.shards import local
 from lightning_cxl.torch_private import hooks_after_accumulation
 

@@ -59,8 +59,8 @@ from torch.nn import Parameter
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.gradients.guard import ReplacedMethod
 from lightning_cxl.gradients.meter import Addition, GradientHooks, GradientMeter
+from lightning_cxl.optim.kernels import mix_key
 from lightning_cxl.optim.masters import WeightPair, is_on_host
-from lightning_cxl.optim.number_formats import mix_key
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.shards import is_replicated, is_sharded, local, sharded_like
 from lightning_cxl.torch_private import at_end_of_backward, backward_id, plain_grad, set_plain_grad

@@ -33,15 +33,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.devices.device_type import process_device_type
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
+from lightning_cxl.gradients.step import repoint_scheduler
 from lightning_cxl.inventory.tensors import Loop
-from lightning_cxl.run.checkpoint_file import load_file, remove
+from lightning_cxl.run.checkpoint import load_file, remove
 from lightning_cxl.run.cutting import cut_for, follow, taking_whole, whole_state
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import is_cut, without_reducing
 from lightning_cxl.sharding.processes import backend_for, find_machines, gather_on_machine, make_mesh, on_all_ranks
-from lightning_cxl.updates.adoption import repoint_scheduler
 
 Options = Mapping[str, Any] | OffloadConfig | str | PathLike[str] | None
 """Options of a front end: fields of `OffloadConfig`, or a file with them."""

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_cxl.config import show_options
 from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.errors import CheckpointError, UnsupportedError
+from lightning_cxl.gradients.step import repoint_scheduler
 from lightning_cxl.integrations.lightning.common import CommonStrategy, CXLCheckpointIO
 from lightning_cxl.integrations.lightning.lightning_api import (
     Accelerator,
@@ -35,7 +36,6 @@ from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import without_reducing
-from lightning_cxl.updates.adoption import repoint_scheduler
 
 _UNKNOWN = Loop(writes_unseen=True)
 _KEYS = "keys"

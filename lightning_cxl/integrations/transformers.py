@@ -28,7 +28,7 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.integrations.accelerate import CXLAccelerator, Options
 from lightning_cxl.inventory.tensors import Loop
-from lightning_cxl.run.checkpoint_file import load_file, remove
+from lightning_cxl.run.checkpoint import load_file, remove
 from lightning_cxl.run.cutting import taking_whole, whole_state
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.sharding.fsdp import is_cut

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from lightning_cxl.config import OffloadConfig
+from lightning_cxl.config import SSD, OffloadConfig
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.inventory.dry_run import DryRun, estimate, known_parameters, units_of
 from lightning_cxl.inventory.tensors import (
@@ -43,11 +43,10 @@ from lightning_cxl.inventory.tensors import (
     with_slots,
 )
 from lightning_cxl.optim.cpu_adam import Precisions
+from lightning_cxl.optim.kernels import MasterForm
 from lightning_cxl.optim.masters import master_dtype, needs_master
-from lightning_cxl.optim.number_formats import MasterForm
 from lightning_cxl.placement.placement import ModuleTiers, TensorRole
 from lightning_cxl.shards import is_sharded, local
-from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.unit_weights import piece_nbytes, tensors_by_parameter
 from lightning_cxl.streaming.units import NamedUnits, find_units, streamable
 

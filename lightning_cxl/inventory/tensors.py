@@ -10,17 +10,16 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_cxl.config import SSD
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.gradients.offload import MAX_STAGED
 from lightning_cxl.machine.speeds import MachineSsd
 from lightning_cxl.optim.swapped_state import taken_nbytes
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.shards import local
-from lightning_cxl.ssd_options import SSD
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.streaming.on_ssd import NUM_INPUT_SLOTS
 from lightning_cxl.streaming.units import NamedUnits
-from lightning_cxl.updates.step import MAX_UNITS_IN_FLIGHT
 
 # ----------------------------------------------------------------------------------------------------
 # The work of a step: batch, ranks (`Mesh`), and the habits of the training loop (`Loop`).

@@ -25,14 +25,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch.numa.binding import AffinityMode, NumaOptions
 
-from lightning_cxl.config import OffloadConfig
+from lightning_cxl.config import SSD, OffloadConfig, SsdOptions
 from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.topology import Tier, Topology, parse_id_list, read_text, ssd_capacity_bytes
 from lightning_cxl.native import _cpu
-from lightning_cxl.ssd_options import SSD, SsdOptions
+from lightning_cxl.text import format_bytes
 from lightning_cxl.torch_private import find
-from lightning_cxl.units import format_bytes
 
 _NODES = "sys/devices/system/node"
 _CPUS = "sys/devices/system/cpu"

@@ -21,13 +21,13 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import torch
 import yaml
 
-from lightning_cxl.cache import cache_folder
+from lightning_cxl.config import SSD, cache_folder
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, TierFullError, TierNotFoundError
 from lightning_cxl.machine.topology import Tier, TierKind, Topology, drive_of, existing_folder, read_text, usable_cpus
 from lightning_cxl.native import _cpu
 from lightning_cxl.ssd_options import SSD
-from lightning_cxl.units import format_bytes, parse_bytes
+from lightning_cxl.text import format_bytes, parse_bytes
 
 # ----------------------------------------------------------------------------------------------------
 # The speeds and capacities that plans need of a machine: `Machine`, and its YAML files.

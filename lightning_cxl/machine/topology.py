@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
+from lightning_cxl.config import SSD, SsdOptions
 from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundError
-from lightning_cxl.ssd_options import SSD, SsdOptions
-from lightning_cxl.units import format_bytes, parse_bytes
+from lightning_cxl.ssd_options import SSD
+from lightning_cxl.text import format_bytes, parse_bytes
 
 # ----------------------------------------------------------------------------------------------------
 # The machine's NUMA nodes, CPUs and memory limits, as the kernel describes them under ``/sys`` and ``/proc``.

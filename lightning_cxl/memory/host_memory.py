@@ -51,7 +51,7 @@ from lightning_cxl.memory.resource import (
 )
 from lightning_cxl.native._numa import NOWHERE, page_nodes
 from lightning_cxl.placement.placement import Placement, TensorRole
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes
 
 # ----------------------------------------------------------------------------------------------------
 # `Ledger`: the living buffers of a `HostMemory`, counted by tensor role and tier.

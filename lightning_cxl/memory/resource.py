@@ -40,7 +40,7 @@ import torch
 from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError, PlacementError, TierFullError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.native._numa import NOWHERE, Mapping, Range, gather_pages, page_nodes
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE_BYTES = 2 * 2**20

@@ -28,7 +28,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_cxl import torch_private
-from lightning_cxl.optim.number_formats import MasterForm, is_flat_like
+from lightning_cxl.optim.kernels import MasterForm, is_flat_like
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.shards import is_sharded, local, settle, sharded_like
 from lightning_cxl.transfer.engine import HostEngine, Transfer, TransferEngine

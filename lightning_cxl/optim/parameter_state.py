@@ -10,9 +10,10 @@ import torch
 
 from lightning_cxl.errors import ConfigError, StorageError, UnsupportedError
 from lightning_cxl.memory.host_memory import is_dense, laid_out_as
-from lightning_cxl.optim.number_formats import (
+from lightning_cxl.optim.kernels import (
     BLOCK_SIZE,
     StatePrecision,
+    Stretch,
     decode,
     dynamic_map,
     encode,
@@ -23,7 +24,6 @@ from lightning_cxl.optim.number_formats import (
     split,
 )
 from lightning_cxl.optim.swapped_state import At, OnSsd, StateRecord, StateSwapper
-from lightning_cxl.optim.threads import Stretch
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.shards import first_element, is_sharded, local, shard_of, sharded_like
 
@@ -256,7 +256,7 @@ MOMENT_KEYS = (
     MomentKeys("exp_avg_sq", "state2", "absmax2", "qmap2", unsigned=True),
 )
 REMAINDER = "remainder"
-"""Key of what bfloat16 weights lack of float32 master weights, int16; see `number_formats.split`."""
+"""Key of what bfloat16 weights lack of float32 master weights, int16; see `kernels.split`."""
 
 
 class ParameterState:
@@ -268,7 +268,7 @@ class ParameterState:
     def __init__(self, parameter: torch.Tensor, precision: StatePrecision, allocate: AllocateState) -> None:
         self.dtype = parameter.dtype  # decides whether there is a remainder
         self.precision = precision
-        self.known: KnownRow | None = None  # see `kernel_table.KernelTable`
+        self.known: KnownRow | None = None  # see `cpu_adam.KernelTable`
         self.step = torch.zeros((), dtype=torch.float32)
         self.momentum = Moment(parameter, TensorRole.MOMENTUM, precision, allocate)
         self.variance = Moment(parameter, TensorRole.VARIANCE, precision, allocate)

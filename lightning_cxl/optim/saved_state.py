@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import CheckpointError, ConfigError
-from lightning_cxl.optim.number_formats import check_map, check_parameter, decode, join, num_blocks, split
+from lightning_cxl.optim.kernels import check_map, check_parameter, decode, join, num_blocks, split
 from lightning_cxl.optim.parameter_state import (
     MOMENT_KEYS,
     REMAINDER,

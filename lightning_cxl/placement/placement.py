@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from lightning_cxl.errors import ConfigError, TierNotFoundError, UnsupportedError
 from lightning_cxl.machine.topology import TierKind, Topology
 from lightning_cxl.ssd_options import SSD
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes
 
 
 class TensorRole(enum.Enum):

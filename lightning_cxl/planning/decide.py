@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from lightning_cxl.config import OffloadConfig, OnTierFull
+from lightning_cxl.config import SSD, OffloadConfig, OnTierFull
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, SpillWarning, TierFullError
 from lightning_cxl.inventory.inventory import Inventory
 from lightning_cxl.inventory.tensors import HostTensor, PlannedRecord, records_of, slot_bytes, with_slots
@@ -33,9 +33,8 @@ from lightning_cxl.placement.placement import (
 from lightning_cxl.planning.job import MemoryClass, model_job
 from lightning_cxl.planning.policies import Decision, PlanningPolicy, get_policy, plans
 from lightning_cxl.shards import local
-from lightning_cxl.ssd_options import SSD
 from lightning_cxl.streaming.unit_weights import tensors_by_parameter
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes
 
 # ----------------------------------------------------------------------------------------------------
 # `settle_state`: which state and weights lie on the tier `ssd`, settled in the inventory before any policy decides.

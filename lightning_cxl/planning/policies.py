@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from lightning_cxl.config import SSD
 from lightning_cxl.errors import ConfigError, TierFullError
 from lightning_cxl.machine.speeds import Machine, MachineSsd, MachineTier, Split
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import PlacementPolicy, TensorRole, home_kinds
 from lightning_cxl.planning.job import Job, MemoryClass, StepModel, StepTime, predict_step
 from lightning_cxl.ssd_options import SSD
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import LightningCXLWarning
+from lightning_cxl.gradients.step import why_after_backward
 from lightning_cxl.inventory.inventory import AskedTiers, Inventory, list_tensors
 from lightning_cxl.inventory.tensors import Loop, Workload
 from lightning_cxl.machine.binding import RankBinding
@@ -25,7 +26,6 @@ from lightning_cxl.planning.policies import PlanningPolicy
 from lightning_cxl.run.state_on_ssd import SsdUse, io_data, tier_row
 from lightning_cxl.ssd_options import SSD
 from lightning_cxl.transfer.engine import TransferEngine, make_engine
-from lightning_cxl.updates.step import why_after_backward
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_cxl.config import SSD
 from lightning_cxl.errors import SpillWarning, TierFullError
 from lightning_cxl.inventory.inventory import Inventory
 from lightning_cxl.inventory.tensors import SLOTS_OWNER
@@ -19,7 +20,6 @@ from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.planning.decide import Plan
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.shards import local, sharded_like
-from lightning_cxl.ssd_options import SSD
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.streaming.on_ssd import InputOnSsd, WeightRecord
 from lightning_cxl.streaming.unit_weights import Home, InMemory

@@ -10,37 +10,358 @@ those objects are. What a later checkpoint needs of a run is in its `FinishedRun
 """
 
 import logging
+import sys
+import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_cxl.errors import LightningCXLError
+from lightning_cxl.config import SSD, OffloadConfig
+from lightning_cxl.errors import LightningCXLError, LightningCXLWarning
 from lightning_cxl.gradients.guard import OverflowGuard
 from lightning_cxl.gradients.meter import meter_of_run
-from lightning_cxl.gradients.offload import (
-    GradientOffload,
-    attach_zero_grad,
-    detach_zero_grad,
-)
-from lightning_cxl.inventory.inventory import Inventory, precisions_of
-from lightning_cxl.inventory.tensors import Loop
-from lightning_cxl.memory.hook import activate
-from lightning_cxl.memory.host_memory import HeapTrimmer
+from lightning_cxl.gradients.offload import GradientOffload, attach_zero_grad, detach_zero_grad
+from lightning_cxl.gradients.step import Adoption, UnitUpdates, WholeUpdates, describe_optimizer, why_after_backward
+from lightning_cxl.inventory.inventory import AskedTiers, Inventory, list_tensors, precisions_of
+from lightning_cxl.inventory.tensors import Loop, StreamedUnit, Workload
+from lightning_cxl.machine.binding import RankBinding
+from lightning_cxl.machine.speeds import ssd_of
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.memory.hook import HostAllocationMode, activate
+from lightning_cxl.memory.host_memory import HeapTrimmer, HostMemory, large_blocks_apart
 from lightning_cxl.optim.masters import MasterWeights
-from lightning_cxl.planning.decide import Plan
-from lightning_cxl.run.host import Host
+from lightning_cxl.placement.decorators import resolve
+from lightning_cxl.placement.placement import PlacementPolicy, Placer, TensorRole
+from lightning_cxl.planning.decide import Plan, RunPolicy, decide, free_for, settle_state
+from lightning_cxl.planning.policies import PlanningPolicy
 from lightning_cxl.run.placed_memory import PlacedMemory
-from lightning_cxl.run.residence import Residence, count_parameters
-from lightning_cxl.run.state_on_ssd import StateOnSsd
-from lightning_cxl.ssd_options import SSD
-from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
-from lightning_cxl.streaming.unit_weights import peek
-from lightning_cxl.updates.adoption import Adoption, describe_optimizer
-from lightning_cxl.updates.step import UnitUpdates, WholeUpdates
+from lightning_cxl.run.state_on_ssd import SsdUse, StateOnSsd, io_data, tier_row
+from lightning_cxl.sharding.fsdp import place_shards, pooled_exchanges
+from lightning_cxl.shards import is_sharded
+from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload, Phase
+from lightning_cxl.streaming.on_ssd import ShardsOnSsd
+from lightning_cxl.streaming.quantised import (
+    has_quantised,
+    numel,
+    prepare_layers,
+    show,
+    tensors_of,
+    warn_of_wide_experts,
+)
+from lightning_cxl.streaming.unit_weights import ParamStreamer, UnitWeights, peek
+from lightning_cxl.streaming.units import owners_in
+from lightning_cxl.transfer.engine import TransferEngine, make_engine
+
+# ----------------------------------------------------------------------------------------------------
+# `Host`: the machine as one run uses it: tiers with budgets, the policy, and copies to the device.
+
+
+class Host:
+    """What a run needs before there is a model. See [Note: Order of life].
+
+    Args:
+        policy: places what no decorator or rule asks for; the one that ``config.policy`` names when None.
+        engine: copies between host and device; the device's own when None. Closed with the host.
+        binding: what this process has of a machine that it shares with others; None where it has all of it.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        device: torch.device,
+        topology: Topology | None = None,
+        policy: PlacementPolicy | PlanningPolicy | None = None,
+        engine: TransferEngine | None = None,
+        binding: RankBinding | None = None,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self._shared = binding.describe() if binding else []
+        budgets, room = (binding.budgets, binding.room) if binding else (config.budgets(), {})
+        topology = binding.topology if binding else topology
+        found = topology or Topology.detect(on_missing_tier=config.on_missing_tier)
+        self.ssd_options = options = binding.ssd if binding else config.ssd()
+        """What this process has of the tier `ssd`; None where there is none."""
+        self.topology = found if options is None else found.with_ssd(options)
+        self.ssd = None if options is None else ssd_of(self.topology)
+        """The tier `ssd` with what it may hold; None where there is none."""
+        pin = device.type != "cpu" if config.pin_memory == "auto" else bool(config.pin_memory)
+        full = config.on_tier_full
+        self.memory = HostMemory(self.topology, budgets=budgets, room=room, on_tier_full=full, pin=pin)
+        self.policy = RunPolicy(config, self.topology, device, policy)
+        self.placer = Placer(self.topology, self.policy.by_tensor, self.memory.free_bytes)
+        self.engine = make_engine(device) if engine is None else engine
+
+    @property
+    def streams_weights(self) -> bool:
+        """Whether the weights of units stream, if the model has units."""
+        return self.config.streams_weights(self.engine.computes_on_host)
+
+    def activate(self) -> AbstractContextManager[Any]:
+        """Return a region in which `lightning_cxl.empty` and `host_allocation` use this memory and its budgets."""
+        return activate(self.memory, self.placer)
+
+    def creating_weights(self) -> AbstractContextManager[Any]:
+        """Return a region in which torch's host tensors are placed as compute weights."""
+        return HostAllocationMode(self.memory, self.placer, role=TensorRole.COMPUTE_WEIGHTS)
+
+    def inventory(self, model: nn.Module, optimizers: Sequence[Optimizer], loop: Loop) -> Inventory:
+        """Return what a run of a model would hold, now that decorators and rules are known. See [Note: One inventory].
+
+        Args:
+            optimizers: as the user made them on it; empty where nothing is trained.
+        """
+        tiers = resolve(model.named_modules(remove_duplicate=False), self.config.tier_rules, self.topology)
+        objection = why_after_backward(loop.needs_whole_step, optimizers)
+        workload = Workload(
+            batch=1,
+            sequence=self.config.batch_tokens or 0,
+            num_micro_batches=2 if loop.accumulates else 1,
+            computes_on_host=self.engine.computes_on_host,
+            updates_in_backward=objection is None,
+        )
+        inventory = list_tensors(model, optimizers, self.config, workload, asked=AskedTiers(model, tiers))
+        if optimizers and inventory.overlap == "forward":
+            log.info(f"the optimizer's step runs behind the next forward, not behind the backward: {objection}")
+        if self.ssd is not None:
+            _warn_of_weights_that_stay(inventory)
+            room = free_for(model, self.memory).usable_bytes
+            inventory = settle_state(inventory, room, self.ssd, self.config.on_tier_full)
+            if inventory.ssd_records and inventory.units and not self.config.batch_tokens:
+                log.info("no memory is kept for activations: with `batch_tokens`, more goes to the tier ssd instead")
+        return inventory
+
+    def decide(self, inventory: Inventory) -> Plan:
+        """Return where everything of an inventory goes."""
+        return decide(inventory, self.policy, self.memory, self.config.on_tier_full, self.ssd)
+
+    def report(self, state: str = "running", ssd: SsdUse | None = None) -> dict[str, Any]:
+        """Return measured bytes of all tiers, and nothing of a run, as JSON-able data.
+
+        Args:
+            ssd: what the run has stored on the tier `ssd`; None before it has.
+        """
+        stats, moved = self.memory.stats(), {}
+        if (tier := self.topology.ssd) is not None:
+            use = ssd or SsdUse()
+            stats["tiers"][tier.name] = tier_row(tier, use)
+            moved = io_data(use)
+        return {
+            "state": state,
+            "device": str(self.device),
+            **stats,
+            "policy": self.policy.name,
+            "planned_roles": {},
+            "reasons": {},
+            "num_parameters": 0,
+            "num_trainable": 0,
+            "units": [],
+            "streamed": {},
+            "ssd": moved,
+            "optimizers": [],
+            "notes": [*self.topology.notes, *self._shared, *self.memory.notes()],
+        }
+
+    def close(self) -> None:
+        """Free everything that no tensor of the user's is in. Idempotent."""
+        with ExitStack() as cleanup:
+            cleanup.callback(self.memory.close)
+            cleanup.callback(self.engine.close)
+
+
+def _warn_of_weights_that_stay(inventory: Inventory) -> None:
+    """Say it where weights are asked for on the tier `ssd` and none can lie there: memory has to hold all of them."""
+    role = TensorRole.COMPUTE_WEIGHTS
+    weights = [each for each in inventory.tensors if each.role is role]
+    if any(each.tier == SSD for each in weights):
+        return
+    rows = {id(each.parameter): (each.tier, each.source) for each in weights}
+    wishes = (rows.get(id(p)) or inventory.asked.lookup(p, role) for p in inventory.model.parameters())
+    why = next((why for tier, why in wishes if tier is None and why), None)
+    if why is not None:
+        warnings.warn(
+            f"no weights lie on tier `ssd`: {why}. Set stream_weights=True, train with torch's Adam or AdamW, or ask "
+            f"for weights inside of units",
+            LightningCXLWarning,
+            stacklevel=2,
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# `Residence`: where a model's compute weights live.
+#
+# [Note: Homes of compute weights]
+# * The CPU computes: in host memory that the policy placed.
+# * A device apart: on the device, except those that stream.
+# * Cut over several processes: the shards in host memory that the policy placed, or on SSD, for a device apart
+#   ([Note: Shards on SSD]). Quantised layers are whole, and stream as with one.
+# * Streamed (`stream_weights`): the parameters of units, each unit in one piece of host memory per tier, and on the
+#   device only while the unit computes ([Note: Residency of a unit]). What units share with others, and what lies
+#   outside of them (embedding, final norm, head), does not stream.
+
+# ----------------------------------------------------------------------------------------------------
+# Compute weights on the host: move a model's parameters into memory that the policy placed.
+#
+# Only where host memory is what the device computes on (the CPU as accelerator). A parameter keeps its identity, shape,
+# strides and values; its memory is its own (nothing else lies in its storage, so saving one parameter saves just that).
+
+PlaceLike = Callable[[nn.Parameter, torch.Tensor], torch.Tensor | None]
+"""Returns an uninitialised host tensor like a parameter or one that belongs to it, placed for its weights; None if it
+is in place already."""
+
+
+@torch.no_grad()
+def place_weights(model: nn.Module, place: PlaceLike) -> tuple[str, ...]:
+    """Move every parameter of `model` to the memory that `place` gives; returns the names of those that stay put.
+
+    What belongs to a quantised parameter goes with it ([Note: Quantised parameters]).
+
+    Shards have moved before. Stay put: parameters whose storage is shared with another tensor of the model (moving one
+    would cut the tie), parameters not materialised yet, and tensor subclasses with storage of their own kind.
+    """
+    named = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    plain = {name: p for name, p in named.items() if not is_lazy(p) and type(p.data) is torch.Tensor}
+    uses = Counter(_storage_id(t) for t in [*plain.values(), *buffers.values()] if type(t.data) is torch.Tensor)
+    kept = [name for name in named if name not in plain and not is_sharded(named[name])]
+    module_of = owners_in(model)
+    for name, parameter in plain.items():
+        if parameter.numel() == 0 or parameter.device.type != "cpu":
+            continue
+        if parameter.layout is not torch.strided or uses[_storage_id(parameter)] > 1:
+            kept.append(name)
+            continue
+        module = module_of[id(parameter)]
+        tensors = tensors_of(module, parameter)
+        homes = {key: place(parameter, tensor) for key, tensor in tensors.items()}
+        moved = {k: t.detach() if (home := homes[k]) is None else home.copy_(t.detach()) for k, t in tensors.items()}
+        if any(home is not None for home in homes.values()):
+            show(module, parameter, moved)
+    return tuple(kept)
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else id(tensor)
+
+
+class Residence:
+    """Moves a model's weights to their homes, and brings those that stream to the device when their unit computes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        memory: PlacedMemory,
+        engine: TransferEngine,
+        streamed: Sequence[StreamedUnit],
+        gathered: Sequence[StreamedUnit] = (),
+    ) -> None:
+        self._engine = engine
+        self.streamed_ids = frozenset(id(p) for unit in streamed for group in unit.groups for p in group)
+        """Ids of the parameters that stream."""
+        on_host = engine.device.type == "cpu"
+        warn_of_wide_experts(model)
+        self.unplaced: tuple[str, ...] = ()
+        """Names of parameters that stay in ordinary host memory."""
+        self._streamer: ParamStreamer | None = None
+        with ExitStack() as undo:  # nothing of it is left after an error
+            undo.callback(prepare_layers(model, self.streamed_ids))
+            if on_host and has_quantised(model):
+                undo.enter_context(large_blocks_apart())
+            self.units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in streamed]
+            if on_host:
+                undo.enter_context(pooled_exchanges(model))
+            groups = [group for unit in gathered for group in unit.groups]
+            on_drives = [(home, group) for group in groups if (home := memory.on_drives(group)) is not None]
+            place_shards(model, memory.shard)
+            for home, group in on_drives:
+                undo.callback(ShardsOnSsd(home, engine, model, group).close)
+            if on_host:
+                self.unplaced = place_weights(
+                    model, lambda p, tensor: None if id(p) in self.streamed_ids else memory.weights(p, tensor)
+                )
+            else:
+                self._move_rest(model, engine.device)
+            self._undo = undo.pop_all()
+
+    def stream(self, phase: Callable[[], Phase | None]) -> ParamStreamer | None:
+        """Get ready to stream the weights of units.
+
+        Args:
+            phase: as of `ActivationOffload`, which must be attached after what this returns.
+
+        Returns:
+            What brings them; None if nothing streams.
+        """
+        if self.units:
+            self._streamer = ParamStreamer(self._engine, self.units, phase)
+        return self._streamer
+
+    def stats(self) -> dict[str, int]:
+        """Return what streams, see `ParamStreamer.stats`; nothing if nothing does."""
+        return {} if self._streamer is None else self._streamer.stats()
+
+    def notes(self) -> list[str]:
+        """Return what a user should know about where weights are."""
+        kept = self.unplaced
+        return [f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)"] if kept else []
+
+    def forget_copies(self) -> None:
+        """Let weights be copied to the device again when they are needed next."""
+        if self._streamer is not None:
+            self._streamer.forget()
+
+    def close(self) -> None:
+        """Stop streaming. The weights stay where they are. Idempotent."""
+        self._undo.close()
+        if self._streamer is not None:
+            self._streamer.detach()
+
+    def _move_rest(self, model: nn.Module, device: torch.device) -> None:
+        """Move what does not stream, through the model's own `to`: modules may do more there than move tensors."""
+        own = [module.__dict__ for module in model.modules()]  # what is set on a compiled module, the one inside gets
+        before = [(attributes, attributes["_parameters"]) for attributes in own]
+        for attributes, parameters in before:
+            rest = {n: p for n, p in parameters.items() if p is None or id(p) not in self.streamed_ids}
+            attributes["_parameters"] = rest
+        try:
+            model.to(device)
+        finally:
+            for attributes, parameters in before:
+                moved = attributes["_parameters"]
+                kept = {n: moved.get(n, p) for n, p in parameters.items() if n in moved or id(p) in self.streamed_ids}
+                attributes["_parameters"] = kept | moved  # in the old order; the move may also drop some and add others
+
+
+def bring_to_host(model: nn.Module, device: torch.device) -> None:
+    """Move a model from the device that has trained it to the host. Where an error is on its way, that one is shown."""
+    if device.type == "cpu":
+        return
+    error = sys.exc_info()[1]
+    try:
+        model.cpu()
+    except Exception:  # torch replaces no parameter that an error's traceback still leads to
+        if error is None:
+            raise
+        log.warning("after an error, weights stay on `%s`", device, exc_info=True)
+
+
+def count_parameters(model: nn.Module | None) -> dict[str, int]:
+    """Return the elements of a model's parameters, of all and of those that are trained."""
+    # without a look: updates may be running, or may have failed
+    parameters = [] if model is None else [p for p in {id(p): p for p in peek(model)}.values() if not is_lazy(p)]
+    return {
+        "num_parameters": sum(numel(p) for p in parameters),
+        "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),
+    }
+
 
 log = logging.getLogger(__name__)
 

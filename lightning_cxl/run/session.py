@@ -13,17 +13,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_cxl.config import OffloadConfig
+from lightning_cxl.config import SSD, OffloadConfig
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.machine.binding import Gather, RankBinding, bind_rank
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.planning.policies import check_policy
-from lightning_cxl.run.host import Host
-from lightning_cxl.run.run import FinishedRun, Run
-from lightning_cxl.ssd_options import SSD
+from lightning_cxl.run.run import FinishedRun, Host, Run
 from lightning_cxl.storage.drive import remove_left
-from lightning_cxl.tables import table_lines
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes, table_lines
 from lightning_cxl.weights.load import refuse_unready
 
 # ----------------------------------------------------------------------------------------------------

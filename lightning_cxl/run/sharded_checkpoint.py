@@ -36,7 +36,7 @@ from lightning_cxl.errors import CheckpointError
 from lightning_cxl.memory.hook import ordinary_memory
 from lightning_cxl.optim.parameter_state import MOMENT_KEYS
 from lightning_cxl.optim.swapped_state import read_states
-from lightning_cxl.run.checkpoint_file import META, lying_at, put_in_place, unfinished
+from lightning_cxl.run.checkpoint import META, lying_at, put_in_place, unfinished
 from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.shards import first_element, is_sharded, local, sharded_like
 from lightning_cxl.torch_private import tree_leaves

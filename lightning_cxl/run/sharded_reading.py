@@ -4,7 +4,7 @@ import io
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.optim.parameter_state import MOMENT_KEYS, REMAINDER, of_this_shard
-from lightning_cxl.run.checkpoint_file import META, lying_at, needs_code
+from lightning_cxl.run.checkpoint import META, lying_at, needs_code, restore_masters
 from lightning_cxl.run.sharded_checkpoint import first_failure
 from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.shards import is_sharded, local, sharded_like
@@ -206,6 +207,19 @@ class ShardedCheckpoint:
                 _nested({path[1:]: value for path, value in self._read(others).items()}), strict=False
             )
         return missing
+
+    def load_optimizers(
+        self, optimizers: Sequence[Optimizer], masters: MasterWeights | None, name_of: Callable[[torch.Tensor], str]
+    ) -> None:
+        """Read the state of optimizers, where there is some, and master weights."""
+        if self.num_optimizers not in (0, len(optimizers)):
+            raise CheckpointError(
+                f"the checkpoint has state of {self.num_optimizers} optimizers, this run has {len(optimizers)}"
+            )
+        for index, optimizer in enumerate(optimizers if self.num_optimizers else []):
+            self.optimizer(index, optimizer, name_of)
+        if masters is not None:
+            restore_masters(self.masters({pair.name: pair.master for pair in masters}), masters, optimizers)
 
     def optimizer(self, index: int, optimizer: Optimizer, name_of: Callable[[torch.Tensor], str]) -> None:
         """Read the state of one optimizer, parameter by parameter."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_cxl.config import SsdOptions
 from lightning_cxl.errors import CheckpointError, StorageError, UnsupportedError
 from lightning_cxl.inventory.tensors import PlannedRecord, hop_slot_bytes, input_slot_bytes, round_up, update_slot_bytes
 from lightning_cxl.machine.topology import Tier
@@ -27,7 +28,6 @@ from lightning_cxl.optim.swapped_state import OnSsd, StateRecord, StateSwapper, 
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.shards import local
-from lightning_cxl.ssd_options import SsdOptions
 from lightning_cxl.storage.drive import BLOCK_BYTES, MANIFEST, make_parents, remove_left
 from lightning_cxl.storage.store import Area, Record, Store, files_shown_at
 from lightning_cxl.storage.swap import BufferPool, Swapper

@@ -31,7 +31,7 @@ from lightning_cxl.storage.drive import (
     System,
     storage_error,
 )
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes
 
 # ----------------------------------------------------------------------------------------------------
 # `Record`: what is read and written as one, and what is known of its versions.

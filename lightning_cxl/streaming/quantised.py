@@ -31,8 +31,8 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import LightningCXLWarning, UnsupportedError
+from lightning_cxl.text import format_bytes
 from lightning_cxl.torch_private import set_plain_data
-from lightning_cxl.units import format_bytes
 
 _MAY_REPACK = "support_avx512bf16_for_cpu"  # of bitsandbytes' layers
 _MOST_STEPS = 3  # from the output of a layer back to its product: a change of type, and one to spare

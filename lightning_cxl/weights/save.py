@@ -21,7 +21,7 @@ from torch import nn
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
 from lightning_cxl.memory.hook import ordinary_memory
 from lightning_cxl.storage.drive import sync_folder
-from lightning_cxl.units import format_bytes, parse_bytes
+from lightning_cxl.text import format_bytes, parse_bytes
 from lightning_cxl.weights.files import INDEX_FILE, SINGLE_FILE, NamedTensor, write_tensors
 from lightning_cxl.weights.load import ModelWeight, distinct, model_weights, weight_beside
 

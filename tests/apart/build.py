@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
-from lightning_cxl.cache import cache_folder
+from lightning_cxl.config import cache_folder
 
 SOURCES = Path(os.environ.get("APART_SOURCES", Path(__file__).parent / "csrc"))  # mutants have sources of their own
 UNITS = ("backend", "operators", "runtime")  # the slowest first

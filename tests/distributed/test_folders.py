@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_cxl.errors import CheckpointError
-from lightning_cxl.run.checkpoint_file import remove
+from lightning_cxl.run.checkpoint import remove
 from lightning_cxl.run.sharded_checkpoint import optimizer_tensors, save
 from lightning_cxl.run.sharded_reading import ShardedCheckpoint
 from tests.distributed.training import place

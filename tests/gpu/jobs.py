@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_cxl.devices.device_type import device_type_of
+from lightning_cxl.gradients.step import UnitUpdates
 from lightning_cxl.memory.resource import PoolResource
-from lightning_cxl.optim.adam_step import AdamStep
+from lightning_cxl.optim.cpu_adam import AdamStep
 from lightning_cxl.run import run
-from lightning_cxl.updates.step import UnitUpdates
 from tests import training_device
 from tests.integration.training import make_trainer, offload
 from tests.models import TinyTransformer

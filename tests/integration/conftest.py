@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from lightning_cxl.optim.adam_step import AdamStep
+from lightning_cxl.optim.cpu_adam import AdamStep
 from lightning_cxl.run.run import Run
 
 

@@ -2,7 +2,7 @@
 
 import threading
 
-from lightning_cxl.optim.adam_step import AdamStep
+from lightning_cxl.optim.cpu_adam import AdamStep
 
 
 class Gate:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.errors import LightningCXLWarning, UnsupportedError
 from lightning_cxl.gradients.offload import MAX_STAGED, GradientOffload
-from lightning_cxl.optim.adam_step import AdamStep
+from lightning_cxl.optim.cpu_adam import AdamStep
 from lightning_cxl.run.placed_memory import PlacedMemory
 from lightning_cxl.transfer.engine import DeviceEngine
 from tests import training_device

@@ -9,8 +9,8 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
 import lightning_cxl
-from lightning_cxl.optim.number_formats import split
-from lightning_cxl.ssd_options import SsdOptions
+from lightning_cxl.config import SsdOptions
+from lightning_cxl.optim.kernels import split
 from tests.integration.training import EXACT, make_trainer, offload, train
 from tests.models import Task, TinyTransformer, token_data
 

@@ -9,8 +9,8 @@ from lightning.pytorch import Callback, seed_everything
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.optim.adam_step import AdamStep
-from lightning_cxl.updates import step as updates
+from lightning_cxl.gradients import step as updates
+from lightning_cxl.optim.cpu_adam import AdamStep
 from tests import training_device
 from tests.integration.gate import Gate
 from tests.integration.training import make_trainer, offload

@@ -13,7 +13,7 @@ from lightning_cxl.inventory.dry_run import dry_run
 from lightning_cxl.machine.speeds import machine_without_speeds
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.streaming.units import find_units
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes
 from tests.integration.llama import tiny_llama
 from tests.integration.training import make_trainer, offload
 

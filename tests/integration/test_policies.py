@@ -9,7 +9,7 @@ from lightning_cxl.integrations.lightning.strategy import CXLOffloadStrategy
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.policies import POLICIES, Decision
 from lightning_cxl.run import run
-from lightning_cxl.run.residence import Residence
+from lightning_cxl.run.run import Residence
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 
-from lightning_cxl.optim.number_formats import split
+from lightning_cxl.optim.kernels import split
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import InStep, Task, TinyTransformer, token_data
 

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import seed_everything
 
 from lightning_cxl import CPUAdam
-from lightning_cxl.optim.number_formats import join
+from lightning_cxl.optim.kernels import join
 from tests.cases import every_pair, every_value
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data

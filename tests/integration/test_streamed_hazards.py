@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
 from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.gradients import step as updates
 from lightning_cxl.gradients.offload import GradientOffload
-from lightning_cxl.updates import step as updates
 from tests import training_device
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Block, Task, TinyTransformer, token_data

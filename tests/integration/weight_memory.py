@@ -20,8 +20,8 @@ from torch import nn
 
 import lightning_cxl
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.run.checkpoint_file import load_file, save_file
-from lightning_cxl.run.host import Host
+from lightning_cxl.run.checkpoint import load_file, save_file
+from lightning_cxl.run.run import Host
 
 MIB = 2**20
 WIDTH, DEPTH = 1448, 50  # 8 MiB a layer, 400 MiB in all

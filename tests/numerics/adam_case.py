@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from lightning_cxl.native import _adam, _cpu
-from lightning_cxl.optim import number_formats as formats
-from lightning_cxl.optim.number_formats import BLOCK_SIZE
+from lightning_cxl.optim import kernels as formats
+from lightning_cxl.optim.kernels import BLOCK_SIZE
 from lightning_cxl.optim.parameter_state import AdamScalars, scalars_of
 from tests.numerics.reference import blockwise
 from tests.numerics.reference.adam import StateScales, adam_update

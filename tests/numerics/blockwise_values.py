@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_cxl.optim.number_formats import BLOCK_SIZE
+from lightning_cxl.optim.kernels import BLOCK_SIZE
 
 both_maps = pytest.mark.parametrize("unsigned", [False, True], ids=["signed", "unsigned"])
 BOUNDARY = 5e-6

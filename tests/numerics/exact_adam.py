@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_cxl.optim.number_formats import StatePrecision
+from lightning_cxl.optim.kernels import StatePrecision
 
 U = 2.0**-24
 """Relative error of one correctly rounded float32 operation."""

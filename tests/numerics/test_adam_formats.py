@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_cxl.optim import number_formats as formats
-from lightning_cxl.optim.number_formats import WEIGHTS_BF16, WEIGHTS_FP16, WEIGHTS_FP32, WEIGHTS_SPLIT
+from lightning_cxl.optim import kernels as formats
+from lightning_cxl.optim.kernels import WEIGHTS_BF16, WEIGHTS_FP16, WEIGHTS_FP32, WEIGHTS_SPLIT
 from tests.numerics.adam_case import INTEGERS, ISAS, Case, Formats, equal_bits, scalars_at, update
 from tests.numerics.bit_patterns import (
     SIGMAS,

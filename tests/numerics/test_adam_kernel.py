@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cxl.native import _adam, _cpu
-from lightning_cxl.optim import number_formats as formats
+from lightning_cxl.optim import kernels as formats
 from lightning_cxl.optim.parameter_state import AdamScalars
 from tests.numerics.adam_case import (
     COMBINATIONS,

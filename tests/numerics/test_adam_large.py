@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_cxl.native import _cpu
-from lightning_cxl.optim import number_formats as formats
+from lightning_cxl.optim import kernels as formats
 from tests.numerics.adam_case import ISAS, PLAIN, TENSORS, Case, Formats, scalars_at, update
 from tests.numerics.big_tensors import BigMemory
 

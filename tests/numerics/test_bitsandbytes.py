@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_cxl.optim.number_formats import BLOCK_SIZE, WEIGHTS_SPLIT, dynamic_map
+from lightning_cxl.optim.kernels import BLOCK_SIZE, WEIGHTS_SPLIT, dynamic_map
 from tests.numerics.adam_case import ISAS, Case, Formats, scalars_at
 from tests.numerics.blockwise_values import BOUNDARY, both_maps, draw, nearest_codes, shares_of
 from tests.numerics.reference.blockwise import dequantize, quantize

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cxl.native import _adam
-from lightning_cxl.optim.number_formats import BLOCK_SIZE, dynamic_map, num_blocks
+from lightning_cxl.optim.kernels import BLOCK_SIZE, dynamic_map, num_blocks
 from tests.numerics.adam_case import ISAS, equal_bits, examples, seeds
 from tests.numerics.blockwise_values import BOUNDARY, both_maps, draw, shares_of
 from tests.numerics.exact_adam import blockwise_error

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cxl.optim import number_formats as formats
+from lightning_cxl.optim import kernels as formats
 from tests.numerics.adam_case import equal_bits, examples
 from tests.numerics.bit_patterns import (
     SIGMAS,

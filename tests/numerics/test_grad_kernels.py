@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cxl.native import _cpu, _grads
-from lightning_cxl.optim.number_formats import GRAD_FORMATS
+from lightning_cxl.optim.kernels import GRAD_FORMATS
 from tests.numerics.reference import gradients as grad_reference
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

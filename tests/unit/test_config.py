@@ -9,10 +9,9 @@ import pytest
 
 import lightning_cxl
 from lightning_cxl import CXLFabricStrategy, CXLOffloadStrategy
-from lightning_cxl.config import OffloadConfig
+from lightning_cxl.config import OffloadConfig, SsdOptions
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.integrations.accelerate import read_options
-from lightning_cxl.ssd_options import SsdOptions
 
 NAMES = [field.name for field in dataclasses.fields(OffloadConfig)]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_cxl.tables import table_lines, text_width, wrapped
+from lightning_cxl.text import table_lines, text_width, wrapped
 
 
 @pytest.fixture(autouse=True)

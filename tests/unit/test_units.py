@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cxl.units import format_bytes, parse_bytes
+from lightning_cxl.text import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

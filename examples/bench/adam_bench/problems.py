@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from lightning_cxl.machine.topology import host_available_bytes
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes
 
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 _ALIGN = 64

@@ -39,8 +39,8 @@ class HostWork:
 
     def __init__(self) -> None:
         from lightning_cxl.gradients.meter import GradientMeter
-        from lightning_cxl.optim.adam_step import AdamStep
-        from lightning_cxl.updates.step import UnitUpdates
+        from lightning_cxl.gradients.step import UnitUpdates
+        from lightning_cxl.optim.cpu_adam import AdamStep
 
         self.seconds = 0.0
         self.num_behind_backward = 0

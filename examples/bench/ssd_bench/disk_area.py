@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes
 
 BLOCK_BYTES = 4096
 _STEP_BYTES = 16 << 20

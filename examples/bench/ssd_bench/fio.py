@@ -6,7 +6,7 @@ import subprocess
 from typing import Any, NamedTuple
 
 from lightning_cxl.errors import LightningCXLError
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes
 from ssd_bench.disk_area import BLOCK_BYTES, DiskArea
 
 ENGINES = ("io_uring", "libaio")

@@ -15,7 +15,7 @@ from lightning_cxl.commands.calibrate import cpu_seconds, others_fraction
 from lightning_cxl.commands.parsers import check_target
 from lightning_cxl.machine.speeds import QUIET_FRACTION
 from lightning_cxl.native import _cpu
-from lightning_cxl.units import format_bytes, parse_bytes
+from lightning_cxl.text import format_bytes, parse_bytes
 from ssd_bench import fio
 from ssd_bench.contenders import (
     ALONE,

@@ -9,10 +9,10 @@ from simulation.engine import SimulatedEngine
 
 from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.gradients.offload import GradientOffload
+from lightning_cxl.gradients.step import UnitUpdates
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.streaming.unit_weights import UnitWeights
-from lightning_cxl.updates.step import UnitUpdates
 from schedule.rig import Rig, UnitTraffic
 
 _OPTIONS = {"lr": 1e-4, "num_threads": 1}

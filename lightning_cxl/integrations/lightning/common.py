@@ -24,7 +24,7 @@ from lightning_cxl.integrations.lightning.lightning_api import (
     rank_zero_only,
     reset_seed,
 )
-from lightning_cxl.run.checkpoint_file import load_file, save_file
+from lightning_cxl.run.checkpoint import load_file, save_file
 from lightning_cxl.run.session import Session
 from lightning_cxl.sharding import processes
 
@@ -39,7 +39,7 @@ class CXLCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write `checkpoint` to `path`. See `lightning_cxl.run.checkpoint_file.save_file`."""
+        """Write `checkpoint` to `path`. See `lightning_cxl.run.checkpoint.save_file`."""
         if storage_options is not None or _is_remote(path):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         else:
@@ -48,7 +48,7 @@ class CXLCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the checkpoint at `path`. See `lightning_cxl.run.checkpoint_file.load_file`."""
+        """Return the checkpoint at `path`. See `lightning_cxl.run.checkpoint.load_file`."""
         if _is_remote(path):
             return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
         return load_file(Path(path), map_location, weights_only)

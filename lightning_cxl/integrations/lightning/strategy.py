@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from lightning_cxl.config import show_options
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.gradients.guard import HostClip, HostUnscale, OverflowGuard
+from lightning_cxl.gradients.step import repoint_scheduler
 from lightning_cxl.integrations.lightning.common import CommonStrategy, CXLCheckpointIO
 from lightning_cxl.integrations.lightning.lightning_api import (
     Accelerator,
@@ -44,15 +45,13 @@ from lightning_cxl.integrations.lightning.lightning_api import (
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run import checkpoint as ckpt
-from lightning_cxl.run.checkpoint_file import remove
+from lightning_cxl.run.checkpoint import remove
 from lightning_cxl.run.cutting import cut_for, cut_state
-from lightning_cxl.run.host import Host
-from lightning_cxl.run.run import Run
+from lightning_cxl.run.run import Host, Run
 from lightning_cxl.run.sharded_checkpoint import TIED, AsyncSaves, is_sharded_checkpoint, optimizer_tensors, save
 from lightning_cxl.run.state_on_ssd import KEY, StateOnSsd, check_together
 from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.torch_private import UNSCALE, step_hooks
-from lightning_cxl.updates.adoption import repoint_scheduler
 from lightning_cxl.weights.load import refuse_unready
 
 log = logging.getLogger(__name__)
@@ -383,7 +382,7 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         optimizers, name_of = [unwrap(optimizer) for optimizer in self.optimizers], self._name_of()
         folder = checkpoint.folder if isinstance(checkpoint, ckpt.LoadedCheckpoint) else None
         if folder is not None:
-            ckpt.load_folder(folder, optimizers, None if run is None else run.masters, name_of)
+            folder.load_optimizers(optimizers, None if run is None else run.masters, name_of)
         else:
             ckpt.load_optimizers(optimizers, checkpoint["optimizer_states"], own, name_of, self._on_ssd)
         if isinstance(run, Run):

@@ -18,7 +18,7 @@ from lightning_cxl.devices import device_type
 from lightning_cxl.machine.binding import bind_rank
 from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.native._numa import page_nodes
-from lightning_cxl.run.host import Host
+from lightning_cxl.run.run import Host
 
 MIB = 1 << 20
 PORTS = ("0000:40:00.0", "0000:80:00.0")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_cxl.optim.number_formats import join, split
+from lightning_cxl.optim.kernels import join, split
 from lightning_cxl.optim.parameter_state import AdamScalars
 from tests.numerics.reference.blockwise import dequantize, quantize
 from tests.numerics.reference.fma import fused_multiply_add

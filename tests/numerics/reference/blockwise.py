@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_cxl.optim.number_formats import BLOCK_SIZE, num_blocks
+from lightning_cxl.optim.kernels import BLOCK_SIZE, num_blocks
 from tests.numerics.reference.fma import fused_multiply_add
 
 _DECADES = 7

@@ -13,7 +13,7 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.speeds import load_machine
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.planning.policies import POLICIES
-from lightning_cxl.units import format_bytes
+from lightning_cxl.text import format_bytes
 from lightning_cxl.weights.hf import SHAPES
 from tests.integration.llama import tiny_llama
 

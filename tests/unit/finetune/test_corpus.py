@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from lightning_cxl.cache import cache_folder
+from lightning_cxl.config import cache_folder
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.data import corpus_fingerprint, load_texts, stdlib_files, user_files
 

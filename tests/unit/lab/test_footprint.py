@@ -4,9 +4,9 @@ import footprint
 import pytest
 from footprint import PUBLISHED, ModelShape, shape_named, split_masters, zero_offload
 
-from lightning_cxl.optim.number_formats import BLOCK_SIZE
+from lightning_cxl.gradients import step as updates
+from lightning_cxl.optim.kernels import BLOCK_SIZE
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.updates import step as updates
 
 R = TensorRole
 GIB = 2**30

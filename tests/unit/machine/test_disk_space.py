@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_cxl.config import SsdOptions
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine import topology as disk_space
 from lightning_cxl.machine.topology import ssd_capacity_bytes
-from lightning_cxl.ssd_options import SsdOptions
 from tests.training_device import kernels_answer
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_cxl.commands.env import advice, environment_report, format_environment
+from lightning_cxl.config import SsdOptions
 from lightning_cxl.errors import ConfigError, TierNotFoundError
 from lightning_cxl.machine.speeds import (
     SsdSpeeds,
@@ -18,7 +19,6 @@ from lightning_cxl.machine.speeds import (
     with_new_tiers,
 )
 from lightning_cxl.machine.topology import TierKind, Topology
-from lightning_cxl.ssd_options import SsdOptions
 from tests.unit.machine.test_calibration import CALIBRATION
 
 NODE = "sys/devices/system/node"

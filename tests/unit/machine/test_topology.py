@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import lightning_cxl
+from lightning_cxl.config import SsdOptions
 from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundError
 from lightning_cxl.machine.topology import TierKind, Topology
 from lightning_cxl.memory import hook as scope
 from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.placement.placement import Placer, RoleHomePolicy
-from lightning_cxl.ssd_options import SsdOptions
 
 GIB = 1 << 30
 NODE = "sys/devices/system/node"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_cxl.config import SsdOptions
 from lightning_cxl.errors import (
     ConfigError,
     LightningCXLError,
@@ -22,7 +23,6 @@ from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.host_memory import HostMemory, residency
 from lightning_cxl.memory.resource import PinnedResource
 from lightning_cxl.placement.placement import Placement, TensorRole
-from lightning_cxl.ssd_options import SsdOptions
 
 MIB = 2**20
 CXL_FIRST = Placement(("cxl", "dram"))

@@ -3,7 +3,7 @@
 import torch
 
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.number_formats import join
+from lightning_cxl.optim.kernels import join
 
 
 def parameters(*shapes, seed=0):

@@ -9,9 +9,9 @@ import torch
 from torch.optim import lr_scheduler as schedulers
 
 from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.gradients.step import _Sensitive
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights
-from lightning_cxl.updates.adoption import _Sensitive
 from tests.unit.optim.adam_pairs import assert_close, assert_same_state, parameters, set_gradients
 
 

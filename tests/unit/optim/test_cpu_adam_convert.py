@@ -8,7 +8,7 @@ import torch
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.number_formats import dynamic_map
+from lightning_cxl.optim.kernels import dynamic_map
 from tests.numerics.reference.blockwise import dequantize
 from tests.unit.optim.adam_pairs import bf16, half_gradients, masters, parameters
 

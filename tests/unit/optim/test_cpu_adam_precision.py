@@ -10,7 +10,7 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.inventory import sensitive_parameters
 from lightning_cxl.memory.host_memory import is_dense
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.number_formats import split
+from lightning_cxl.optim.kernels import split
 from tests.unit.optim.adam_pairs import assert_close, bf16, half_gradients, masters, parameters, set_gradients
 
 STATES = ["fp32", "bf16", "8bit"]

@@ -7,7 +7,7 @@ import torch
 
 from lightning_cxl.errors import CheckpointError, UnsupportedError
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.number_formats import dynamic_map
+from lightning_cxl.optim.kernels import dynamic_map
 
 NAMES = ["embed.weight", "body.weight", "head.bias"]
 SHAPES = [(4, 3), (5,), ()]

@@ -12,7 +12,7 @@ import torch
 from lightning_cxl import CPUAdam, OffloadConfig
 from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.native import _cpu
-from lightning_cxl.optim.threads import kernel_threads
+from lightning_cxl.optim.kernels import kernel_threads
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_cxl.optim import parameter_state as resharded
-from lightning_cxl.optim.number_formats import decode, dynamic_map, encode, num_blocks
+from lightning_cxl.optim.kernels import decode, dynamic_map, encode, num_blocks
 
 
 def saved(values, begins):

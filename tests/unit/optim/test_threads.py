@@ -7,7 +7,7 @@ from lightning_cxl.errors import LightningCXLWarning
 from lightning_cxl.machine.topology import nearest_cpu_nodes, usable_cpus
 from lightning_cxl.native import _adam
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.threads import Stretch, ThreadTeams
+from lightning_cxl.optim.kernels import Stretch, ThreadTeams
 
 CHUNK = _adam.CHUNK
 

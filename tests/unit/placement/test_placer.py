@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_cxl.config import SsdOptions
 from lightning_cxl.errors import MissingTierWarning, TierNotFoundError, UnsupportedError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import Placement, PlacementRequest, Placer, RoleHomePolicy, TensorRole, TierSpec
-from lightning_cxl.ssd_options import SsdOptions
 
 TOPOLOGY = Topology.fake(dram=("4GiB",), cxl=("8GiB",))
 

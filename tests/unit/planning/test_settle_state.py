@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from lightning_cxl.config import OffloadConfig
+from lightning_cxl.config import OffloadConfig, SsdOptions
 from lightning_cxl.errors import SpillWarning, TierFullError, UnsupportedError
 from lightning_cxl.inventory.inventory import AskedTiers, list_tensors
 from lightning_cxl.inventory.tensors import (
@@ -27,7 +27,6 @@ from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import Placer, RoleHomePolicy, TensorRole, resolve
 from lightning_cxl.planning.decide import NO_ROOM, Plan, evenly_spread, memory_bytes_of, settle_state
 from lightning_cxl.planning.job import model_job
-from lightning_cxl.ssd_options import SsdOptions
 
 TOPOLOGY = Topology.fake(("1GiB",), ("1GiB",)).with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))
 LARGE = MachineSsd(capacity_bytes=1 << 40)

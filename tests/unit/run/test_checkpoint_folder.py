@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cxl.run import checkpoint_file as checkpoint_folder
-from lightning_cxl.run.checkpoint_file import lying_at, put_in_place, remove, unfinished
+from lightning_cxl.run import checkpoint as checkpoint_folder
+from lightning_cxl.run.checkpoint import lying_at, put_in_place, remove, unfinished
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 
 

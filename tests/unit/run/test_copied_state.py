@@ -11,7 +11,7 @@ import torch
 
 from lightning_cxl.errors import CheckpointError, StorageError
 from lightning_cxl.optim.swapped_state import OnSsd, StateSwapper, read_states
-from lightning_cxl.run.checkpoint_file import load_file, save_file
+from lightning_cxl.run.checkpoint import load_file, save_file
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from tests.storage_cases import BUDGET, CHUNK, data_file, folders, memory_of
@@ -167,7 +167,7 @@ def test_what_ends_a_save_is_said_and_not_how_torch_ends_the_file(tmp_path, monk
             return super().write(data)
 
     (tmp_path / "partial").touch()
-    monkeypatch.setattr("lightning_cxl.run.checkpoint_file.open_partial", lambda _: (Fails(), tmp_path / "partial"))
+    monkeypatch.setattr("lightning_cxl.run.checkpoint.open_partial", lambda _: (Fails(), tmp_path / "partial"))
     with pytest.raises(expected, match=getattr(error, "strerror", None) or "^$") as caught:
         save_file({"weights": torch.ones(1000)}, tmp_path / "x.ckpt")
     assert error in (caught.value, caught.value.__cause__)

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from lightning_cxl.errors import CheckpointError
-from lightning_cxl.run.checkpoint_file import load_file
+from lightning_cxl.run.checkpoint import load_file
 from lightning_cxl.run.sharded_checkpoint import save
 from lightning_cxl.run.sharded_reading import ShardedCheckpoint
 

@@ -8,8 +8,8 @@ import torch
 from torch.utils.serialization import config
 
 from lightning_cxl.errors import CheckpointError
-from lightning_cxl.run import checkpoint_file
-from lightning_cxl.run.checkpoint_file import load_file
+from lightning_cxl.run import checkpoint as checkpoint_file
+from lightning_cxl.run.checkpoint import load_file
 
 
 class Sparse:

@@ -8,8 +8,8 @@ import signal
 import pytest
 import torch
 
-from lightning_cxl.run import checkpoint_file as partial_file
-from lightning_cxl.run.checkpoint_file import open_partial, remove_left, save_file
+from lightning_cxl.run import checkpoint as partial_file
+from lightning_cxl.run.checkpoint import open_partial, remove_left, save_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from lightning_cxl.run.residence import Residence
+from lightning_cxl.run.run import Residence
 
 NO_MEMORY = SimpleNamespace(shard=None)
 META = SimpleNamespace(device=torch.device("meta"))  # moving there makes every parameter anew

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_cxl.config import read_ssd_options
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
 from lightning_cxl.inventory.tensors import HostTensor, PlannedRecord
 from lightning_cxl.optim.swapped_state import OnSsd
 from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.run.checkpoint_file import save_file
+from lightning_cxl.run.checkpoint import save_file
 from lightning_cxl.run.state_on_ssd import KEY, SSD, StateOnSsd, commit_beside, refer, saved_generation, whole
-from lightning_cxl.ssd_options import read_ssd_options
 from lightning_cxl.storage.drive import Folder
 from lightning_cxl.storage.store import Store
 from lightning_cxl.transfer.engine import HostEngine

@@ -12,10 +12,10 @@ import pytest
 from lightning_cxl.__main__ import main as command
 from lightning_cxl.commands import calibrate
 from lightning_cxl.commands.calibrate import QUICK, Options
+from lightning_cxl.config import SsdOptions
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.machine.speeds import load_calibration, load_machine, machine_of
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.ssd_options import SsdOptions
 from tests.unit.machine.test_calibration import CALIBRATION
 
 TINY = Options(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cxl.config import OffloadConfig
+from lightning_cxl.config import OffloadConfig, SsdOptions
 from lightning_cxl.gradients.offload import MAX_STAGED
 from lightning_cxl.inventory.dry_run import measure
 from lightning_cxl.inventory.inventory import AskedTiers, list_tensors
@@ -16,7 +16,6 @@ from lightning_cxl.inventory.tensors import Mesh, Workload
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.placement.placement import TensorRole, resolve
 from lightning_cxl.planning.job import Move, model_job
-from lightning_cxl.ssd_options import SsdOptions
 from tests.cases import every_value
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import make_trainer, offload

@@ -1,0 +1,359 @@
+"""The `tier` decorator: says on a module class or instance where its tensors live. Imports no torch.
+
+[Note: Constructing a Decorated Class]
+While an object of a decorated class (or of a subclass) is under construction, `constructing_spec` returns what its
+class says, so that the allocator hook can place each weight from the first byte. It finds out by looking at the call
+stack for running ``__init__`` functions whose first argument is such an object. Nothing is wrapped, on purpose: a class
+keeps its own ``__init__``, which LightningCLI reads with `inspect` and ``save_hyperparameters`` finds on the stack (a
+wrapper between a subclass and its base loses the subclass's arguments), and what a subclass creates after
+``super().__init__()`` counts as well. A constructor compiled to native code has no frame and is not seen.
+"""
+
+import contextvars
+import difflib
+import fnmatch
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+from lightning_cxl.config import SSD
+from lightning_cxl.errors import ConfigError, TierNotFoundError, UnsupportedError
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.placement.placement import TensorRole
+
+_MARK = "_lightning_cxl_tier_spec"
+_FIELD_OF_ROLE: Mapping[TensorRole, str] = {
+    TensorRole.COMPUTE_WEIGHTS: "weights",
+    TensorRole.COMPUTE_GRADS: "gradients",
+    TensorRole.MASTER_WEIGHTS: "optimizer_state",
+    TensorRole.MASTER_GRADS: "gradients",
+    TensorRole.MOMENTUM: "optimizer_state",
+    TensorRole.VARIANCE: "optimizer_state",
+    TensorRole.ACTIVATIONS: "activations",
+}
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """Tier names by what they are for; None leaves a field to whoever comes next in precedence."""
+
+    weights: str | None = None
+    gradients: str | None = None
+    optimizer_state: str | None = None
+    """Momentum, variance and master weights."""
+    activations: str | None = None
+
+    def for_role(self, role: TensorRole) -> str | None:
+        """Return the tier asked for a role; always None for staging buffers, which belong to no module."""
+        field = _FIELD_OF_ROLE.get(role)
+        return None if field is None else getattr(self, field)
+
+    def or_else(self, other: "TierSpec | None") -> "TierSpec":
+        """Return this spec with its empty fields filled from `other`."""
+        if other is None:
+            return self
+        return TierSpec(*(getattr(self, field) or getattr(other, field) for field in SPEC_FIELDS))
+
+    def __str__(self) -> str:
+        """Return e.g. ``"weights=cxl, activations=cxl"``."""
+        return ", ".join(f"{field}={tier}" for field in SPEC_FIELDS if (tier := getattr(self, field)))
+
+
+SPEC_FIELDS = tuple(field.name for field in fields(TierSpec))
+"""Fields that a spec or a rule can place, in order."""
+
+_MADE_FOR: contextvars.ContextVar[TierSpec | None] = contextvars.ContextVar("lightning_cxl_made_for", default=None)
+
+
+def field_of_role(role: TensorRole) -> str | None:
+    """Return the field of a `TierSpec` that decides about a role, None for staging buffers."""
+    return _FIELD_OF_ROLE.get(role)
+
+
+def tier(
+    all: str | None = None,
+    /,
+    *,
+    weights: str | None = None,
+    gradients: str | None = None,
+    optimizer_state: str | None = None,
+    activations: str | None = None,
+) -> Callable[[_T], _T]:
+    """Return a decorator that places the tensors of an ``nn.Module`` class or instance, and of what it contains.
+
+    On an instance it beats `tier_rules`, on a class it is beaten by them; the nearest enclosing module that says
+    something about a field decides. Decorating again adds fields and replaces those given again. Tier names are
+    checked when a model is set up, because a program may be written on another machine than it runs on.
+
+    Args:
+        all: tier for every field that is not given by itself.
+        weights: tier of the compute weights.
+        gradients: tier of gradients on the host.
+        optimizer_state: tier of momentum, variance and master weights.
+        activations: tier of the inputs kept for the backward pass.
+
+    Returns:
+        A function that marks the class or instance and returns it, the same object.
+
+    Raises:
+        ConfigError: no tier given, a tier that is not a name, or something else than a module is decorated.
+
+    Example::
+
+        @lightning_cxl.tier(weights="cxl", activations="cxl", optimizer_state="dram")
+        class Block(nn.Module): ...
+
+        lightning_cxl.tier("dram")(model.lm_head)
+    """
+    given = {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer_state": optimizer_state,
+        "activations": activations,
+    }
+    for field, name in {"all": all, **given}.items():
+        if name is not None and (not isinstance(name, str) or not name):
+            raise ConfigError(
+                f"tier({field}={name!r}) is not a tier name. Write the name of a tier, such as 'dram' or 'cxl', "
+                f'and call the decorator: @tier("cxl")'
+            )
+    spec = TierSpec(**given).or_else(None if all is None else TierSpec(all, all, all, all))
+    if spec == TierSpec():
+        raise ConfigError(f'tier() places nothing: give a tier name, as in tier("cxl"), or one of {SPEC_FIELDS}')
+    return _Mark(spec)
+
+
+def class_spec(cls: type) -> TierSpec | None:
+    """Return what decorators on a class and its bases say, the nearest base first; None when none is decorated."""
+    spec: TierSpec | None = None
+    for base in cls.__mro__:
+        mark = vars(base).get(_MARK)
+        if mark is not None:
+            spec = mark if spec is None else spec.or_else(mark)
+    return spec
+
+
+def instance_spec(module: object) -> TierSpec | None:
+    """Return what `tier` says about this one object, not about its class; None when it was not decorated."""
+    spec: TierSpec | None = getattr(module, "__dict__", {}).get(_MARK)
+    return spec
+
+
+def owner_spec(module_path: Sequence[object]) -> TierSpec | None:
+    """Return what decorators ask for the last of these modules; each contains the next. No rules, which need names."""
+    nearest_first = module_path[::-1]
+    spec: TierSpec | None = None
+    for own in [*map(instance_spec, nearest_first), *(class_spec(type(module)) for module in nearest_first)]:
+        spec = own if spec is None else spec.or_else(own)
+    return spec
+
+
+@contextmanager
+def constructing(spec: TierSpec | None) -> Iterator[None]:
+    """Until exit, let this thread create tensors as if a class that `spec` decorates were under construction.
+
+    For weights that are made after their module was.
+    """
+    token = _MADE_FOR.set(spec)
+    try:
+        yield
+    finally:
+        _MADE_FOR.reset(token)
+
+
+def constructing_spec() -> TierSpec | None:
+    """Return what the decorated classes under construction in this thread say, the innermost first; None without any.
+
+    See [Note: Constructing a Decorated Class].
+    """
+    spec = _MADE_FOR.get()
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__init__" and code.co_argcount > 0:
+            own = class_spec(type(frame.f_locals.get(code.co_varnames[0])))
+            if own is not None:
+                spec = own if spec is None else spec.or_else(own)
+        frame = frame.f_back
+    return spec
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """The decorator that `tier` returns: marks a class or an instance with a spec."""
+
+    spec: TierSpec
+
+    def __call__(self, target: _T) -> _T:
+        if not callable(getattr(target, "named_modules", None)):
+            kind = target.__name__ if isinstance(target, type) else f"a {type(target).__name__}"
+            raise ConfigError(f"tier({self.spec}) decorates an nn.Module class or instance, got {kind}")
+        if isinstance(target, type):
+            setattr(target, _MARK, self.spec.or_else(vars(target).get(_MARK)))
+        else:
+            setattr(target, _MARK, self.spec.or_else(instance_spec(target)))
+        return target
+
+
+ROLES_ON_SSD = frozenset({TensorRole.MOMENTUM, TensorRole.VARIANCE, TensorRole.MASTER_WEIGHTS})
+"""Of these, what is part of `CPUAdam`'s state; full master weights are not. See `HostTensor.in_state`."""
+_SETTLED_ROLES = frozenset({TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS})
+_FIELDS = frozenset(filter(None, map(field_of_role, ROLES_ON_SSD | _SETTLED_ROLES)))
+_WHAT = (
+    "Only optimizer state of `CPUAdam` (momentum, variance, and what master weights have beyond bfloat16 weights), "
+    "weights of units that stream, and inputs of units can lie there. Ask for these alone: "
+    '{"optimizer_state": "ssd", "weights": "ssd", "activations": "ssd"}'
+)
+
+
+def check_field_on_ssd(field: str, source: str) -> None:
+    """Refuse a field of a rule or decorator whose tensors cannot lie on the tier `ssd`."""
+    if field not in _FIELDS:
+        raise UnsupportedError(f"{source} asks for {field} on tier 'ssd', and that cannot lie there yet. {_WHAT}")
+
+
+def check_role_on_ssd(role: TensorRole, source: str) -> None:
+    """Refuse a role whose tensors cannot be made on the tier `ssd`; weights and inputs of units move there."""
+    if role not in ROLES_ON_SSD:
+        raise UnsupportedError(f"{source} asks for {role.value} on tier 'ssd', and that cannot lie there yet. {_WHAT}")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Tiers that the modules of a model ask for: instances, `tier_rules`, decorated classes, in that precedence.
+
+_Choice = tuple[str, str]  # tier name, who asked for it
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleTiers:
+    """Requests of each module of one model; made by `resolve`."""
+
+    choices: Mapping[str, Mapping[str, _Choice]]
+    """Module name -> field of `TierSpec` -> (tier name, who asked)."""
+
+    def lookup(self, module_name: str, role: TensorRole) -> tuple[str | None, str]:
+        """Return (tier, who asked) for a role of a module; ``(None, "")`` leaves it to the policy.
+
+        A module that was added to the model later answers as its nearest enclosing module that was there.
+        """
+        field = field_of_role(role)
+        return (None, "") if field is None else self._fields(module_name).get(field, (None, ""))
+
+    def _fields(self, module_name: str) -> Mapping[str, _Choice]:
+        for name in _self_and_ancestors(module_name):
+            if name in self.choices:
+                return self.choices[name]
+        return {}
+
+
+def resolve(
+    named_modules: Iterable[tuple[str, object]], rules: Mapping[str, Mapping[str, str] | str], topology: Topology
+) -> ModuleTiers:
+    """Resolve instance marks, rules and decorated classes for every module of a model.
+
+    Precedence for each field by itself: an instance decorated with `tier` (the nearest of the module and those that
+    enclose it), the last rule whose pattern matches the module's or an enclosing module's name, the nearest decorated
+    class, the policy.
+
+    Args:
+        rules: name pattern (``fnmatch``; ``*`` also matches dots) -> tier for everything, or field -> tier.
+    """
+    modules = dict(named_modules)
+    by_rule = _check_rules(rules, list(modules), topology)
+    by_instance = {name: instance_spec(module) for name, module in modules.items()}
+    by_class = {name: class_spec(type(module)) for name, module in modules.items()}
+    for name, module in modules.items():
+        _check_spec(by_instance[name], f"tier(...) on {_show(name, module)}", topology)
+        _check_spec(by_class[name], f"the decorator on class {type(module).__name__}", topology)
+    choices: dict[str, dict[str, _Choice]] = {}
+    for name in modules:
+        lineage = _self_and_ancestors(name)
+        found: dict[str, _Choice] = {}
+        for field in SPEC_FIELDS:
+            choice = (
+                _nearest(lineage, field, by_instance, "tier(...) on {name}", modules)
+                or _last_rule(lineage, field, by_rule)
+                or _nearest(lineage, field, by_class, "decorator on class {cls}", modules)
+            )
+            if choice is not None:
+                found[field] = choice
+        choices[name] = found
+    return ModuleTiers(choices)
+
+
+def _check_rules(
+    rules: Mapping[str, Mapping[str, str] | str], names: list[str], topology: Topology
+) -> dict[str, TierSpec]:
+    specs = {}
+    for pattern, wanted in rules.items():
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"tier_rules: {pattern!r} matches no module. {_closest(pattern, names)}")
+        fields = dict.fromkeys(SPEC_FIELDS, wanted) if isinstance(wanted, str) else dict(wanted)
+        for field in fields:
+            if field not in SPEC_FIELDS:
+                raise ConfigError(
+                    f"tier_rules: {pattern!r} has an unknown field {field!r}; use {', '.join(SPEC_FIELDS)}"
+                )
+        specs[pattern] = TierSpec(**fields)
+        _check_spec(specs[pattern], f"tier_rules: {pattern!r}", topology)
+    return specs
+
+
+def _check_spec(spec: TierSpec | None, source: str, topology: Topology) -> None:
+    for field in SPEC_FIELDS if spec is not None else ():
+        tier = getattr(spec, field)
+        try:
+            if tier is not None:
+                topology.tier(tier)
+        except TierNotFoundError:
+            raise TierNotFoundError(
+                f"{source} asks for {field} on tier {tier!r}; {topology.what_there_is(tier)}"
+            ) from None
+        if tier == SSD:
+            check_field_on_ssd(field, source)
+
+
+def _nearest(
+    lineage: list[str],
+    field: str,
+    specs: Mapping[str, TierSpec | None],
+    source: str,
+    modules: Mapping[str, object],
+) -> _Choice | None:
+    for name in lineage:
+        spec = specs.get(name)
+        tier = None if spec is None else getattr(spec, field)
+        if tier is not None:
+            return tier, source.format(name=_show(name, modules[name]), cls=type(modules[name]).__name__)
+    return None
+
+
+def _last_rule(lineage: list[str], field: str, rules: Mapping[str, TierSpec]) -> _Choice | None:
+    for pattern, spec in reversed(list(rules.items())):
+        tier = getattr(spec, field)
+        if tier is not None and any(fnmatch.fnmatchcase(name, pattern) for name in lineage):
+            return tier, f"rule {pattern!r}"
+    return None
+
+
+def _self_and_ancestors(name: str) -> list[str]:
+    """Return a module's name and those of all that enclose it, nearest first, ending with the root ``""``."""
+    lineage = [name]
+    while lineage[-1]:
+        lineage.append(lineage[-1].rpartition(".")[0])
+    return lineage
+
+
+def _closest(pattern: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
+    if close:
+        return f"Closest: {', '.join(map(repr, close))}"
+    top = [name for name in names if name and "." not in name]
+    return f"The model has: {', '.join(map(repr, top))}"
+
+
+def _show(name: str, module: object) -> str:
+    return f"{name!r}" if name else f"the whole {type(module).__name__}"

@@ -1,0 +1,100 @@
+"""Text for people: byte sizes, tables and sentences. The same in a terminal, a pipe and a file, without colours."""
+
+import io
+import re
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
+
+# ----------------------------------------------------------------------------------------------------
+# Byte sizes as people write and read them: ``"64GiB"`` to an int and back.
+
+_FACTORS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(size: int | float | str) -> int:
+    """Return `size` in bytes; accepts a count or a string such as ``"512MiB"``, ``"1.5 GB"``."""
+    if isinstance(size, bool) or not isinstance(size, (int, float, str)):
+        raise ValueError(f"a size must be a number of bytes or a string such as '64GiB', got {size!r}")
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if match is None or match[2].upper() not in _FACTORS:
+            raise ValueError(
+                f"cannot read {size!r} as a size: write a number and one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
+            )
+        number = float(match[1]) if "." in match[1] else int(match[1])
+        return int(number * _FACTORS[match[2].upper()])
+    if size < 0 or size % 1:  # the remainder of infinity and NaN is NaN, which is true
+        raise ValueError(f"a size must be a whole, non-negative number of bytes, got {size!r}")
+    return int(size)
+
+
+def format_bytes(num_bytes: int | float) -> str:
+    """Return `num_bytes` in binary units with one decimal, e.g. ``"12.1 GiB"``; exact below 1 KiB."""
+    value = float(num_bytes)
+    if abs(value) < 1024:
+        return f"{int(value)} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        value /= 1024
+        if abs(value) < 1024:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1024:.1f} TiB"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Tables and sentences as lines of plain text: the same in a terminal, a pipe and a file, without colours.
+
+_SMALLEST_WIDTH = 100
+"""Of lines, where the terminal is narrower, or where there is none."""
+_NARROWEST_PROSE = 40
+
+
+def text_width() -> int:
+    """Return how many columns a line may have: those of the terminal, at least 100."""
+    return max(_SMALLEST_WIDTH, shutil.get_terminal_size((_SMALLEST_WIDTH, 24)).columns)
+
+
+def wrapped(text: str, width: int | None = None) -> list[str]:
+    """Return a sentence as lines, all but the first indented; `width` is `text_width` when left out."""
+    return textwrap.wrap(text, width or text_width(), subsequent_indent="    ", break_on_hyphens=False)
+
+
+def table_lines(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, indent: int = 0, prose: bool = False
+) -> list[str]:
+    """Return a table as lines, columns side by side.
+
+    Args:
+        header: a title for each column; no line is printed for titles that are all empty.
+        rows: a cell for each column. Cells are never cut or wrapped, so that they can be found by `grep`.
+        left: the number of first columns that are aligned to the left; the others are numbers, to the right.
+        prose: cells of the last column are sentences: aligned to the left, and wrapped at the terminal's width.
+    """
+    from rich.console import Console  # takes longer to import than this package may
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(header))
+    last = len(header) - 1
+    for number, title in enumerate(header):
+        is_prose = prose and number == last
+        to_the_left = is_prose or number < left
+        table.add_column(
+            Text(title),
+            justify="left" if to_the_left else "right",
+            no_wrap=not is_prose,
+            min_width=_NARROWEST_PROSE if is_prose else None,
+            overflow="fold",
+        )
+    for row in rows:
+        table.add_row(*map(Text, row))
+    needed = Console(width=1 << 16).measure(table)
+    width = max(text_width() - indent, needed.minimum if prose else needed.maximum)
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None, force_terminal=False).print(table)
+    return [" " * indent + line.rstrip() for line in out.getvalue().splitlines()]

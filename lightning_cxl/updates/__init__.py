@@ -1,1 +1,0 @@
-"""The optimizer's step of a run: adopted optimizers, unit after unit."""
