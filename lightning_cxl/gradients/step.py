@@ -481,7 +481,7 @@ class _StepLeftOut(Exception):
 # [Note: Adoption]
 # Every parameter in a group is replaced by its master (the same object where compute is master). ``torch.optim.Adam``
 # and ``AdamW`` themselves (not subclasses: those may do anything) become a `CPUAdam` of the same name
-# (`class_in_place_of`). It shares the same group dicts; the schedulers that pointed at the old object are pointed at the
+# (`class_in_place_of`). It shares the same group dicts; schedulers that pointed at the old object are pointed at the
 # new one. Any other optimizer keeps its object. The ``step`` of each becomes a `HostStep` ([Note: A step]). Parameters
 # added later are adopted the same way: by `add_param_group` at once, and what someone puts into a group, or into new
 # groups (``optimizer.param_groups = ...``), at the next batch or before a checkpoint is written or read
