@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_cxl.config import SSD
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.gradients.offload import MAX_STAGED
+from lightning_cxl.gradients.step import MAX_UNITS_IN_FLIGHT
 from lightning_cxl.machine.speeds import MachineSsd
 from lightning_cxl.optim.swapped_state import taken_nbytes
 from lightning_cxl.placement.placement import TensorRole

@@ -26,7 +26,6 @@ from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, TierFullError, TierNotFoundError
 from lightning_cxl.machine.topology import Tier, TierKind, Topology, drive_of, existing_folder, read_text, usable_cpus
 from lightning_cxl.native import _cpu
-from lightning_cxl.ssd_options import SSD
 from lightning_cxl.text import format_bytes, parse_bytes
 
 # ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from typing import Literal
 
 from lightning_cxl.config import SSD, SsdOptions
 from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundError
-from lightning_cxl.ssd_options import SSD
 from lightning_cxl.text import format_bytes, parse_bytes
 
 # ----------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Protocol, TypeVar
 
+from lightning_cxl.config import SSD
 from lightning_cxl.errors import ConfigError, TierNotFoundError, UnsupportedError
 from lightning_cxl.machine.topology import TierKind, Topology
-from lightning_cxl.ssd_options import SSD
 from lightning_cxl.text import format_bytes
 
 

@@ -50,6 +50,7 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lightning_cxl.config import SSD
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.dry_run import known_parameters
 from lightning_cxl.inventory.inventory import Inventory

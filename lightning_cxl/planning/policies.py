@@ -12,7 +12,6 @@ from lightning_cxl.machine.speeds import Machine, MachineSsd, MachineTier, Split
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.placement.placement import PlacementPolicy, TensorRole, home_kinds
 from lightning_cxl.planning.job import Job, MemoryClass, StepModel, StepTime, predict_step
-from lightning_cxl.ssd_options import SSD
 from lightning_cxl.text import format_bytes
 
 

@@ -38,8 +38,7 @@ from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.hook import HostAllocationMode, activate
 from lightning_cxl.memory.host_memory import HeapTrimmer, HostMemory, large_blocks_apart
 from lightning_cxl.optim.masters import MasterWeights
-from lightning_cxl.placement.decorators import resolve
-from lightning_cxl.placement.placement import PlacementPolicy, Placer, TensorRole
+from lightning_cxl.placement.placement import PlacementPolicy, Placer, TensorRole, resolve
 from lightning_cxl.planning.decide import Plan, RunPolicy, decide, free_for, settle_state
 from lightning_cxl.planning.policies import PlanningPolicy
 from lightning_cxl.run.placed_memory import PlacedMemory
