@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ from lightning_cxl.commands.exported_tensors import (
 )
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.text import format_bytes
-from lightning_cxl.weights.files import INDEX_FILE, SINGLE_FILE, WeightSource, open_weights, tensors_of, values_of
+from lightning_cxl.weights.files import INDEX_FILE, SINGLE_FILE, WeightSource, open_weights, tensors_of
 from lightning_cxl.weights.hf import FileNames, build_model, with_original_names, without_code
 from lightning_cxl.weights.load import empty_weights, match_names, model_weights, refuse_mismatch
 from lightning_cxl.weights.save import LaterValues, named_tensors, save_tensors
@@ -180,12 +181,12 @@ def _export(
     config = json_object(files[CONFIG], CONFIG)
     config.pop("quantization_config", None)
     files.pop(ADAPTER_CONFIG, None)
-    state = [tensor._replace(name=_unwrapped(tensor.name)) for tensor in found.tensors]
+    state = [replace(tensor, name=_unwrapped(tensor.name)) for tensor in found.tensors]
     adapters = [tensor for tensor in state if _ADAPTER.search(tensor.name)]
     _check_adapter_options(found, bool(adapters), adapter_config, options)
     computes_in = _dtype_of(config)
     if adapters:
-        state = [each._replace(name=_plain_name(each.name)) for each in state if not _ADAPTER.search(each.name)]
+        state = [replace(each, name=_plain_name(each.name)) for each in state if not _ADAPTER.search(each.name)]
     weights = _ModelWeights(
         build_empty(config),
         dequantised(state, computes_in),
@@ -280,7 +281,7 @@ class _ModelWeights:
         self._sources: dict[str, WeightSource] = {}
         for read in matches.reads:
             first = self._sources.setdefault(read.weight.names[0], read.source)
-            if first is not read.source and not read.source.holds(values_of(first)):
+            if first is not read.source and not read.source.holds(first.values()):
                 raise CheckpointError(
                     f"`{first.name}` and `{read.source.name}` are tied in the model and differ in the checkpoint. "
                     "Give a config that does not tie them (tie_word_embeddings: false)"
@@ -300,7 +301,7 @@ class _ModelWeights:
         return sum(isinstance(each, CheckpointTensor) and each.is_dequantised for each in self._sources.values())
 
     def _base_value(self, name: str) -> Tensor:
-        return values_of(self._sources[self._first[name]])
+        return self._sources[self._first[name]].values()
 
     def _value(self, name: str) -> Tensor:
         merged = self._merged.get(name)
@@ -347,7 +348,8 @@ class _ModelWeights:
             with torch.no_grad():
                 for each, parameter in before.items():
                     if parameter is not None:
-                        base._parameters[each] = nn.Parameter(self._base_value(f"{name}.{each}"), requires_grad=False)
+                        own = self._base_value(f"{name}.{each}").clone()  # `merge` writes into it
+                        base._parameters[each] = nn.Parameter(own, requires_grad=False)
                 layer.merge()
             merged: Tensor = base._parameters[key].data
             return merged
@@ -377,7 +379,7 @@ def _of_model(tensors: Sequence[CheckpointTensor], names: Any) -> tuple[list[Che
             "checkpoint, or save a state dict, with one of them"
         )
     prefix = most[0][0]
-    own = [tensor._replace(name=tensor.name[len(prefix) :]) for tensor in tensors if tensor.name.startswith(prefix)]
+    own = [replace(tensor, name=tensor.name[len(prefix) :]) for tensor in tensors if tensor.name.startswith(prefix)]
     return own, len(tensors) - len(own)
 
 
@@ -396,7 +398,7 @@ def _put_in_folder(model: nn.Module, folder: Path, config: Mapping[str, Any]) ->
     saved = get_peft_model_state_dict(adapted, state_dict=own, save_embedding_layers=False)
     name_of = {id(tensor): name for name, tensor in own.items()}
     with open_weights(path) as (file,):
-        found = {tensor.name: values_of(tensor) for tensor in tensors_of([file])}
+        found = {tensor.name: tensor.values() for tensor in tensors_of([file])}
     _refuse_others(found.keys(), saved.keys())
     # as peft does when it loads: 16-bit adapters compute in float32
     wide = {name: value.float() if ".lora_" in name else value for name, value in found.items()}
@@ -414,7 +416,7 @@ def _put_in_state(model: nn.Module, tensors: Sequence[CheckpointTensor], config:
     adapted = _with_empty_adapter(model, config, adapter)
     given = {_INSIDE + tensor.name.rpartition(_INSIDE)[2]: tensor for tensor in tensors}
     _refuse_others(given.keys(), {name for name in adapted.state_dict() if _ADAPTER.search(name)})
-    return _filled(adapted, {name: values_of(tensor) for name, tensor in given.items()})
+    return _filled(adapted, {name: tensor.values() for name, tensor in given.items()})
 
 
 def _with_empty_adapter(model: Any, config: Mapping[str, Any], adapter: str) -> Any:

@@ -20,6 +20,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,11 +38,9 @@ from lightning_cxl.run.state_on_ssd import KEY, is_reference
 from lightning_cxl.weights.files import (
     INDEX_FILE,
     SINGLE_FILE,
-    Staging,
     WeightSource,
     open_weights,
     tensors_of,
-    values_of,
 )
 
 FILES_KEY = "transformers_files"
@@ -64,8 +63,9 @@ _BESIDE_4BIT = re.compile(
 _BESIDE_8BIT = re.compile(r"(?P<prefix>.*\.)(?P<key>SCB|weight_format)")
 
 
-class CheckpointTensor(NamedTuple):
-    """A tensor of a checkpoint: a `WeightSource` that reads it whole, when it is asked."""
+@dataclass(frozen=True)
+class CheckpointTensor(WeightSource):
+    """A tensor of a checkpoint, which is read whole when it is asked for."""
 
     name: str
     shape: tuple[int, ...]
@@ -76,17 +76,8 @@ class CheckpointTensor(NamedTuple):
     """The same of tensors that are tied in the checkpoint."""
     is_dequantised: bool = False
 
-    def read_into(self, target: Tensor, staging: Staging) -> None:
-        target.copy_(self.read())
-
-    def parts(self, num_elements: int) -> Iterator[Tensor]:
-        yield from torch.split(self.read().reshape(-1), num_elements)
-
-    def mapped(self) -> None:
-        return None
-
-    def holds(self, tensor: Tensor) -> bool:
-        return torch.equal(self.read(), tensor)
+    def values(self, staging: object = None) -> Tensor:
+        return self.read()
 
 
 Masters = Mapping[str, CheckpointTensor]
@@ -198,7 +189,7 @@ def _of_tensor(name: str, value: Tensor) -> CheckpointTensor:
 def _of_safetensors(weight: WeightSource) -> CheckpointTensor:
     def read() -> Tensor:
         pages = weight.mapped()
-        return values_of(weight) if pages is None else pages
+        return weight.values() if pages is None else pages
 
     return CheckpointTensor(weight.name, weight.shape, weight.dtype, read, weight.name)
 
@@ -301,8 +292,8 @@ def _with_masters(found: Checkpoint, masters: Masters) -> Checkpoint:
 
 def _master(weight: CheckpointTensor, master: CheckpointTensor) -> CheckpointTensor:
     if master.dtype is not torch.int16:
-        return master._replace(name=weight.name)
-    return weight._replace(dtype=torch.float32, read=lambda: joined(weight.read(), master.read()))
+        return replace(master, name=weight.name)
+    return replace(weight, dtype=torch.float32, read=lambda: joined(weight.read(), master.read()))
 
 
 # -- weights that bitsandbytes has quantised, as the numbers that it computes with -------------------------------------
@@ -336,15 +327,15 @@ def _dequantised(
     from bitsandbytes import functional
 
     def state() -> Any:
-        parts = {key: values_of(each) for key, each in beside.items()}
+        parts = {key: each.values() for key, each in beside.items()}
         return functional.QuantState.from_dict(parts, device=torch.device("cpu"))
 
     def numbers() -> Tensor:
         if "SCB" in beside:
-            found: Tensor = functional.int8_vectorwise_dequant(values_of(weight), values_of(beside["SCB"]))
+            found: Tensor = functional.int8_vectorwise_dequant(weight.values(), beside["SCB"].values())
         else:
-            found = functional.dequantize_4bit(values_of(weight), state())
+            found = functional.dequantize_4bit(weight.values(), state())
         return found.to(dtype)
 
     shape = weight.shape if "SCB" in beside else tuple(state().shape)
-    return weight._replace(shape=shape, dtype=dtype, read=numbers, is_dequantised=True)
+    return replace(weight, shape=shape, dtype=dtype, read=numbers, is_dequantised=True)

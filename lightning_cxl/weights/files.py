@@ -16,7 +16,7 @@ from functools import partial
 from math import prod
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -233,20 +233,19 @@ class Staging:
 # What a weight is read from: one tensor of a file, or several that make it up.
 
 
-class WeightSource(Protocol):
-    """Gives the values of one weight."""
+class WeightSource:
+    """Gives the values of one weight: a base for what reads or computes them, by `values` or `read_into`."""
 
-    @property
-    def name(self) -> str:
-        """In the files."""
+    name: str
+    """In the files."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the values it gives."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the values it gives."""
+    def values(self, staging: "Staging | None" = None) -> Tensor:
+        """Return the values in host memory."""
+        values = scratch(self.shape, self.dtype)
+        self.read_into(values, staging or Staging())
+        return values
 
     def read_into(self, target: Tensor, staging: "Staging") -> None:
         """Fill a tensor of the same shape, of any dtype, layout and device; rounds to nearest where it must.
@@ -255,15 +254,26 @@ class WeightSource(Protocol):
             target: INOUT. Its version is raised, also when reading fails in the middle.
             staging: used where bytes of the file are not the bytes of the target.
         """
+        with torch.no_grad():
+            target.copy_(self.values(staging))
 
     def parts(self, num_elements: int) -> Iterator[Tensor]:
         """Yield the values in row-major order, flat and a part at a time; a part may be overwritten by the next."""
+        yield from torch.split(self.values().reshape(-1), num_elements)
 
     def mapped(self) -> Tensor | None:
         """Return a tensor that shows the pages of a file; None where it must be read."""
+        return None
 
+    @torch.no_grad()
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor has the bits that `read_into` would give it."""
+        rest = tensor.detach().reshape(-1)
+        for part in self.parts(CHUNK_BYTES // max(self.dtype.itemsize, tensor.dtype.itemsize)):
+            own, rest = rest[: len(part)].cpu().resolve_conj(), rest[len(part) :]
+            if not torch.equal(own.view(torch.uint8), part.to(own.dtype).view(torch.uint8)):
+                return False
+        return True
 
 
 Translate = Callable[[Sequence[WeightSource]], list[tuple[str, WeightSource]]]
@@ -271,8 +281,8 @@ Translate = Callable[[Sequence[WeightSource]], list[tuple[str, WeightSource]]]
 
 
 @dataclass(frozen=True, slots=True)
-class FileTensor:
-    """One tensor of a file: a `WeightSource`."""
+class FileTensor(WeightSource):
+    """One tensor of a file."""
 
     file: "TensorFile"
     name: str
@@ -292,7 +302,11 @@ class FileTensor:
                 for begin in range(0, len(memory), CHUNK_BYTES):
                     self.file.read(memory[begin : begin + CHUNK_BYTES], self.begin + begin)
             else:
-                for chunk, part in self._staged(target.detach(), staging):
+                offset, whole = self.begin, target.detach()
+                for chunk in chunks(whole, CHUNK_BYTES // max(self.dtype.itemsize, target.dtype.itemsize)):
+                    part = staging.like(chunk, self.dtype)
+                    self.file.read(bytes_of(part), offset)
+                    offset += part.nbytes
                     chunk.copy_(part)
         finally:
             torch.autograd.graph.increment_version(target)
@@ -315,28 +329,8 @@ class FileTensor:
             return None
         return self.file.pages().slice(self.begin, self.nbytes).tensor(self.shape, self.dtype)
 
-    @torch.no_grad()
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor has the bits that `read_into` would give it."""
-        read, mine, theirs = Staging(), Staging(), Staging()
-        for chunk, part in self._staged(tensor.detach(), read):
-            both = [staging.like(chunk, chunk.dtype) for staging in (mine, theirs)]
-            both[0].copy_(chunk)
-            both[1].copy_(part)
-            if not torch.equal(*(flat.view(-1).view(torch.uint8) for flat in both)):
-                return False
-        return True
 
-    def _staged(self, tensor: Tensor, staging: "Staging") -> Iterator[tuple[Tensor, Tensor]]:
-        offset = self.begin
-        for chunk in chunks(tensor, CHUNK_BYTES // max(self.dtype.itemsize, tensor.dtype.itemsize)):
-            part = staging.like(chunk, self.dtype)
-            self.file.read(bytes_of(part), offset)
-            offset += part.nbytes
-            yield chunk, part
-
-
-class MergedTensor:
+class MergedTensor(WeightSource):
     """A weight that is computed from several tensors of files, which are in memory while that is done.
 
     Args:
@@ -349,22 +343,12 @@ class MergedTensor:
         like = compute([torch.empty(source.shape, dtype=source.dtype, device="meta") for source in sources])
         self.name, self.shape, self.dtype = sources[0].name, tuple(like.shape), like.dtype
 
+    def values(self, staging: "Staging | None" = None) -> Tensor:
+        return self._compute([source.values(staging) for source in self._sources])
+
     def read_into(self, target: Tensor, staging: "Staging") -> None:
-        with torch.no_grad():
-            target.copy_(self._values(staging))
+        super().read_into(target, staging)
         HeapTrimmer().trim_now()  # what `compute` took on the way
-
-    def parts(self, num_elements: int) -> Iterator[Tensor]:
-        yield from torch.split(self._values(Staging()).reshape(-1), num_elements)
-
-    def mapped(self) -> None:
-        return None  # no file has these numbers
-
-    def holds(self, tensor: Tensor) -> bool:
-        return torch.equal(self._values(Staging()).to(tensor.dtype), tensor.detach().cpu())
-
-    def _values(self, staging: "Staging") -> Tensor:
-        return self._compute([values_of(source, staging) for source in self._sources])
 
     def from_pages(self) -> Callable[[], Tensor] | None:
         """Return what computes the values, also when the files are closed; None where these cannot be mapped."""
@@ -635,12 +619,6 @@ def _check_names(files: Iterable[TensorFile], index: dict[str, str]) -> None:
 
 def tensors_of(files: Iterable[TensorFile]) -> list[WeightSource]:
     return [tensor for file in files for tensor in file.entries.values()]
-
-
-def values_of(source: WeightSource, staging: Staging | None = None) -> Tensor:
-    values = scratch(source.shape, source.dtype)
-    source.read_into(values, staging or Staging())
-    return values
 
 
 def reader_of(source: WeightSource) -> Callable[[], Tensor] | None:

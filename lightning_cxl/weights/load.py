@@ -469,8 +469,8 @@ def weight_beside(name: str) -> tuple[str, str] | None:
     return None if found is None else (f"{found['module']}.weight", found["key"].removeprefix("weight."))
 
 
-class SavedQuantised:
-    """What the files hold of one quantised weight: a `WeightSource` that makes the parameter, too.
+class SavedQuantised(WeightSource):
+    """What the files hold of one quantised weight, which `parameter` makes: it has no other values to give.
 
     Args:
         beside: the tensors beside it, by key, such as ``absmax`` or ``SCB``.
@@ -534,18 +534,10 @@ class SavedQuantised:
                 "with the version that reads it."
             ) from error
 
-    def read_into(self, target: Tensor, staging: Staging) -> None:
-        """Raise: a quantised weight that has memory already has other tensors beside it."""
+    def values(self, staging: Staging | None = None) -> Tensor:
         raise CheckpointError(
             f"`{self.name}` is quantised in the files; only a weight on the meta device can be loaded from there"
         )
-
-    def parts(self, num_elements: int) -> Iterator[Tensor]:
-        """Raise: its numbers are not read, see `parameter`."""
-        raise CheckpointError(f"`{self.name}` is quantised in the files and is not quantised again")
-
-    def mapped(self) -> None:
-        """Return None: see `parameter`."""
 
     def holds(self, tensor: Tensor) -> bool:
         with ordinary_memory():
