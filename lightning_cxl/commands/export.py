@@ -9,7 +9,6 @@ written, and loses it afterwards.
 import json
 import re
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -38,7 +37,7 @@ from lightning_cxl.commands.exported_tensors import (
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.text import format_bytes
 from lightning_cxl.weights.files import INDEX_FILE, SINGLE_FILE, WeightSource, open_weights, tensors_of
-from lightning_cxl.weights.hf import FileNames, build_model, with_original_names, without_code
+from lightning_cxl.weights.hf import FileNames, build_model, in_peft_model, with_original_names, without_code
 from lightning_cxl.weights.load import empty_weights, match_names, model_weights, refuse_mismatch
 from lightning_cxl.weights.save import LaterValues, named_tensors, save_tensors
 
@@ -420,18 +419,14 @@ def _put_in_state(model: nn.Module, tensors: Sequence[CheckpointTensor], config:
 
 
 def _with_empty_adapter(model: Any, config: Mapping[str, Any], adapter: str) -> Any:
-    from peft import PeftConfig, get_peft_model
+    from peft import PeftConfig
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, ADAPTER_CONFIG).write_text(json.dumps(dict(config)))
         made = PeftConfig.from_pretrained(folder)
     model.name_or_path = made.base_model_name_or_path or ""  # else peft renames it to a folder that is gone
     try:
-        with warnings.catch_warnings():
-            # what peft 0.21 makes transformers 5 warn of: not for our user to act on
-            deprecated = ".is_gradient_checkpointing. is deprecated"
-            warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
-            return get_peft_model(model, made, adapter_name=adapter, low_cpu_mem_usage=True)
+        return in_peft_model(model, made, adapter_name=adapter, low_cpu_mem_usage=True)
     except ValueError as error:
         raise CheckpointError(f"the adapter's config does not fit the model: {error}") from error
 

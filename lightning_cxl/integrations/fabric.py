@@ -6,12 +6,11 @@ it has now, and ``fabric.setup_optimizers(optimizer)``, as with Fabric's `ModelP
 See [Note: Call order in a user's loop].
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +76,6 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
         self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]
         self._begin(timeout, options)
         self._loop: UserLoop | None = None
-        self._moved: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
@@ -130,25 +128,14 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
                 yield
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Place a module when it is first called: where it is set up next, it is placed then, with its optimizers."""
-        self._moved[module] = module.register_forward_pre_hook(_WhenCalled(self))
-
-    def _prepare(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> list[Optimizer]:
-        moved = self._moved.pop(module, None)
-        if moved is not None:
-            moved.remove()
-        return self.offload.prepare(module, optimizers)
-
-    def prepare_called(self, module: nn.Module) -> None:
-        """Place a module that was only moved. For its first call."""
-        self._prepare(module)
+        """Leave a module where it is: its weights go to their tiers when it is set up."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Place a module for use without training, or until `setup_optimizer`; cut it first, if there are several
         processes."""
         if self.is_distributed:
             cut_for(self._session, module, self.device_mesh, self.root_device)
-        self._prepare(module)
+        self.offload.prepare(module)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -169,7 +156,7 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
                 "made before has parameters that the model then has no more: call `model = fabric.setup_module(model)`,"
                 " make the optimizer of `model.parameters()`, then call `fabric.setup_optimizers(optimizer)`"
             )
-        adopted = self._prepare(module, optimizers)
+        adopted = self.offload.prepare(module, optimizers)
         for old, new in zip(optimizers, adopted, strict=True):
             if scheduler is not None and old is not new:
                 repoint_scheduler(scheduler, old, new)
@@ -249,11 +236,7 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without what is going on, which belongs to this process."""
-        return {name: value for name, value in vars(self).items() if name not in ("_loop", "_moved")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Begin anew."""
-        self.__dict__.update(state, _loop=None, _moved=WeakKeyDictionary())
+        return {**vars(self), "_loop": None}
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -267,20 +250,6 @@ class _BackwardSync:
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Return a region whose backwards exchange no gradients, if that is enabled."""
         return without_reducing(module) if enabled else nullcontext()
-
-
-class _WhenCalled:
-    """Hook on a module that was moved and not set up; a copy of the module stays where it is."""
-
-    def __init__(self, strategy: CXLFabricStrategy | None = None) -> None:
-        self._strategy = strategy
-
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        if self._strategy is not None:
-            self._strategy.prepare_called(module)
-
-    def __reduce__(self) -> tuple[type["_WhenCalled"], tuple[()]]:
-        return _WhenCalled, ()
 
 
 def _save_folder(path: Path, state: Mapping[str, Any], loop: UserLoop) -> None:

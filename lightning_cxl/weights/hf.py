@@ -8,7 +8,6 @@ import difflib
 import functools
 import logging
 import re
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -210,7 +209,7 @@ def quantization_fields(option: str | Mapping[str, Any], dtype: torch.dtype) -> 
             raise ConfigError(f"quantization={dict(option)} needs load_in_4bit or load_in_8bit to be true")
         return dict(option)
     if option == "8bit":
-        _say_each_once(logging.getLogger("bitsandbytes.autograd._functions"))
+        _log_each_once(logging.getLogger("bitsandbytes.autograd._functions"))
         return {"load_in_8bit": True}
     if option != "4bit":
         raise ConfigError(f'quantization must be "4bit", "8bit" or fields of BitsAndBytesConfig, not {option!r}')
@@ -222,22 +221,17 @@ def quantization_fields(option: str | Mapping[str, Any], dtype: torch.dtype) -> 
     }
 
 
-def _say_each_once(logger: logging.Logger) -> None:
-    """Let a logger say each of its messages once: of 8-bit layers, every forward warns of the same cast."""
-    if not any(isinstance(each, _Once) for each in logger.filters):
-        logger.addFilter(_Once())
+@functools.cache
+def _log_each_once(logger: logging.Logger) -> None:
+    """Let a logger emit each of its messages once: of 8-bit layers, every forward warns of the same cast."""
+    logged: set[str] = set()
 
+    def is_new(record: logging.LogRecord) -> bool:
+        before = len(logged)
+        logged.add(record.getMessage())
+        return len(logged) > before
 
-class _Once(logging.Filter):
-    def __init__(self) -> None:
-        super().__init__()
-        self._said: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        is_new = message not in self._said
-        self._said.add(message)
-        return is_new
+    logger.addFilter(is_new)
 
 
 def with_adapters(model: nn.Module, options: Mapping[str, Any]) -> Any:
@@ -247,21 +241,27 @@ def with_adapters(model: nn.Module, options: Mapping[str, Any]) -> Any:
         model: of transformers; its adapters have no memory where its first weight has none. INOUT: peft puts them in.
     """
     try:
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig
     except ImportError as error:
         raise UnsupportedError("adapters need peft: pip install peft") from error
     fields: dict[str, Any] = {"task_type": "CAUSAL_LM", **options}
-    is_empty = next(model.parameters()).is_meta
     try:
         with warnings.catch_warnings():
-            # what peft 0.21 makes transformers 5 warn of: not for our user to act on
-            deprecated = ".is_gradient_checkpointing. is deprecated"
-            warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
             if options.keys().isdisjoint({"rank_pattern", "alpha_pattern"}):  # those that peft itself has of experts
                 warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern", category=RuntimeWarning)
-            return get_peft_model(model, LoraConfig(**fields), low_cpu_mem_usage=is_empty)
+            return in_peft_model(model, LoraConfig(**fields), low_cpu_mem_usage=next(model.parameters()).is_meta)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"peft does not take the options lora={dict(options)}: {error}") from error
+
+
+def in_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
+    """Call `get_peft_model` without what peft 0.21 makes transformers 5 warn of: not for our user to act on."""
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        deprecated = ".is_gradient_checkpointing. is deprecated"
+        warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
+        return get_peft_model(model, config, **options)
 
 
 _INITIALIZED = "_is_hf_initialized"  # how transformers marks what its initialisation must leave alone
@@ -302,7 +302,7 @@ def from_pretrained(
     Raises:
         CheckpointError: files are missing or damaged, or do not fit the model.
         ConfigError: there is no such folder, or it has no config.
-        UnsupportedError: transformers before version 5; files or settings of another quantising library than
+        UnsupportedError: files or settings of another quantising library than
             bitsandbytes, or that is not installed.
         TierFullError: the weights do not fit in memory.
 
@@ -391,10 +391,8 @@ def save_pretrained(
 
 def with_original_names(model: Any, tensors: list[NamedTensor]) -> list[NamedTensor]:
     """Return tensors under the names in the files of other tools, where transformers has others in memory."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:
-        return tensors  # before version 5 there was no difference
+    from transformers.core_model_loading import revert_weight_conversion
+
     # it works on tensors: with ones that have no memory only names are translated, and one that comes back is renamed
     empty = {item.name: torch.empty_like(item.tensor, device="meta") for item in tensors}
     names = {id(tensor): name for name, tensor in revert_weight_conversion(model, dict(empty)).items()}
@@ -488,14 +486,9 @@ class FileNames:
     """Translates tensors of files to those of a model, as transformers does when it loads."""
 
     def __init__(self, model: Any) -> None:
-        try:
-            from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import WeightConverter, WeightRenaming
-        except ImportError:
-            raise UnsupportedError(
-                "from_pretrained needs transformers 5 or newer. Build the model in `lightning_cxl.empty_weights()` and "
-                "call `lightning_cxl.load_weights`, where names in the files are the model's."
-            ) from None
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
         self._model = model
         self._all = get_model_conversion_mapping(model)
         self._renamings = [conversion for conversion in self._all if isinstance(conversion, WeightRenaming)]
@@ -575,11 +568,6 @@ def _complete(model: Any, report: LoadReport) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# `require_model`: whether a model can be had under a name, said at once and not after the hub was asked many times.
-#
-# huggingface_hub, a dependency of transformers, is imported when the hub is asked.
-
-# ----------------------------------------------------------------------------------------------------
 # Published model architectures by name: the fields of their config that shape weights, to plan without any files.
 
 
@@ -648,6 +636,9 @@ def nearest(name: str) -> list[str]:
     return difflib.get_close_matches(name.lower().rpartition("/")[2], SHAPES, n=3, cutoff=0.7)
 
 
+# ----------------------------------------------------------------------------------------------------
+# `require_model`: whether a model can be had under a name, before anything else is done with it.
+
 _HUB_SECONDS = 5.0
 _CONFIGS = ("config.json", "adapter_config.json")
 
@@ -705,32 +696,17 @@ def _ask_hub(name: str) -> str | None:
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
-    found: list[str | None] = []
-
-    def ask() -> None:
+    why = "HF_HUB_OFFLINE is set"
+    if not constants.HF_HUB_OFFLINE:
         try:
             HfApi().model_info(name, timeout=_HUB_SECONDS)
-            found.append(None)
+            return None
         except RepositoryNotFoundError:
-            found.append("the hub has no such model (one that is private needs `hf auth login`)")
+            return "the hub has no such model (one that is private needs `hf auth login`)"
         except HfHubHTTPError:
-            found.append(None)  # a mirror without this question: the download says what is wrong
+            return None  # a mirror without this question: the download says what is wrong
         except Exception as error:  # whatever huggingface_hub's client raises for an address that cannot be reached
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            found.append(_unreachable(lines[0]))
-
-    if constants.HF_HUB_OFFLINE:
-        return _unreachable("HF_HUB_OFFLINE is set")
-    # a thread, because looking up an address takes as long as the system's resolver likes
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(_HUB_SECONDS + 1)
-    return found[0] if found else _unreachable(f"no answer in {_HUB_SECONDS:.0f} s")
-
-
-def _unreachable(why: str) -> str:
-    from huggingface_hub import constants
-
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return (
         f"the hub cannot be asked ({constants.ENDPOINT}: {why}), and {constants.HF_HUB_CACHE} does not have it. "
         "Without network, give a folder with the model, or a cache that has it: `hf download` fills one elsewhere, "

@@ -104,16 +104,14 @@ def test_a_file_has_the_master_weights_of_its_own_optimizer_only(strategies):
         assert {value.dtype for value in masters.values()} == {torch.float32}
 
 
-def test_a_module_that_is_only_moved_is_placed_when_it_is_called(strategies):
+def test_a_frozen_model_is_placed_and_streams(strategies):
     fabric = make_fabric(strategies(stream_weights=True))
-    model = fabric.to_device(TinyTransformer(dropout=0.0))
-    expected = copy.deepcopy(model)
-    assert not fabric.strategy._session.runs
+    model = TinyTransformer(dropout=0.0)
+    expected = copy.deepcopy(model).to(training_device.current)
+    frozen = fabric.setup_module(model)
     tokens = torch.ones(2, 8, dtype=torch.long, device=training_device.current)
     with torch.no_grad():
-        found = model(tokens)
-        assert found.device == training_device.current
-        assert torch.equal(found, expected.to(training_device.current)(tokens))
+        assert torch.equal(frozen(tokens), expected(tokens))
     assert fabric.strategy.report()["streamed"]["num_units"] == 3
 
 

@@ -30,7 +30,6 @@ class OffloadProgressBar(RichProgressBar):
         if plain_every_n_steps < 1:
             raise ValueError(f"plain_every_n_steps must be at least 1, got {plain_every_n_steps}")
         self.plain_every_n_steps = plain_every_n_steps
-        self._process = psutil.Process()
         self._plain = False
         self._printed_step = 0
 
@@ -46,7 +45,7 @@ class OffloadProgressBar(RichProgressBar):
         """Return Lightning's metrics and `host_GiB`, without the logger's version number."""
         metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
-        return {**metrics, "host_GiB": self._process.memory_info().rss / 2**30}
+        return {**metrics, "host_GiB": psutil.Process().memory_info().rss / 2**30}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -54,11 +53,8 @@ class OffloadProgressBar(RichProgressBar):
         """Update the bar, or print a line."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         step = trainer.global_step
-        if (
-            self._plain
-            and step != self._printed_step
-            and (self._printed_step == 0 or step % self.plain_every_n_steps == 0)
-        ):
+        is_due = self._printed_step == 0 or step % self.plain_every_n_steps == 0
+        if self._plain and step != self._printed_step and is_due:
             self._printed_step = step
             self._print_line(trainer, pl_module)
 
@@ -73,15 +69,6 @@ class OffloadProgressBar(RichProgressBar):
         shown = (f"{name} {_number(value)}" for name, value in metrics.items())
         of_how_many = f"/{_last_step(trainer)}" if trainer.state.fn == "fit" else ""
         print(f"step {trainer.global_step}{of_how_many}  " + "  ".join(shown), flush=True)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process."""
-        return {**super().__getstate__(), "_process": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Look at the process that unpickles."""
-        self.__dict__.update(state)
-        self._process = psutil.Process()
 
 
 def _number(value: Any) -> str:

@@ -96,7 +96,6 @@ def test_host_gib_is_this_processs_resident_memory(tmp_path):
 def test_it_can_be_pickled_to_another_process():
     copy = pickle.loads(pickle.dumps(OffloadProgressBar(plain_every_n_steps=4)))
     assert copy.plain_every_n_steps == 4
-    assert copy._process.memory_info().rss > 0
 
 
 def test_an_impossible_interval_is_refused():
