@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "compat"
 INTEGRATION = (
     *("checkpoint", "compiled", "lifecycle", "lightning", "overlapped_step", "own_checkpointing", "parity", "peft"),
-    *("qlora", "quantised", "streamed_hazards", "streamed_training"),
+    *("qlora", "streamed_hazards", "streamed_training"),
 )
 TESTS = (
     *("tests/contract", "tests/unit/streaming", "tests/unit/test_torch_private.py"),

@@ -19,7 +19,7 @@ from tests.integration.training import make_trainer, offload
 from tests.integration.weight_memory import Peak
 from tests.models import Task, TinyTransformer, token_data
 
-DEPTHS, WIDTH = (4, 16), 256
+DEPTHS, WIDTH = (3, 9), 256
 RULES = {"*": {"weights": "ssd", "optimizer_state": "ssd"}}
 
 

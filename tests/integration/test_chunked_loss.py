@@ -3,8 +3,11 @@
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import Trainer, TrainingArguments
 
 import lightning_cxl
+from lightning_cxl.commands.plan import loss_on_meta
+from lightning_cxl.inventory.dry_run import dry_run
 from tests import training_device
 from tests.cases import every_value
 from tests.integration.llama import tiny_llama
@@ -96,3 +99,66 @@ def test_never_all_logits_are_on_the_device(options):
         peaks.append(torch.accelerator.max_memory_allocated())
     full, *chunked = peaks
     assert max(chunked) < all_logits / 2 < 2 * all_logits < full
+
+
+# -- around the loop of transformers' Trainer --------------------------------------------------------------------------
+
+
+def run(folder, *, chunked, **options):
+    """Train and evaluate; returns losses of steps and evaluations, and how often all logits were made."""
+    model = tiny_llama()
+    made = []
+    model.lm_head.register_forward_hook(lambda module, args, output: made.append(type(output) is torch.Tensor))
+    tokens = torch.randint(0, 37, (24, 40), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = TrainingArguments(
+        folder, max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
+        eval_strategy="steps", eval_steps=2, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+        **options,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=rows[:16], eval_dataset=rows[16:])
+    with lightning_cxl.chunked_loss(model if chunked else Task(torch.nn.Identity()), tokens=16):
+        trainer.train()
+    history = trainer.state.log_history
+    return [entry[key] for entry in history for key in ("loss", "eval_loss", "grad_norm") if key in entry], sum(made)
+
+
+@pytest.mark.on_cpu
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("options", [{"bf16": True, "prediction_loss_only": True}, {}])
+def test_a_trainer_inside_learns_the_same(tmp_path, options):
+    full, _ = run(tmp_path, chunked=False, **options)
+    chunked, made = run(tmp_path, chunked=True, **options)
+    assert len(full) == 10
+    assert chunked == pytest.approx(full, rel=2e-2 if options.get("bf16") else 1e-5)
+    assert made == 0
+
+
+# -- what a dry run says of it -----------------------------------------------------------------------------------------
+
+
+SHAPE = {"vocab_size": 32_768, "hidden_size": 32, "intermediate_size": 32, "num_layers": 1}
+ROWS, TOKENS = 64, 8  # blocks are small: the device apart has no flash kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_planned_device_memory_is_what_the_device_holds(chunked, dtype):
+    if training_device.current.type == "cpu":
+        pytest.skip("needs a device apart")
+    with torch.device("meta"):
+        planned_model = tiny_llama(**SHAPE).to(dtype)
+    planned = dry_run(planned_model, [], loss_on_meta(planned_model, ROWS, TOKENS, chunked=chunked), min_bytes=1)
+    model = tiny_llama(**SHAPE).to(dtype).to(training_device.current)
+    for parameter in model.parameters():  # as the engine does, and the dry run
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    ids = torch.randint(0, 32_768, (ROWS, TOKENS)).to(training_device.current)
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    with lightning_cxl.chunked_loss(model if chunked else torch.nn.Identity()):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    torch.accelerator.synchronize()
+    held = torch.accelerator.max_memory_allocated() - before
+    assert planned.device_peak_bytes == pytest.approx(held, rel=0.03)

@@ -195,17 +195,6 @@ def test_clipping_under_a_loss_scaler_that_overflows(task, algorithm):
     assert abs(plain[-1] - plain[0]) > 0.01 and all(map(math.isfinite, ours))
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_bf16_true_with_and_without_a_look(accumulate):
-    """Folded into the step, the norm is that of the stored gradients; the factor is not rounded to bfloat16."""
-    arguments = {"precision": "bf16-true", "accumulate_grad_batches": accumulate, "steps": 6}
-    ours, eager, wide = fit(**arguments)[0], fit(task=BeforeStep, **arguments)[0], fit("auto", steps=6, **{
-        "accumulate_grad_batches": accumulate})[0]  # fmt: skip
-    assert ours.deferred and not eager.deferred
-    assert ours.losses == pytest.approx(eager.losses, rel=0.01)
-    assert ours.losses == pytest.approx(wide.losses, rel=0.02)
-
-
 def test_a_run_that_fails_leaves_nothing_on_the_plugin():
     class Fails(Recording):
         def training_step(self, batch, batch_idx):

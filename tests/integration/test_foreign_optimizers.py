@@ -99,30 +99,6 @@ def test_a_second_evaluation_sees_what_was_written_through_data():
     assert ours == pytest.approx(plain, rel=0.1)
 
 
-def test_an_optimizer_with_a_list_of_its_own_trains_in_a_second_run_too():
-    class OwnList(torch.optim.SGD):
-        def __init__(self, parameters):
-            super().__init__(parameters, lr=0.1)
-            self.mine = self.param_groups[0]["params"]
-
-        @torch.no_grad()
-        def step(self, closure=None):
-            with torch.enable_grad():
-                loss = closure()
-            for parameter in self.mine:
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=0.1)
-            return loss
-
-    task = Task(TinyTransformer(dropout=0.0))
-    optimizer = OwnList(task.parameters())
-    task.configure_optimizers = lambda: optimizer
-    for _ in range(2):
-        before = [parameter.detach().clone() for parameter in task.parameters()]
-        after = trained(offload(), task, token_data(), max_steps=2, precision="bf16-true")
-        assert not all(map(torch.equal, before, after))
-
-
 class Halves(nn.Module):
     """Two weights that are halves of one storage, beside blocks whose weights stream."""
 

@@ -81,10 +81,8 @@ class TwoBackwards(LlamaTask):
 
 WAYS = {
     "accumulated": {"trainer_args": {"accumulate_grad_batches": 3}},
-    "clipped": {"trainer_args": {"gradient_clip_val": 0.1}},
     "evaluated": {"trainer_args": {"val_check_interval": 2, "limit_val_batches": 2}, "task": Evaluated},
     "two backwards": {"task": TwoBackwards},
-    "another optimizer": {"optimizer": "sgd"},
     "not pinned": {"pin_memory": False},
     "mixed precision": {"trainer_args": {"precision": "bf16-mixed"}},
     "generations": {"ssd": {"checkpoint": "reference"}, "rules": ALL, "stream_weights": True},

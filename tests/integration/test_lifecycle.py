@@ -3,11 +3,15 @@
 import gc
 import os
 import threading
+import weakref
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from lightning_cxl.run.run import Run
+from lightning_cxl.run.state_on_ssd import KEY
 from tests import training_device
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
@@ -97,3 +101,51 @@ def test_what_the_run_held_goes_back_at_teardown():
     module.trainer = None  # the last that holds the Trainer and its optimizers
     gc.collect()
     assert module.memory.stats()["roles"]["momentum"]["dram"] == 0
+
+
+# -- what a run leaves for the Trainer ---------------------------------------------------------------------------------
+
+
+class Sgd(Task):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.on_cpu
+def test_masters_of_a_run_are_gone_while_the_next_one_trains():
+    alive = []
+
+    class Looking(Sgd):
+        def on_train_start(self):
+            gc.collect()
+            alive.append(sum(each() is not None for each in masters))
+
+    masters: list = []
+    strategy = offload()
+    trainer = make_trainer(strategy, max_steps=1, precision="bf16-true")
+    module = Looking(TinyTransformer())
+    trainer.fit(module, token_data())
+    masters = [weakref.ref(pair.master) for pair in strategy._session._finished.masters if not pair.is_shared]
+    assert masters
+    trainer.fit_loop.epoch_loop.max_steps = 2
+    trainer.fit(module, token_data())
+    assert alive[-1] == 0
+
+
+@pytest.mark.on_cpu
+def test_a_checkpoint_after_a_teardown_that_raised_has_the_masters_of_that_run(tmp_path, monkeypatch):
+    def close(self, **options):
+        plain(self, **options)
+        raise RuntimeError("the last update has failed")
+
+    plain = Run.close
+    strategy = offload()
+    trainer = make_trainer(strategy, max_steps=1, precision="bf16-true")
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "close", close)
+        with pytest.raises(RuntimeError, match="the last update has failed"):
+            trainer.fit(Sgd(TinyTransformer()), token_data())
+    assert strategy.report()["state"] == "finished"
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    own = torch.load(tmp_path / "after.ckpt", weights_only=True)[KEY]
+    assert own["master_weights"].keys() == {name for name, _ in trainer.lightning_module.named_parameters()}

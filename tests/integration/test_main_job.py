@@ -111,12 +111,6 @@ def test_adapters_train_as_without_us(folder, chats, way):
     assert packed_arguments(model.model, torch.arange(4)[None]) is not None
 
 
-@pytest.mark.on_cpu
-def test_8_bit_bases_train_on_the_cpu(folder, chats):
-    expected = fit(module(folder, quantization="8bit"), chats(), "auto")
-    assert fit(module(folder, quantization="8bit"), chats(), offload(**EXACT))[0] == expected[0]
-
-
 @pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path.:UserWarning")
 @pytest.mark.parametrize("options", [EXACT, {"stream_weights": True, "on_overflow": "ignore"}], ids=str)
 def test_a_checkpoint_has_adapters_alone_and_resumes_exactly(folder, chats, tmp_path, options):

@@ -78,25 +78,6 @@ def test_a_step_is_left_out_and_nothing_changes(kind, accumulate, clip):
         assert trainer.optimizers[0].grad_scale == 1.0
 
 
-@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
-def test_a_run_without_overflow_does_not_warn_and_a_skipped_one_goes_on_as_without_that_batch():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", lightning_cxl.LightningCXLWarning)
-        warnings.simplefilter("ignore", lightning_cxl.MissingTierWarning)
-        fit(offload(), lambda model: Poisoned(model, bad=()))
-
-    class Omits(Poisoned):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            return None if batch_idx == 2 else loss
-
-    with pytest.warns(lightning_cxl.LightningCXLWarning):
-        skipped, _ = fit(offload(), lambda m: Poisoned(m, scheduler=False), steps=6)
-    omitted, _ = fit("auto", lambda m: Omits(m, bad=(), scheduler=False), steps=6)
-    assert skipped.losses[:2] == pytest.approx(omitted.losses[:2], rel=1e-6)
-    assert skipped.losses[3:] == pytest.approx(omitted.losses[3 : len(skipped.losses)], rel=1e-5)
-
-
 def test_too_many_in_a_row_end_the_run():
     everything = lambda model: Poisoned(model, bad=range(2, 99))  # noqa: E731
     with (

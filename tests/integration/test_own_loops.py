@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases import others_full
 from tests.integration import own_loops
 from tests.integration.several_ranks import ROOT, free_port
 
 pytestmark = [pytest.mark.on_cpu, pytest.mark.slow]
-full = pytest.mark.full
-OFTEN = [("fabric", "fabric run"), ("accelerate", "accelerate launch")]
-SELDOM = [("fabric", "itself"), ("fabric", "torchrun"), ("accelerate", "torchrun"), ("trainer", "accelerate launch")]
-SELDOM += [("trainer", "torchrun")]  # in tests/distributed/test_trainer.py, too
-CASES = [*OFTEN, *(pytest.param(*each, marks=full) for each in SELDOM)]
+CASES = [
+    ("fabric", "fabric run"),
+    ("accelerate", "accelerate launch"),
+    ("fabric", "torchrun"),
+    ("trainer", "accelerate launch"),
+]
 CONFIG = """
 compute_environment: LOCAL_MACHINE
 distributed_type: MULTI_GPU
@@ -77,12 +77,11 @@ def test_two_processes_share_a_model(tmp_path, loop, launcher):
     assert world == 2 and cut > 9 and other == [world, cut, total]
 
 
-FAILING = [("fabric", "itself"), ("accelerate", "torchrun"), ("trainer", "torchrun")]
+FAILING = [("accelerate", "torchrun", 1), ("fabric", "itself", 0)]
 GONE = ("Connection closed by peer", "Connection reset by peer", "Check the logs of the remote worker", "SIGKILL")
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=full)])
-@pytest.mark.parametrize(("loop", "launcher"), others_full(FAILING, FAILING[1:2]))
+@pytest.mark.parametrize(("loop", "launcher", "rank"), FAILING)
 def test_a_rank_that_raises_is_shown(tmp_path, loop, launcher, rank):
     code, log, took = run(loop, launcher, tmp_path, "--fail=raise", f"--rank={rank}")
     assert code != 0 and 0 < took < 60
@@ -90,7 +89,7 @@ def test_a_rank_that_raises_is_shown(tmp_path, loop, launcher, rank):
     assert "NoneType: None" not in log and "To enable traceback see" not in log, "torchrun has the traceback"
 
 
-@pytest.mark.parametrize(("loop", "launcher"), others_full(FAILING, FAILING[:1]))
+@pytest.mark.parametrize(("loop", "launcher"), [("fabric", "itself"), ("trainer", "torchrun")])
 def test_a_rank_that_is_killed_ends_all(tmp_path, loop, launcher):
     code, log, took = run(loop, launcher, tmp_path, "--fail=kill")
     assert code != 0 and 0 < took < 60

@@ -8,7 +8,6 @@ from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_cxl.devices.device_type import device_type_of
-from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError
 from lightning_cxl.memory.resource import PoolResource
 from lightning_cxl.placement.placement import Placement, TensorRole
 from tests import training_device
@@ -143,22 +142,6 @@ def test_what_the_device_copies_is_page_locked_whatever_the_policy_says(pin_memo
     locked = pin_memory == "auto"
     assert seen == {"weight": locked, "gradient": locked, "moment": False}
     assert bool(registrations.calls) is locked
-
-
-def test_memory_that_cannot_be_page_locked_is_said_once_and_in_the_report(registrations, monkeypatch):
-    def refuse(address, nbytes):
-        raise PinnedMemoryError("the driver says 2")
-
-    monkeypatch.setattr(device_type_of(training_device.current), "register", refuse)
-    module = Task(TinyTransformer(width=64, depth=2, dropout=0.0), "adamw")
-    strategy = offload(policy=WithoutAWord())
-
-    with pytest.warns(LightningCXLWarning, match=r"cannot page-lock.*the driver says 2.*stays pageable") as caught:
-        make_trainer(strategy, max_steps=2).fit(module, batches([64, 64]))
-
-    assert sum("stays pageable" in str(each.message) for each in caught) == 1
-    (note,) = [note for note in strategy.report()["notes"] if "pageable" in note]
-    assert "dram" in note and "the driver says 2" in note
 
 
 class Forks(Callback):

@@ -9,7 +9,6 @@ from torch import nn
 
 import lightning_cxl
 from lightning_cxl import ConfigError, TierFullError, TierKind, TierNotFoundError, Topology, residency
-from tests.cases import others_full
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Block, Task, TinyTransformer, token_data
@@ -61,19 +60,12 @@ def test_everything_has_a_known_home():
         assert set(where) == {"dram"}, "the kernel says so"
 
 
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 OPTIMIZERS = {
-    "SGD": SGD,
-    "SGD decay": partial(SGD, weight_decay=0.1),
-    "SGD nesterov": partial(SGD, weight_decay=0.1, nesterov=True, maximize=True),
-    "SGD foreach": partial(SGD, weight_decay=0.1, foreach=True),
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True, maximize=True),
     "RMSprop": partial(torch.optim.RMSprop, momentum=0.9, centered=True),
     "Adam": partial(torch.optim.Adam, amsgrad=True),
-    "AdamW": torch.optim.AdamW,
-    "AdamW foreach": partial(torch.optim.AdamW, foreach=True),
-    "Adadelta": torch.optim.Adadelta,
+    "AdamW": partial(torch.optim.AdamW, foreach=True),
     "Rprop": torch.optim.Rprop,
-    "NAdam": torch.optim.NAdam,
 }
 
 
@@ -93,7 +85,7 @@ class Own(Task):
             }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", others_full(OPTIMIZERS, ["SGD nesterov", "RMSprop", "Adam", "AdamW foreach", "Rprop"]))
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_of_any_torch_optimizer_goes_where_the_module_of_its_parameter_asks(name):
     make = OPTIMIZERS[name]
     rules = {"*": {"optimizer_state": "cxl"}, "model.blocks.1": {"optimizer_state": "dram"}}
@@ -180,22 +172,17 @@ def test_views_of_one_storage_are_left_together():
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"tier_rules": {"model.*": {"weights": "hbm"}}}, TierNotFoundError, r"hbm.*this machine has: 'dram'"),
         (
             {"tier_rules": {"model.layers.*": "cxl"}},
             ConfigError,
             r"model\.layers\.\*.*matches no module.*model\.blocks",
         ),
-        ({"tier_rules": {"model.*": {"wheights": "cxl"}}}, ConfigError, r"wheights.*weights"),
-        ({"tiers": {"hbm": "1GiB"}}, (TierNotFoundError, ConfigError), r"hbm.*'dram'"),
         (
             {"tiers": {"dram": "10KiB"}, "on_tier_full": "error"},
             TierFullError,
             r"compute_weights.*dram.*10\.0 KiB.*(R|r)aise",
         ),
         ({"tiers": {"dram": "10KiB", "cxl": "10KiB"}}, TierFullError, r"compute_weights.*dram.*cxl"),
-        ({"tiers": {"dram": "64KiB", "cxl": "512KiB"}, "on_tier_full": "error"}, TierFullError, "compute_weights"),
-        ({"units": "model.layers.*"}, ConfigError, r"model\.layers"),
         ({"on_missing_tier": "error"}, TierNotFoundError, "CXL"),
     ],
 )

@@ -13,8 +13,10 @@ from lightning_cxl.storage.store import Store
 from lightning_cxl.streaming.unit_weights import NUM_SLOTS, UnitWeights
 from lightning_cxl.transfer import engine
 from tests import training_device
-from tests.cases import every_value, others_full
-from tests.integration.training import EXACT, assert_identical, make_trainer, offload
+from tests.cases import every_value
+from tests.integration.llama import LlamaTask, tiny_llama
+from tests.integration.quantised import KINDS, quantise
+from tests.integration.training import EXACT, assert_identical, make_trainer, offload, train
 from tests.models import token_data
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -125,7 +127,7 @@ def under_us(folder, way, **options):
     return fit(module, strategy), strategy, module
 
 
-@pytest.mark.parametrize("way", others_full(FOUR_BIT, FOUR_BIT[1:]))
+@pytest.mark.parametrize("way", FOUR_BIT[1:])
 def test_is_the_run_without_us(folder, way):
     expected = plain(folder, way)
     result, strategy, _ = under_us(folder, way)
@@ -157,7 +159,7 @@ def test_quantised_weights_are_on_their_tier_from_the_first_byte(folder):
 
 
 @pytest.mark.on_cpu
-@pytest.mark.parametrize("way", others_full(WAYS, ["nf4, nested", "8 bit"]))
+@pytest.mark.parametrize("way", ["nf4, nested", "8 bit"])
 def test_what_belongs_to_a_weight_moves_with_it_where_the_cpu_computes(folder, way):
     """Weights that were loaded before the run lie in ordinary memory."""
     model, strategy = theirs(folder, way), offload(**EXACT)
@@ -261,9 +263,9 @@ def test_frozen_blocks_are_copied_in_once_a_pass_and_never_out(folder, copies, u
 def test_the_device_holds_a_few_quantised_units_however_many_there_are(tmp_path):
     if training_device.current.type == "cpu":
         pytest.skip("needs a device apart")
-    wide = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 37}
+    wide = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 37}
     peaks, units = [], []
-    for layers in (6, 14):
+    for layers in (5, 9):
         folder = tmp_path / str(layers)
         tf.LlamaForCausalLM(tf.LlamaConfig(**wide, num_hidden_layers=layers)).save_pretrained(folder)
         torch.accelerator.empty_cache()
@@ -321,3 +323,50 @@ def test_weights_on_ssd_are_read_and_never_written(folder, tmp_path, monkeypatch
     assert strategy.report()["planned_roles"]["compute_weights"]["ssd"] > 0
     frozen = sorted(name for name in written if name.endswith("frozen weights"))
     assert len(frozen) == len(set(frozen)) == LAYERS, "each once, when it moved there"
+
+
+# -- what kernels read -------------------------------------------------------------------------------------------------
+
+
+def quantised(kind, width=64):
+    model = tiny_llama(hidden_size=width)
+    quantise(model, kind)
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_a_kernel_reads_is_in_the_slot(kind, monkeypatch):
+    """While a unit computes all its tensors lie in one slot; in between all of them lie in its home."""
+    inside, outside = [], []
+    enter, leave = UnitWeights.enter, UnitWeights.leave
+
+    def is_within(tensor, memory):
+        start = memory.data_ptr()
+        return start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= start + memory.numel()
+
+    def entered(unit, slot):
+        enter(unit, slot)
+        inside.extend(is_within(tensor, slot) for tensor in all_tensors(unit.module))
+
+    def left(unit):
+        leave(unit)
+        outside.extend(is_within(tensor, unit.pieces[0].flat) for tensor in all_tensors(unit.module))
+
+    monkeypatch.setattr(UnitWeights, "enter", entered)
+    monkeypatch.setattr(UnitWeights, "leave", left)
+    train(lambda: quantised(kind), offload(**EXACT), task=LlamaTask, steps=2)
+    assert inside and all(inside) and outside and all(outside)
+
+
+def all_tensors(unit):
+    """Every tensor that the quantised layers of a unit hold, found without knowing their names."""
+    for module in unit.modules():
+        for parameter in module.parameters(recurse=False):
+            yield parameter
+            holders = [parameter, getattr(parameter, "quant_state", None), getattr(module, "state", None)]
+            holders.append(getattr(holders[1], "state2", None))
+            for holder in holders:
+                values = {} if holder is None else holder.__dict__
+                yield from (value for value in values.values() if isinstance(value, torch.Tensor))

@@ -8,7 +8,6 @@ from contextlib import suppress
 
 import pytest
 
-from tests.cases import others_full
 from tests.integration.several_ranks import LAUNCHERS, NUM_ROWS, processes_of, start
 
 pytestmark = [pytest.mark.on_cpu, pytest.mark.slow]
@@ -42,7 +41,7 @@ def run(launcher, folder, *arguments, seconds=240):
             process.wait()
 
 
-@pytest.mark.parametrize("launcher", others_full(LAUNCHERS, ["lightning", "slurm"]))
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.full
 def test_ranks_meet_share_the_data_and_agree(tmp_path, launcher):
     codes, logs, _ = run(launcher, tmp_path)
@@ -76,10 +75,7 @@ def test_a_rank_that_raises_ends_all_and_its_error_is_shown(tmp_path, fails, lau
         assert error in logs[0].partition("Root Cause (first observed failure)")[2]
 
 
-KILLED = [("lightning", 0), ("lightning", 1), ("machines", 0), ("torchrun", 1)]
-
-
-@pytest.mark.parametrize(("launcher", "rank"), others_full(KILLED, KILLED[:1]))
+@pytest.mark.parametrize(("launcher", "rank"), [("lightning", 0), ("machines", 0), ("torchrun", 1)])
 def test_a_rank_that_is_killed_ends_all(tmp_path, launcher, rank):
     codes, logs, took = run(launcher, tmp_path, "--fail=kill", f"--rank={rank}", "--workers=1")
     assert 0 not in codes and took < SECONDS

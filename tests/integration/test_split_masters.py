@@ -6,7 +6,7 @@ from lightning.pytorch import seed_everything
 
 from lightning_cxl import CPUAdam
 from lightning_cxl.optim.kernels import join
-from tests.cases import every_pair, every_value
+from tests.cases import every_value
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -63,34 +63,6 @@ def test_split_and_float32_masters_train_the_same(accumulate, clip):
     state = trainer.optimizers[0].state[module.model.head.weight]
     assert state["remainder"].dtype == torch.int16 and state["remainder"].any()
     assert_same_training(module, fit({"master": "fp32"}, **arguments)[0])
-
-
-def frozen():
-    model = no_dropout()
-    model.embed.requires_grad_(False)
-    model.blocks[1].requires_grad_(False)
-    return model
-
-
-class AllParameters(Masters):
-    """The optimizer also holds what is frozen."""
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
-
-
-MODELS = {
-    "frozen": frozen,
-    "tied": lambda: no_dropout(tied=True),
-    "block twice": lambda: no_dropout(twice=True),
-}
-
-
-@pytest.mark.parametrize(("model", "offload_activations", "accumulate"), every_pair(MODELS, [True, False], [1, 2]))
-def test_models(model, offload_activations, accumulate):
-    arguments = {"make_model": MODELS[model], "task": AllParameters, "accumulate_grad_batches": accumulate}
-    runs = [fit({"master": m, "activation_offload": offload_activations}, **arguments)[0] for m in ("split", "fp32")]
-    assert_same_training(*runs)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

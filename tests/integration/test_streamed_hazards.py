@@ -14,7 +14,6 @@ from lightning_cxl.gradients.offload import GradientOffload
 from tests import training_device
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Block, Task, TinyTransformer, token_data
-from tests.training_device import LATE_CASES
 
 IGNORE = {"on_overflow": "ignore"}
 STAYS = {"stream_weights": False, "overlap_step": False}
@@ -241,7 +240,7 @@ class AddsLosses(Task):
         return loss + sum(self.model.losses).to(loss.device)
 
 
-@pytest.mark.parametrize("late", LATE_CASES, indirect=True)
+@pytest.mark.parametrize("late", ["copies and kernels"], indirect=True)
 @pytest.mark.parametrize("there", [None, "cpu"])
 def test_losses_that_blocks_append_to_a_list_of_the_model(late, there):
     assert_as_plain(make_model=lambda: Collects(there), task=AddsLosses, steps=3)

@@ -1,8 +1,12 @@
 """What is left where during and after a backward through streamed units."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from tests import training_device
+from tests.cases import every_value
 from tests.integration.training import EXACT, offload, train
 from tests.models import Task, TinyTransformer
 
@@ -104,3 +108,42 @@ def test_hooks_of_the_user_come_before_the_gradient_leaves():
     ours_losses, ours = gradients(Hooked, offload(**EXACT))
     assert ours_losses == losses and ours.seen[2].keys() == plain.seen[2].keys()
     assert all(torch.equal(ours.seen[2][name], value) for name, value in plain.seen[2].items())
+
+
+# -- memory of the device ----------------------------------------------------------------------------------------------
+
+
+ROUND = 1 << 16  # the gradients of one unit: how many are on their way is a matter of time
+
+
+class Casts(Task):
+    """Casts under an autocast of its own, which keeps the casts of weights."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.autocast(training_device.current.type, torch.bfloat16):
+            return super().training_step(batch, batch_idx)
+
+
+def peaks(depth, options, task):
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    losses, _ = train(partial(TinyTransformer, depth=depth), offload(**options), steps=3, task=task)
+    assert len(losses) == 3
+    return torch.accelerator.max_memory_allocated(), torch.accelerator.max_memory_reserved()
+
+
+KINDS = {
+    "behind the forward": ({}, Task),
+    "behind the backward": ({"on_overflow": "ignore"}, Task),
+    "autocast": ({}, Casts),
+}
+
+
+@pytest.mark.parametrize(("late", "kind"), every_value(["nothing", "kernels", "copies"], KINDS))
+def test_the_peak_does_not_grow_with_the_number_of_units(late, kind):
+    options, task = KINDS[kind]
+    if training_device.current.type == "cpu":
+        pytest.skip("needs a device apart")
+    training_device.make_late(late)  # late kernels let the host run far ahead
+    few, many = peaks(6, options, task), peaks(18, options, task)
+    assert many == pytest.approx(few, abs=ROUND)

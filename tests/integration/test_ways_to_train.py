@@ -76,14 +76,6 @@ def test_is_the_plain_run(case):
     assert_identical(train(make, "auto", **arguments), train(make, offload(**EXACT), **arguments))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_updates_behind_the_backward_change_nothing(case):
-    make, task, trainer_args = CASES[case]
-    arguments = {"task": task, "steps": 4, "trainer_args": trainer_args}
-    plain = train(make, offload(overlap_step=False), **arguments)
-    assert_identical(plain, train(make, offload(on_overflow="ignore"), **arguments))
-
-
 class SavesOnce(Callback):
     """Saves right after the step that ends a window of accumulation, or in the middle of the next one."""
 
