@@ -5,6 +5,7 @@ import torch
 
 from tests.apart import fsdp_runs
 from tests.apart import ranks as processes
+from tests.cases import others_full
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,7 @@ def on_the_cpu(ranks):
     return ranks.run(fsdp_runs.plain, "plain", "cpu")
 
 
-@pytest.mark.parametrize("offload", [None, "pageable", "pinned"])
+@pytest.mark.parametrize("offload", others_full([None, "pageable", "pinned"], ["pinned"]))
 def test_fsdp_trains_as_on_the_cpu(ranks, on_the_cpu, offload):
     for (losses, weights), (expected_losses, expected) in zip(
         ranks.run(fsdp_runs.plain, "plain", "apart", offload), on_the_cpu, strict=True

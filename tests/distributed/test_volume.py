@@ -41,5 +41,6 @@ def test_a_step_moves_what_the_formula_says(ranks, world, name):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.full
 def test_without_reductions_between_micro_batches(ranks, replicas):
     _check(ranks, 4, Job(steps=2, micro_batches=3, clip=0.5, replicas=replicas), no_sync=True)

@@ -8,9 +8,11 @@ import threading
 import time
 
 import pytest
+import torch
 
 from lightning_cxl.optim.cpu_adam import AdamStep
 from lightning_cxl.run.run import Run
+from tests import training_device
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +27,18 @@ def _device(request):
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)  # after an exception Lightning's stays, and holds the Trainer
+
+
+@pytest.fixture(scope="module")
+def kernels_of_bitsandbytes():
+    """Those without a GPU are compiled by torch, which does not know the device apart; their tables stay there."""
+    bnb = pytest.importorskip("bitsandbytes")
+    with torch._dynamo.config.patch(disable=True):
+        if training_device.unavailable is None:
+            for kind in ("nf4", "fp4"):
+                layer = bnb.nn.Linear4bit(64, 64, compute_dtype=torch.float32, quant_type=kind).to("cpu")
+                layer.to(training_device.chosen)(torch.zeros(1, 64, device=training_device.chosen))
+        yield
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.integration.fabric_loop import make_fabric
 from tests.integration.llama import tiny_llama
 from tests.integration.training import make_trainer, offload
 
-STEPS, HALF = 6, 3
+STEPS, HALF = 4, 2
 
 
 @dataclass

@@ -153,6 +153,7 @@ class ChangingLength(Task):
         return loss + super().training_step((x, y), batch_idx) if batch_idx == 3 else loss
 
 
+@pytest.mark.full
 def test_changing_lengths_recompile_once_for_all_lengths():
     def lengths(strategy):
         torch._dynamo.reset()

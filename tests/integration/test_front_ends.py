@@ -54,7 +54,6 @@ CASES = {
 
 @every_front_end
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.usefixtures("late_copies")
 def test_with_the_users_optimizer_a_run_is_the_plain_one_bit_for_bit(tmp_path, front_end, case):
     options, given = CASES[case]
     assert_identical(train(front_end, tmp_path, options, **given), train(front_end, tmp_path, **given))

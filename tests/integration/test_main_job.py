@@ -17,28 +17,17 @@ from lightning_cxl.finetune.evaluation_samples import EvaluationSamples
 from lightning_cxl.finetune.export import ExportPretrained
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.sequences.packing import packed_arguments
-from tests import training_device
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.unit.finetune.chats import MARKED, byte_tokenizer
 
 bnb = pytest.importorskip("bitsandbytes")
 pytestmark = [
+    pytest.mark.usefixtures("kernels_of_bitsandbytes"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
     pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning"),
 ]
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 STEPS = 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _library():
-    """Its kernels without a GPU are compiled by torch, which does not know the device apart; its tables stay there."""
-    with torch._dynamo.config.patch(disable=True):
-        if training_device.unavailable is None:
-            for kind in ("nf4", "fp4"):
-                layer = bnb.nn.Linear4bit(64, 64, compute_dtype=torch.float32, quant_type=kind).to("cpu")
-                layer.to(training_device.chosen)(torch.zeros(1, 64, device=training_device.chosen))
-        yield
 
 
 @pytest.fixture

@@ -82,6 +82,7 @@ GONE = ("Connection closed by peer", "Connection reset by peer", "Check the logs
 
 
 @pytest.mark.parametrize(("loop", "launcher", "rank"), FAILING)
+@pytest.mark.full
 def test_a_rank_that_raises_is_shown(tmp_path, loop, launcher, rank):
     code, log, took = run(loop, launcher, tmp_path, "--fail=raise", f"--rank={rank}")
     assert code != 0 and 0 < took < 60
@@ -90,6 +91,7 @@ def test_a_rank_that_raises_is_shown(tmp_path, loop, launcher, rank):
 
 
 @pytest.mark.parametrize(("loop", "launcher"), [("fabric", "itself"), ("trainer", "torchrun")])
+@pytest.mark.full
 def test_a_rank_that_is_killed_ends_all(tmp_path, loop, launcher):
     code, log, took = run(loop, launcher, tmp_path, "--fail=kill")
     assert code != 0 and 0 < took < 60

@@ -68,6 +68,7 @@ def adapted_experts(kind):
 
 @pytest.mark.parametrize("late", ["copies and kernels"], indirect=True)
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.full
 def test_adapters_of_experts_are_no_writes_to_weights(late, kind):
     arguments = {"task": LlamaTask, "steps": 3, "trainer_args": {"accumulate_grad_batches": 2}}
     plain, ours = (train(lambda: adapted_experts(kind), each, **arguments) for each in ("auto", offload(**EXACT)))

@@ -15,17 +15,12 @@ from lightning_cxl.text import format_bytes
 from tests.integration.llama import tiny_llama
 from tests.integration.training import make_trainer, offload
 
-pytest.importorskip("bitsandbytes")
-pytestmark = pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("kernels_of_bitsandbytes"),
+    pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning"),
+]
 SHAPE = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024}
 ROWS, TOKENS, RANK = 4, 32, 2  # inputs of units are large enough to leave the device
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _library():
-    """Its kernels without a GPU are compiled by torch, which takes long."""
-    with torch._dynamo.config.patch(disable=True):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +69,7 @@ def test_planned_bytes_of_every_role_are_what_a_run_holds(folder, quantize, prec
 
 
 @pytest.mark.on_cpu
+@pytest.mark.full
 def test_experts_are_run_without_values_and_stay_wide_with_a_word(tmp_path):
     shape = {**SHAPE, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = tf.MixtralForCausalLM(tf.MixtralConfig(**shape, num_local_experts=8))

@@ -22,6 +22,7 @@ from tests.models import token_data
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 pytestmark = [
+    pytest.mark.usefixtures("kernels_of_bitsandbytes"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
     pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning"),
 ]
@@ -34,17 +35,6 @@ WAYS = {
 }
 FOUR_BIT = list(WAYS)[:3]
 LAYERS, STEPS = 5, 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _library():
-    """Its kernels without a GPU are compiled by torch, which does not know the device apart; its tables stay there."""
-    with torch._dynamo.config.patch(disable=True):
-        if training_device.unavailable is None:
-            for kind in ("nf4", "fp4"):
-                layer = bnb.nn.Linear4bit(64, 64, compute_dtype=torch.float32, quant_type=kind).to("cpu")
-                layer.to(training_device.chosen)(torch.zeros(1, 64, device=training_device.chosen))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,13 @@ import torch
 import transformers as tf
 
 import lightning_cxl
-from tests.integration.test_qlora import NF4, QLoRA, _library, fit  # noqa: F401  # a fixture
+from tests.integration.test_qlora import NF4, QLoRA, fit
 from tests.integration.training import EXACT, assert_identical, offload
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 pytestmark = [
+    pytest.mark.usefixtures("kernels_of_bitsandbytes"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.* of weights are not quantised"),

@@ -132,7 +132,7 @@ def test_averaged_weights_are_swapped_in_and_out():
     def run(options):
         average = EMAWeightAveraging(decay=0.5)
         return fit(
-            options, task=Validates, make_model=lambda: TinyTransformer(dropout=0.0), steps=12, callbacks=[average],
+            options, task=Validates, make_model=lambda: TinyTransformer(dropout=0.0), steps=8, callbacks=[average],
             val_check_interval=4, validation=token_data(num_batches=2),
         )  # fmt: skip
 
