@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerBase
 
-from lightning_cxl.commands.exported_tensors import FILES_KEY
+from lightning_cxl.commands.export import FILES_KEY
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule, OptimizerLRScheduler
 from lightning_cxl.sequences.chunked_loss import IGNORED, chunked_loss

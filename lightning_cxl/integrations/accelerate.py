@@ -221,7 +221,6 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare a model, which is placed on its tiers; see Accelerate's `prepare_model`."""
         self._cut(model, [])
         self.offload.prepare(model)
         plain = evaluation_mode or self.num_processes > 1  # else Accelerate wraps it in DDP
@@ -231,7 +230,6 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Prepare an optimizer of a model that is prepared; see Accelerate's `prepare_optimizer`."""
         if not self._is_adopted(optimizer):
             (optimizer,) = self._adopt([], [optimizer])
         return super().prepare_optimizer(optimizer, device_placement=False)

@@ -81,7 +81,6 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
 
     @property
     def num_nodes(self) -> int:  # type: ignore[override]
-        """How many machines there are."""
         return self._num_nodes
 
     @property
@@ -99,7 +98,6 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
             self._launcher = FabricLauncher(cluster, self.num_processes, self.num_nodes)
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Replace a tensor by that of all processes together; anything else stays as it is."""
         return self._reduce(tensor, group, reduce_op)
 
     # -- set-up ------------------------------------------------------------------------------------------------------
@@ -170,13 +168,11 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
             super().backward(tensor, module, *args, **kwargs)
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Clip by the norm; see Fabric's `clip_gradients`."""
         self.offload.look()
         norm = super().clip_gradients_norm(*args, **kwargs)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def clip_gradients_value(self, *args: Any, **kwargs: Any) -> None:
-        """Clip by value; see Fabric's `clip_gradients`."""
         self.offload.look()
         super().clip_gradients_value(*args, **kwargs)
 
@@ -248,7 +244,6 @@ class _BackwardSync:
     """What `fabric.no_backward_sync` asks."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Return a region whose backwards exchange no gradients, if that is enabled."""
         return without_reducing(module) if enabled else nullcontext()
 
 

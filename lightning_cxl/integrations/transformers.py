@@ -63,7 +63,6 @@ class TrainerAccelerator(CXLAccelerator):
         return ours
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Prepare a model; see `CXLAccelerator.prepare_model`."""
         trainer = self._trainer()
         if trainer is not None and model is not trainer.model and not any(model is each for each in self._others):
             self._others.append(model)

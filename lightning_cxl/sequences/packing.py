@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.sequences.chunked_loss import IGNORED
-from lightning_cxl.sequences.lazy import LazyTensor, tell_once
+from lightning_cxl.sequences.chunked_loss import IGNORED, LazyTensor, tell_once
 from lightning_cxl.streaming.units import find_units
 from lightning_cxl.torch_private import is_compiled, tree_leaves, wrapper_tensor
 

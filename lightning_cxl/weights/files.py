@@ -265,6 +265,11 @@ class WeightSource:
         """Return a tensor that shows the pages of a file; None where it must be read."""
         return None
 
+    def reader(self) -> Callable[[], Tensor] | None:
+        """Return what gives the values also when the files are closed; None where these cannot be mapped."""
+        pages = self.mapped()
+        return None if pages is None else lambda: pages
+
     @torch.no_grad()
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor has the bits that `read_into` would give it."""
@@ -350,8 +355,7 @@ class MergedTensor(WeightSource):
         super().read_into(target, staging)
         HeapTrimmer().trim_now()  # what `compute` took on the way
 
-    def from_pages(self) -> Callable[[], Tensor] | None:
-        """Return what computes the values, also when the files are closed; None where these cannot be mapped."""
+    def reader(self) -> Callable[[], Tensor] | None:
         pages = [source.mapped() for source in self._sources]
         parts = [each for each in pages if each is not None]
         return (lambda: self._compute(list(parts))) if len(parts) == len(pages) else None
@@ -619,11 +623,3 @@ def _check_names(files: Iterable[TensorFile], index: dict[str, str]) -> None:
 
 def tensors_of(files: Iterable[TensorFile]) -> list[WeightSource]:
     return [tensor for file in files for tensor in file.entries.values()]
-
-
-def reader_of(source: WeightSource) -> Callable[[], Tensor] | None:
-    """Return what gives the values of a weight also when its files are closed; None where they cannot be mapped."""
-    if isinstance(source, MergedTensor):
-        return source.from_pages()
-    pages = source.mapped()
-    return None if pages is None else lambda: pages

@@ -8,10 +8,9 @@ else; conversion to another dtype goes through a chunk of bounded size. When rea
 were on the meta device are there again; of those that existed, some have been overwritten, and the error says which.
 """
 
-import difflib
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -37,7 +36,6 @@ from lightning_cxl.weights.files import (
     WeightSource,
     are_left_in_files,
     open_weights,
-    reader_of,
     scratch,
     tensors_of,
 )
@@ -232,7 +230,7 @@ def match_names(model: nn.Module, tensors: Sequence[WeightSource], translate: Tr
         reads.append(Read(source, weight))
     if wrong:
         raise CheckpointError(
-            f"{len(wrong)} tensors do not fit {type(model).__name__}: {_list(wrong, '; ')}. Nothing has been loaded. "
+            f"{len(wrong)} tensors do not fit {type(model).__name__}: {_joined(wrong, '; ')}. Nothing has been loaded. "
             "Build the model with the sizes that the files were saved with (their config)."
         )
     filled = {id(read.weight) for read in reads}
@@ -260,11 +258,11 @@ def refuse_mismatch(matches: Matches, model: nn.Module) -> None:
         return
     texts = []
     if matches.missing:
-        names = _with_closest(matches.missing, matches.unexpected, "in the files")
-        texts.append(f"{len(matches.missing)} weights are missing from the files: {names}")
+        texts.append(f"{len(matches.missing)} weights are missing from the files: {_list(matches.missing)}")
     if matches.unexpected:
-        names = _with_closest(matches.unexpected, matches.missing, "in the model")
-        texts.append(f"{len(matches.unexpected)} tensors of the files are not in the model: {names}")
+        texts.append(
+            f"{len(matches.unexpected)} tensors of the files are not in the model: {_list(matches.unexpected)}"
+        )
     raise CheckpointError(
         f"the files do not fit {type(model).__name__}: {'. '.join(texts)}. {len(matches.reads)} tensors fit. Nothing "
         "has been loaded. Load into the class that was saved, or pass strict=False to load what fits."
@@ -295,17 +293,12 @@ def _show(tensor: WeightSource | torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _list(texts: Sequence[str], separator: str = ", ") -> str:
+def _list(names: Sequence[str]) -> str:
+    return _joined([f"`{name}`" for name in names], ", ")
+
+
+def _joined(texts: Sequence[str], separator: str) -> str:
     return separator.join(texts[:_SHOWN]) + (f"{separator}..." if len(texts) > _SHOWN else "")
-
-
-def _with_closest(names: Sequence[str], others: Iterable[str], where: str) -> str:
-    others = list(others)
-    shown = []
-    for name in names[:_SHOWN]:
-        close = difflib.get_close_matches(name, others, n=1)
-        shown.append(f"`{name}`" + (f" (closest {where}: `{close[0]}`)" if close else ""))
-    return ", ".join(shown) + (", ..." if len(names) > _SHOWN else "")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -716,7 +709,7 @@ def _pages_like(meta: Tensor, dtype: torch.dtype, read: Read) -> Tensor | None:
 
 def _unread(meta: Tensor, dtype: torch.dtype, read: Read) -> Tensor | None:
     """Return a weight that is read when it is used, if its files can be mapped."""
-    reader = reader_of(read.source) if _is_shown(meta) else None
+    reader = read.source.reader() if _is_shown(meta) else None
     return None if reader is None else UnreadWeight(meta, dtype, reader)
 
 

@@ -34,7 +34,6 @@ class OffloadProgressBar(RichProgressBar):
         self._printed_step = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Choose between the bar and plain lines."""
         super().setup(trainer, pl_module, stage)
         self._printed_step = 0
         if self.is_enabled and not sys.stdout.isatty():
@@ -50,7 +49,6 @@ class OffloadProgressBar(RichProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Update the bar, or print a line."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         step = trainer.global_step
         is_due = self._printed_step == 0 or step % self.plain_every_n_steps == 0
@@ -59,7 +57,6 @@ class OffloadProgressBar(RichProgressBar):
             self._print_line(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Update the bar, or print a line with the new validation metrics."""
         super().on_validation_end(trainer, pl_module)
         if self._plain and not trainer.sanity_checking:
             self._print_line(trainer, pl_module)

@@ -39,7 +39,6 @@ class CXLCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write `checkpoint` to `path`. See `lightning_cxl.run.checkpoint.save_file`."""
         if storage_options is not None or _is_remote(path):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         else:
@@ -48,7 +47,6 @@ class CXLCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the checkpoint at `path`. See `lightning_cxl.run.checkpoint.load_file`."""
         if _is_remote(path):
             return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
         return load_file(Path(path), map_location, weights_only)
@@ -89,33 +87,27 @@ class CommonStrategy(_Base):  # type: ignore[misc]
 
     @property
     def global_rank(self) -> int:
-        """The number of this process among all."""
         return super().global_rank if self.is_distributed else 0
 
     @property
     def local_rank(self) -> int:
-        """The number of this process among those of its machine."""
         return super().local_rank if self.is_distributed else 0
 
     @property
     def node_rank(self) -> int:
-        """The number of this machine."""
         return super().node_rank if self.is_distributed else 0
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
         return super().world_size if self.is_distributed else 1
 
     @property
     def root_device(self) -> torch.device:
-        """The device that the model computes on in this process."""
         devices: list[torch.device] = self.parallel_devices or [torch.device("cpu")]
         return devices[self.local_rank]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which part of the data is for this process: every rank has its own."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
@@ -164,12 +156,10 @@ class CommonStrategy(_Base):  # type: ignore[misc]
     # -- together ----------------------------------------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all processes; before they have met, for none."""
         if self._has_met:
             dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return what rank `src` gives."""
         return processes.broadcast(obj, src) if self._has_met else obj
 
     def _reduce(self, tensor: Any, group: Any, op: Any) -> Any:
@@ -177,11 +167,9 @@ class CommonStrategy(_Base):  # type: ignore[misc]
         return processes.reduce(tensor, group, op) if self._has_met and isinstance(tensor, Tensor) else tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all processes say yes; with ``all=False``, whether any does."""
         return super().reduce_boolean_decision(decision, all) if self._has_met else decision
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensors of all processes, stacked in a new first dimension; with one process, `tensor` itself."""
         return super().all_gather(tensor, group, sync_grads) if self._has_met else tensor
 
     @property
@@ -195,9 +183,7 @@ class CommonStrategy(_Base):  # type: ignore[misc]
         return self._session.report(self.root_device)
 
     def __str__(self) -> str:
-        """Return the report as one screen of text."""
         return self._session.describe(type(self).__name__, self.root_device)
 
     def __repr__(self) -> str:
-        """Return the class and the options that are not at their default."""
         return self._session.describe_options(type(self).__name__)

@@ -108,7 +108,6 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         self.lightning_module._device_mesh = self._device_mesh  # users find it there in `configure_model`
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Replace a tensor by that of all processes together; anything else stays as it is."""
         return self._reduce(tensor, group, reduce_op)
 
     # -- set-up ------------------------------------------------------------------------------------------------------
@@ -221,7 +220,6 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Make room for the backward pass."""
         self.run.start_backward()
 
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -236,19 +234,15 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
     # -- steps: what Lightning calls must be the module that gathers -------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's `training_step`."""
         return self._call("training_step", self.precision_plugin.train_step_context, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's `validation_step`."""
         return self._call("validation_step", self.precision_plugin.val_step_context, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's `test_step`."""
         return self._call("test_step", self.precision_plugin.test_step_context, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's `predict_step`."""
         return self._call("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
 
     def _call(
@@ -474,7 +468,6 @@ class _Launcher(SubprocessScriptLauncher):
     """Names an error before callbacks get it: one that saves then waits for other ranks, and may end with theirs."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start what is to be started, then call `function` in every process."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             try:

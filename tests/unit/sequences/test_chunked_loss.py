@@ -11,7 +11,6 @@ from lightning_cxl import chunked_loss
 from lightning_cxl.commands.plan import loss_on_meta
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.dry_run import dry_run
-from lightning_cxl.sequences import lazy
 from lightning_cxl.sequences.chunked_loss import DeferredLogits, chunk_tokens, chunked_cross_entropy
 from lightning_cxl.streaming.units import StandIn
 from tests.unit.sequences.models import VOCABULARY, tiny
@@ -36,7 +35,7 @@ def batch():
 @pytest.fixture
 def lines(caplog, monkeypatch):
     """What the log says, in which each line comes once."""
-    monkeypatch.setattr(lazy, "_told", set())
+    monkeypatch.setattr("lightning_cxl.sequences.chunked_loss._told", set())
     caplog.set_level(logging.INFO, logger="lightning_cxl")
     return lambda: [record.message for record in caplog.records]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.sequences import lazy, packing
+from lightning_cxl.sequences import packing
 from lightning_cxl.sequences.packing import (
     PackedMask,
     fit_rows,
@@ -147,7 +147,7 @@ def test_no_piece_is_long_but_for_one_document(monkeypatch):
     ],
 )
 def test_any_other_operation_gets_the_whole_mask_and_the_log_says_so(operation, caplog, monkeypatch):
-    monkeypatch.setattr(lazy, "_told", set())
+    monkeypatch.setattr("lightning_cxl.sequences.chunked_loss._told", set())
     caplog.set_level(logging.INFO, logger="lightning_cxl")
     mask = PackedMask(ROWS, CPU, window=3)
     expected = operation(mask.whole())
@@ -318,7 +318,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_model_that_cannot_keep_sequences_apart_is_found_and_said_once(family, caplog, monkeypatch):
-    monkeypatch.setattr(lazy, "_told", set())
+    monkeypatch.setattr("lightning_cxl.sequences.chunked_loss._told", set())
     caplog.set_level(logging.INFO, logger="lightning_cxl")
     model = tiny(family)
     for _ in range(2):

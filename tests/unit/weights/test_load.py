@@ -151,7 +151,7 @@ def test_missing_and_unexpected_are_one_error_before_anything_is_loaded(path):
         load_weights(model, path)
     text = str(caught.value)
     assert "2 weights are missing from the files: `embed.weight`" in text
-    assert "`norm.weight` (closest in the files: `norm.wieght`)" in text
+    assert "`norm.weight`" in text and "`norm.wieght`" in text
     assert "2 tensors of the files are not in the model" in text and "`other.thing`" in text
     assert "strict=False" in text and "Nothing has been loaded" in text
     assert all(p.is_meta for p in model.parameters())

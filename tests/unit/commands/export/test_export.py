@@ -19,8 +19,7 @@ from transformers import (
 )
 
 from lightning_cxl.__main__ import main
-from lightning_cxl.commands.export import export_checkpoint
-from lightning_cxl.commands.exported_tensors import TOKENIZER_FILES, CheckpointTensor
+from lightning_cxl.commands.export import TOKENIZER_FILES, CheckpointTensor, export_checkpoint
 from lightning_cxl.errors import CheckpointError, LightningCXLError, LightningCXLWarning
 from tests.unit.finetune.chats import CHATML, byte_tokenizer
 
