@@ -27,7 +27,6 @@ import pytest
 import torch
 
 from lightning_cxl.memory.hook import active
-from lightning_cxl.run.user_loop import close_dropped
 from tests import training_device
 
 # Lightning uses what jsonargparse deprecates; a filter by the warning's class would need the package
@@ -121,7 +120,7 @@ def _no_run_is_left():
     for _ in range(3):  # what has a finaliser of its own goes one round later
         if active() not in (before, None):
             gc.collect()
-            close_dropped()
+            training_device.close_loops()
     assert active() in (before, None), "the test has left a run that goes on"
 
 

@@ -24,7 +24,7 @@ import torch
 
 from lightning_cxl.devices.device_type import CudaDevices, register_device_type
 from lightning_cxl.machine import topology as disk_space
-from lightning_cxl.run.user_loop import close_dropped
+from lightning_cxl.run.user_loop import UserLoop
 from tests import apart
 from tests.apart_accelerator import ApartAccelerator, ApartDevices
 from tests.cases import others_full
@@ -145,8 +145,15 @@ def _left(before: dict[str, int]) -> dict[str, int]:
     for _ in range(3):  # what has a finaliser of its own goes one round later
         if held() != before:
             gc.collect()
-            close_dropped()
+            close_loops()
     return {name: now - before[name] for name, now in held().items() if now > before[name]}
+
+
+def close_loops() -> None:
+    """Close loops that a test has left open: torch keeps their hooks, and these all memory of their runs."""
+    for each in gc.get_objects():
+        if type(each) is UserLoop and each.__dict__.get("_prepared"):
+            each.close()
 
 
 def clear_workspaces() -> None:

@@ -39,8 +39,7 @@ from lightning_cxl.torch_private import hooks_after_accumulation
 # that others hold as well, such as the gradient of the output itself, to where the parameter is then. So the hook
 # before gives it one of its own.
 #
-# Torch keeps hooks where the garbage collector does not look. So what they reach must not reach the model, or a
-# training that nobody ends would never be found ([Note: Call order in a user's loop]).
+# Torch keeps hooks where the garbage collector does not look: they are removed when a run is closed.
 
 
 class GradientHooks:

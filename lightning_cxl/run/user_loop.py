@@ -3,16 +3,13 @@
 [Note: Call order in a user's loop]
 ``prepare`` for each model, with its optimizers where it has some: the run is built, the optimizers are adopted -> per
 step: the model is called (a hook on it ends the step before), ``backward`` around the backward, clipping on
-`holders` of gradients, ``optimizer.step`` -> ``close``. What the loop does around a step is not known, so nothing is
-left to a later moment that it could see: ``.grad`` is complete after each backward, clipping and unscaling change it in
-place.
+`holders` of gradients, ``optimizer.step`` -> ``close``, without which memory stays taken until the process ends. What
+the loop does around a step is not known, so nothing is left to a later moment that it could see: ``.grad`` is complete
+after each backward, clipping and unscaling change it in place.
 """
 
 import logging
-import os
 import warnings
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -130,29 +127,6 @@ class _Prepared:
     """Takes away what is on the model and its optimizers."""
 
 
-_dropped: "deque[UserLoop]" = deque()
-
-
-def close_dropped() -> None:
-    """Close loops that the garbage collector has found open.
-
-    Torch holds hooks on parameters in C++, where the collector does not see them, so a loop that is only dropped would
-    keep all its memory. The collector runs in any thread, also in one that holds a lock which closing needs, so
-    ``__del__`` only notes the loop, and the next loop that does anything closes it.
-    """
-    while _dropped:
-        try:
-            loop = _dropped.popleft()
-        except IndexError:  # another thread has taken it
-            return
-        if loop.pid != os.getpid():  # a forked child has neither its threads nor its files
-            continue
-        try:
-            loop.close()
-        except Exception as error:  # has nothing to do with the code that runs now
-            log.warning(f"a training that was dropped without `close` did not end well: {error!r}")
-
-
 class UserLoop:
     """A context manager around one training; see [Note: Call order in a user's loop]."""
 
@@ -165,7 +139,6 @@ class UserLoop:
         self.session = session
         self.device = device
         self.loop = loop
-        self.pid = os.getpid()
         self._prepared: dict[int, _Prepared] = {}  # by id of the model
 
     # -- set-up ------------------------------------------------------------------------------------------------------
@@ -182,7 +155,6 @@ class UserLoop:
         Returns:
             The optimizers that take the place of the user's, in the same order.
         """
-        close_dropped()  # its memory is needed
         before, is_elsewhere = self._prepared.get(id(model)), any(loop is not self for loop in _loops_of(model))
         if not optimizers and (before is not None or is_elsewhere):
             return []  # it computes already
@@ -442,10 +414,6 @@ class UserLoop:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(after_error=kind is not None)
 
-    def __del__(self) -> None:
-        if self.__dict__.get("_prepared"):  # else it is closed, or the constructor has refused
-            _dropped.append(self)
-
     def __reduce__(self) -> tuple[type["UserLoop"], tuple[Session, torch.device, Loop]]:
         """Copy and pickle without the runs that are going on: they belong to this process."""
         return UserLoop, (self.session, self.device, self.loop)
@@ -461,12 +429,12 @@ class _Move(ReplacedMethod):
 
     def __init__(self, module: nn.Module, model: nn.Module, loop: UserLoop) -> None:
         super().__init__(getattr(module, MOVE))
-        self._model = weakref.ref(model)  # hooks on parameters lead to modules: see `close_dropped`
-        self._loop = weakref.ref(loop)
+        self._model = model
+        self._loop = loop
 
     def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **keywords: Any) -> Any:
-        model, loop = self._model(), self._loop()
-        if model is None or loop is None or not loop.knows(model):
+        model, loop = self._model, self._loop
+        if not loop.knows(model):
             return self._plain(fn, *args, **keywords)
         here = torch.zeros(1, device=loop.device)
         there = fn(here).device
@@ -504,7 +472,6 @@ class _Forward:
             set_compiler(compiler)
 
     def _begin(self) -> None:
-        close_dropped()
         num_steps, num_received = self._run.guard.num_steps, self._run.num_received
         if num_steps != self._num_steps:
             self._run.end_step()
