@@ -21,7 +21,6 @@ from lightning_cxl import torch_private
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is cut over processes."""
     return isinstance(tensor, DTensor)
 
 
@@ -48,21 +47,13 @@ def settle(tensor: torch.Tensor) -> None:
 
 
 def sharded_like(shard: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
-    """Return `shard` as the part of this process in a tensor that is cut like `owner`; itself if that is not cut.
-
-    Args:
-        owner: tells the shape of the whole, and how it is cut.
-    """
+    """Return `shard` as the part of this process in a tensor that is cut like `owner`; itself if that is not cut."""
     return torch_private.dtensor_like(shard, owner) if isinstance(owner, DTensor) else shard
 
 
 @torch.no_grad()
 def shard_of(value: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
-    """Return what of `value` belongs where this process holds its part of `owner`: a view where every process has all.
-
-    Args:
-        value: the whole, which every process has, or cut in any way.
-    """
+    """Return what of `value` belongs where this process holds its part of `owner`: a view if all have all of it."""
     if not isinstance(owner, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):
@@ -109,7 +100,6 @@ def first_element(tensor: torch.Tensor) -> int:
 
 
 def _groups(tensor: torch.Tensor) -> tuple[ProcessGroup, ...]:
-    """Return the process groups that a tensor is cut over, one for each dimension of its mesh that cuts it."""
     if not isinstance(tensor, DTensor):
         return ()
     cuts = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard()]

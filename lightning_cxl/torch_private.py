@@ -33,17 +33,11 @@ _T = TypeVar("_T")
 
 
 def check_version(version: str) -> None:
-    """Refuse a torch that the tests have not run on."""
     if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) <= NEWEST:
         raise UnsupportedError(f"torch {version} is not known to work with lightning_cxl. {_advice()}")
 
 
 def find(module: str, path: str, purpose: str) -> Any:
-    """Return what a module has under a name, or a dotted path of names.
-
-    Args:
-        purpose: what it is needed for, for the message: `lightning_cxl needs to ...`.
-    """
     try:
         return functools.reduce(getattr, path.split("."), importlib.import_module(module))
     except (ImportError, AttributeError):
@@ -162,7 +156,6 @@ def in_exec_group() -> bool:
 
 
 def caches_weights(module: nn.Module) -> bool:
-    """Return whether a parametrized weight of `module` is kept for later uses: within ``parametrize.cached()``."""
     return bool(parametrize._cache_enabled) and any(map(parametrize.is_parametrized, module.modules()))
 
 
@@ -195,7 +188,6 @@ find("torch", "ops.aten.empty.memory_format._schema", "know what an operator tak
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the schema of an operator: its name, arguments and returns."""
     return operator._schema
 
 
@@ -245,7 +237,6 @@ _hooks_of_all_backwards = tuple(
 
 
 def wrapper_tensor(cls: type[_T], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _T:
-    """Return a tensor of class `cls` without memory of its own."""
     made: _T = make_wrapper(cls, shape, dtype=dtype, device=device)
     return made
 
@@ -291,13 +282,11 @@ find("torch.amp", f"GradScaler.{UNSCALE}", "unscale gradients on the host")
 
 
 def step_hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
-    """Return the hooks that run before and after a step of `optimizer`: its own and those of all optimizers."""
     before, after = ({**own, **all_} for own, all_ in zip(_hooks_of(optimizer), _hooks_of_all, strict=False))
     return before, after
 
 
 def loading_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """Return the hooks that run before and after a state dict is loaded."""
     before, after = _hooks_of(optimizer)[-2:]
     return list(before.values()), list(after.values())
 
@@ -347,7 +336,6 @@ _own_part = find(
 
 
 def own_part(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of what this process holds of a tensor, and where in each dimension it begins."""
     shape, offsets = _own_part(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offsets)
 
@@ -391,7 +379,6 @@ def _groups(module: Any) -> list[Any]:
 
 
 def has_all_reduce_hook(module: Any) -> bool:
-    """Return whether a user has set what runs behind the reductions of a module."""
     return any(group._all_reduce_hook is not None for group in _groups(module))
 
 

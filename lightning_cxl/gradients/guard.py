@@ -56,11 +56,7 @@ class _Record:
 
 
 class OverflowGuard:
-    """Keeps an optimizer from being stepped with gradients that are not finite.
-
-    Args:
-        action: ``"skip"`` leaves the step out, ``"error"`` raises, ``"ignore"`` does not look.
-    """
+    """Keeps an optimizer from being stepped with gradients that are not finite."""
 
     def __init__(
         self, action: OnOverflow, limit: int, name_of: Callable[[torch.Tensor], str], meter: GradientMeter
@@ -110,11 +106,7 @@ class OverflowGuard:
         return None if first is None else with_grad[first]
 
     def refuse(self, optimizer: Optimizer, parameter: torch.Tensor, *, expected: bool = False) -> None:
-        """Count a step of `optimizer` that is left out because of `parameter`'s gradient.
-
-        Args:
-            expected: a loss scaler is looking for its scale: no error by itself.
-        """
+        """Count a step of `optimizer` that is left out because of `parameter`'s gradient."""
         self.num_skipped += 1
         if self._action == "ignore":  # a loss scaler leaves the step out all the same
             return
@@ -147,9 +139,6 @@ class HostUnscale(ReplacedMethod):
     A scaler on a device copies its scale to the gradients' device without waiting, which is a race when that is the
     host: give it host copies that are complete. For `CPUAdam` nothing is multiplied: the step applies the factor, and
     the check uses the sums that were taken as gradients arrived.
-
-    Args:
-        defers: whether the factor may be left to the optimizer's step, because no code reads gradients before it.
     """
 
     def __init__(

@@ -627,7 +627,6 @@ class ModuleZeroGrad(ReplacedMethod):
         """What the user has put on the module, which is called and put back."""
 
     def __call__(self, *args: Any, **keywords: Any) -> None:
-        """Clear the gradients; see `torch.nn.Module.zero_grad`."""
         set_to_none = args[0] if args else keywords.get("set_to_none", True)
         if set_to_none and self.own is None and type(self._module).zero_grad is nn.Module.zero_grad:
             parameters = list(self._peek(self._module))
@@ -640,7 +639,6 @@ class ModuleZeroGrad(ReplacedMethod):
 
 
 def attach_zero_grad(model: nn.Module, grads: GradientOffload, peek: Peek) -> None:
-    """Replace `zero_grad` of a model and of every module in it."""
     for module in model.modules():
         module.__dict__["zero_grad"] = ModuleZeroGrad(module, grads, peek)
 

@@ -74,11 +74,6 @@ class WholeUpdates:
         self._masters.absorb_changes()
 
     def update(self, optimizer: Optimizer, step: Callable[[], Any], loss: Any) -> Any:
-        """Update the parameters of `optimizer` that have gradients.
-
-        Returns:
-            What the optimizer's own step returns.
-        """
         return step()
 
     def write_back(self, optimizer: Optimizer, updated: Sequence[torch.Tensor]) -> None:
@@ -91,7 +86,6 @@ class WholeUpdates:
         self._masters.wait()
 
     def close(self, *, after_error: bool = False) -> None:
-        """Return when every update is done; see `UnitUpdates`."""
         self._masters.wait()
 
 
@@ -102,11 +96,7 @@ MAX_UNITS_IN_FLIGHT = 3
 
 
 class UnitUpdates(WholeUpdates):
-    """Starts the updates of units and keeps track of them. See [Note: Overlapped updates].
-
-    Args:
-        in_backward: whether updates may run behind the backward of a step's closure.
-    """
+    """Starts the updates of units and keeps track of them. See [Note: Overlapped updates]."""
 
     def __init__(
         self,
@@ -143,7 +133,6 @@ class UnitUpdates(WholeUpdates):
             unit.num_forwards = 0
 
     def begin_backward(self) -> None:
-        """Note that the backward begins after which the step comes, if a closure is being evaluated."""
         self._is_last_backward = self._optimizer is not None
 
     def give_up(self) -> None:
@@ -184,7 +173,6 @@ class UnitUpdates(WholeUpdates):
         self._worker.submit(_run, self._updating(self._optimizer, [pair]), update)
 
     def _updating(self, optimizer: CPUAdam, pairs: list[WeightPair]) -> Callable[[], None]:
-        """Return the job that updates parameters whose gradients have been handed over."""
         if self._step is None:
             self._step = optimizer.begin_step()
         return partial(self._update_arrived, self._step, pairs, optimizer.grad_scale)
@@ -372,11 +360,7 @@ class HostStep:
         self._num_evaluations = 0  # of the closure of this step
 
     def __call__(self, closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
-        """Run one step; same contract as the optimizer's own `step`, which gets the keywords.
-
-        Returns:
-            What the optimizer's `step` returns; the loss where the step was left out.
-        """
+        """Run one step; same contract as the optimizer's own `step`, which gets the keywords."""
         optimizer = self._optimizer
         if keywords and isinstance(optimizer, CPUAdam):
             raise TypeError(f"{type(optimizer).__name__}.step() takes `closure` only, not {', '.join(keywords)}")
@@ -468,8 +452,6 @@ def _bring_to_host(optimizer: Optimizer) -> None:
 
 
 class _StepLeftOut(Exception):
-    """Ends a step: its gradients may not be used."""
-
     def __init__(self, loss: Any) -> None:
         super().__init__("the gradients of this step are not finite")
         self.loss = loss
@@ -492,11 +474,7 @@ class _StepLeftOut(Exception):
 
 
 def follow_overrides(optimizer: Optimizer, pairs: Iterable[WeightPair]) -> None:
-    """Let settings of compute weights hold for their masters, such as the Trainer's: embeddings have 32-bit state.
-
-    Args:
-        optimizer: any; those of bitsandbytes share one manager of settings in a process.
-    """
+    """Let settings of compute weights hold for their masters, such as the Trainer's: embeddings have 32-bit state."""
     manager = getattr(optimizer, "mng", None)
     settings = getattr(manager, "pid2config", None)
     if manager is None or settings is None:
@@ -528,20 +506,12 @@ class AdamW(CPUAdam, torch.optim.AdamW):
 
 
 def class_in_place_of(optimizer: Optimizer) -> type[CPUAdam]:
-    """Return the class of the `CPUAdam` that takes the place of torch's Adam or AdamW, or of another `CPUAdam`."""
     if isinstance(optimizer, torch.optim.AdamW):
         return AdamW
     return Adam if isinstance(optimizer, torch.optim.Adam) else CPUAdam
 
 
 class Adoption:
-    """Adopts the optimizers of one run.
-
-    Args:
-        precisions: which optimizers become `CPUAdam`, and in which precision their masters and state are kept.
-        meter: knows the sums of squares of this run's gradients; its number of threads is that of `CPUAdam`, too.
-    """
-
     def __init__(
         self,
         precisions: Precisions,
@@ -720,8 +690,6 @@ class Adoption:
 
 
 class _Sensitive:
-    """The masters whose state stays float32, as a collection."""
-
     def __init__(self, masters: MasterWeights, is_sensitive: Callable[[torch.Tensor], bool]) -> None:
         self._masters = masters
         self._is_sensitive = is_sensitive

@@ -137,12 +137,7 @@ def is_as_before(
 
 
 class KernelTable:
-    """Rows of parameters, and the rows of scalars that they refer to.
-
-    Args:
-        teams: which threads take which part; None where all are near to all memory.
-        swapped: where state and weights are now that are not in memory otherwise; None where all is in memory.
-    """
+    """Rows of parameters, and the rows of scalars that they refer to."""
 
     def __init__(self, teams: ThreadTeams | None = None, swapped: InBuffers | None = None) -> None:
         self._teams = teams
@@ -259,13 +254,7 @@ class Work(NamedTuple):
 
 
 class AdamStep:
-    """Hyper-parameters of one step, as they are when it begins, and the work of it.
-
-    Args:
-        state: of the optimizer, by parameter; refers to the memory of `kept` once a parameter has been updated.
-        kept: state of each parameter, in memory that stays where it is.
-        teams: which threads update what; None where all are near to all memory.
-    """
+    """Hyper-parameters of one step, as they are when it begins, and the work of it."""
 
     def __init__(
         self,
@@ -688,21 +677,12 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
         return self.kept.fp32_state
 
     def enter_run(self, sums_of: SumsOf, wait: Callable[[], None]) -> None:
-        """Take part in a run, until `leave_run`.
-
-        Args:
-            sums_of: knows the sums of squares of the run's gradients.
-            wait: returns when no update runs behind.
-        """
+        """Take part in a run, until `leave_run`."""
         self._sums_of = sums_of
         self.wait = wait
 
     def leave_run(self) -> None:
-        """Use nothing of a run that is over: take memory from torch from now on, and measure gradients alone.
-
-        Raises:
-            StorageError: a write of state on SSD has failed.
-        """
+        """Use nothing of a run that is over: take memory from torch from now on, and measure gradients alone."""
         try:
             self.kept.leave_run(self.plain_state)
         finally:
@@ -803,11 +783,7 @@ log = logging.getLogger(__name__)
 
 
 class Precisions:
-    """Decides by optimizer and compute parameter.
-
-    Args:
-        is_sensitive: whether the state of a compute parameter stays float32 when it is 8 bit otherwise.
-    """
+    """Decides by optimizer and compute parameter."""
 
     def __init__(
         self,

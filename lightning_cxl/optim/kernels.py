@@ -45,9 +45,6 @@ def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return float32 `values` as compute weights and remainders: upper half, rounded to nearest, and lower half.
 
     Ties go away from zero: with ties to even, a remainder of one half would not tell whether it was rounded up.
-
-    Returns:
-        bfloat16 and int16 tensors of the same shape.
     """
     bits = _bits(values)
     upper = torch.where(values.isnan(), bits >> 16 | 0x40, bits + 0x8000 >> 16)

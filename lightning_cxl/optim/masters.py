@@ -83,11 +83,7 @@ class WeightPair:
         return data
 
     def put_front(self, on_access: Callable[[], None]) -> None:
-        """Let the compute parameter show the master's gradient, and notice ``.data``, until `remove_front`.
-
-        Args:
-            on_access: completes gradients that are on their way, where that is possible now.
-        """
+        """Let the compute parameter show the master's gradient, and notice ``.data``, until `remove_front`."""
         if self.is_shared or is_sharded(self.compute):
             return
         self._plain_type, grad = type(self.compute), torch_private.plain_grad(self.compute)
@@ -172,12 +168,7 @@ class _Front:
 
 
 class MasterWeights:
-    """Finds or makes the master of every parameter that an optimizer owns.
-
-    Args:
-        names: name of every parameter of the model, keyed by the parameter's `id`.
-        engine: copies to compute weights on its device; None where all of them are on the host.
-    """
+    """Finds or makes the master of every parameter that an optimizer owns."""
 
     def __init__(self, names: dict[int, str], allocate: AllocateFor, engine: TransferEngine | None = None) -> None:
         self._names = names
@@ -202,11 +193,7 @@ class MasterWeights:
         return self._by_id.get(id(parameter))
 
     def adopt(self, parameter: Parameter, form: MasterForm | None) -> WeightPair:
-        """Return the record of `parameter`, making its master if it needs one of its own.
-
-        Args:
-            form: of the master of a 16-bit parameter that `CPUAdam` updates; None for another optimizer.
-        """
+        """Return the record of `parameter`, making its master if it needs one of its own."""
         pair = self._by_id.get(id(parameter))
         if pair is None:
             name = self._names.get(id(parameter)) or f"unnamed.{len(self._by_id)}"  # not registered in the model

@@ -171,11 +171,7 @@ def moment_bytes(numel: int, precision: StatePrecision) -> int:
 
 
 class Moment:
-    """One of Adam's two moments of one parameter.
-
-    Args:
-        precision: how it is kept; 8 bit has a code per element and a float32 scale per block of 256 in memory order.
-    """
+    """One of Adam's two moments of one parameter."""
 
     __slots__ = ("scales", "unsigned", "values")
 
@@ -468,11 +464,7 @@ def _shard_of_moment(
 
 
 class ParameterStates:
-    """Makes the states of parameters, keeps them, and lets go of those that nothing can ask for any more.
-
-    Args:
-        allocate: gives their memory. Not part of a copy or a pickle: it belongs to this process.
-    """
+    """Makes the states of parameters, keeps them, and lets go of those that nothing can ask for any more."""
 
     def __init__(
         self,

@@ -185,11 +185,7 @@ def _check_tensor(name: str, key: str, value: object, shape: tuple[int, ...]) ->
 
 
 def decoded(entry: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return one parameter's state with 8-bit momentum and variance as float32 under torch's keys.
-
-    Args:
-        entry: of CPUAdam or bitsandbytes; state of other optimizers stays as it is.
-    """
+    """Return one parameter's state with 8-bit momentum and variance as float32 under torch's keys."""
     flat = unwrapped(entry) or {}
     if not set(_CODED) <= flat.keys():
         return dict(flat)
@@ -314,11 +310,7 @@ class StateLoading:
 
     @torch.no_grad()
     def load_remainder(self, parameter: torch.Tensor, remainder: torch.Tensor) -> None:
-        """Copy what a bfloat16 parameter lacks of its float32 master weights into the state of the parameter.
-
-        Args:
-            remainder: int16, shaped as the shard of the parameter that this process has.
-        """
+        """Copy what a bfloat16 parameter lacks of its float32 master weights into the state of the parameter."""
         self.wait()
         own = self.kept.of(parameter)
         assert own.remainder is not None, "only split weights have a remainder"

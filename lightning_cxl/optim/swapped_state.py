@@ -119,11 +119,7 @@ class OnSsd(torch.Tensor):
 
     @staticmethod
     def of(record: StateRecord, tensor: torch.Tensor, owner: torch.Tensor | None = None) -> "OnSsd":
-        """Return what stands for a tensor of a record.
-
-        Args:
-            owner: that the tensor is cut like, over processes; None where it is whole.
-        """
+        """Return what stands for a tensor of a record."""
         shape = tensor.shape if owner is None else owner.shape
         shown: OnSsd = wrapper_tensor(OnSsd, shape, tensor.dtype, torch.device("cpu"))
         shown.record, shown.tensor, shown._owner = record, tensor, owner

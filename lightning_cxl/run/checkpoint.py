@@ -43,10 +43,6 @@ class LoadedCheckpoint(dict[str, Any]):
     """A checkpoint as plain Lightning reads it, for hooks that look at it; our entry is beside it.
 
     A copy or a pickle is without our entry, in a class that ``torch.load`` trusts.
-
-    Args:
-        folder: `ShardedCheckpoint`, from which tensors are read when their memory is there; None where `loaded` has
-            them.
     """
 
     def __init__(self, loaded: Mapping[str, Any], folder: Any = None) -> None:
@@ -67,7 +63,6 @@ def own_entry(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def entry_of(optimizers: Iterable[Optimizer], masters: MasterWeights, num_received: int) -> dict[str, Any]:
-    """Return our own entry for a checkpoint."""
     masters.absorb_changes()
     names = [[[masters.name_of(p) for p in group["params"]] for group in opt.param_groups] for opt in optimizers]
     usable = [own if _are_different(own) else None for own in names]
@@ -181,7 +176,6 @@ def load_plain(optimizer: Optimizer, state: Mapping[str, Any], names: list[list[
 
 
 def _cut_like(value: Any, parameter: torch.Tensor) -> Any:
-    """Return state of a parameter cut as that is, where it has its shape."""
     is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
     return sharded_like(shard_of(value, parameter), parameter) if is_like else value
 
@@ -239,11 +233,7 @@ def _with_tied(saved: Mapping[str, Any], changed: Mapping[str, torch.Tensor]) ->
 
 
 def names_by_key(state: Mapping[str, Any], names: list[list[str]] | None) -> dict[Any, str]:
-    """Return the parameters' names by the keys that an optimizer's state dict has for them.
-
-    Args:
-        names: by group, as our entry has them; None where they are not known.
-    """
+    """Return the parameters' names by the keys that an optimizer's state dict has for them."""
     groups = zip(state["param_groups"], names or [], strict=names is not None)
     return {key: name for group, own in groups for key, name in zip(group["params"], own, strict=True)}
 

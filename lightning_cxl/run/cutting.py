@@ -102,9 +102,6 @@ def whole_state(model: nn.Module, wanted: Callable[[str], bool] = lambda name: T
     """Return whole weights of a model that is cut, on the first process; all processes call it, others get nothing.
 
     One tensor after the other is gathered, so that a device holds one of them.
-
-    Args:
-        wanted: whether the tensor of a name is to be in it.
     """
     reshard(model)
     owners = {name: id(each) for name, each in model.named_parameters(remove_duplicate=False)}

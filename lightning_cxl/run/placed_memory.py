@@ -65,11 +65,7 @@ class PlacedMemory:
         return mirror(shard, dtype, lambda count, dt: self.memory.tensor((count,), dt, placement, role))
 
     def like_all(self, wanted: Sequence[tuple[nn.Parameter, torch.dtype]], role: TensorRole) -> list[torch.Tensor]:
-        """Return what `like` would for each parameter, those of one placement in one piece of memory.
-
-        Args:
-            wanted: parameters of the model, and the type of the tensor like each.
-        """
+        """Return what `like` would for each parameter, those of one placement in one piece of memory."""
         self._trim_for(role)
         by_placement: dict[Placement, list[int]] = {}
         for index, (parameter, dtype) in enumerate(wanted):
@@ -107,7 +103,6 @@ class PlacedMemory:
         return self.memory.allocate(nbytes, placement, TensorRole.STAGING, alignment=BLOCK_BYTES)
 
     def activation(self, nbytes: int, unit: str) -> Buffer:
-        """Return memory for an input of a unit."""
         placement = self.placements.place(unit, TensorRole.ACTIVATIONS, nbytes)
         if placement.tiers[0] == SSD:  # which is full
             placement = self.placements.in_memory(unit, nbytes)
@@ -177,11 +172,6 @@ class PlacedMemory:
         return self.on_ssd.home(parameters[0])
 
     def weights(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return memory for the weights of a parameter; None if they are where they belong.
-
-        Args:
-            tensor: the parameter, or one that belongs to it. See [Note: Quantised parameters].
-        """
         role = TensorRole.COMPUTE_WEIGHTS
         placement = self.placements.place(parameter, role, tensor.nbytes)
         if self._is_at_home(tensor, placement):
@@ -238,7 +228,6 @@ class PlacedMemory:
                 self.placements.count(each.role, each.nbytes, self.placements.of(each))
 
     def _is_at_home(self, tensor: torch.Tensor, placement: Placement) -> bool:
-        """Whether weights lie already where they should, because they were created there."""
         return is_ordinary(tensor) and self.memory.is_placed(tensor.data_ptr(), placement)
 
 

@@ -64,13 +64,7 @@ from lightning_cxl.transfer.engine import TransferEngine, make_engine
 
 
 class Host:
-    """What a run needs before there is a model. See [Note: Order of life].
-
-    Args:
-        policy: places what no decorator or rule asks for; the one that ``config.policy`` names when None.
-        engine: copies between host and device; the device's own when None. Closed with the host.
-        binding: what this process has of a machine that it shares with others; None where it has all of it.
-    """
+    """What a run needs before there is a model. See [Note: Order of life]."""
 
     def __init__(
         self,
@@ -101,7 +95,6 @@ class Host:
 
     @property
     def streams_weights(self) -> bool:
-        """Whether the weights of units stream, if the model has units."""
         return self.config.streams_weights(self.engine.computes_on_host)
 
     def activate(self) -> AbstractContextManager[Any]:
@@ -113,11 +106,6 @@ class Host:
         return HostAllocationMode(self.memory, self.placer, role=TensorRole.COMPUTE_WEIGHTS)
 
     def inventory(self, model: nn.Module, optimizers: Sequence[Optimizer], loop: Loop) -> Inventory:
-        """Return what a run of a model would hold, now that decorators and rules are known. See [Note: One inventory].
-
-        Args:
-            optimizers: as the user made them on it; empty where nothing is trained.
-        """
         tiers = resolve(model.named_modules(remove_duplicate=False), self.config.tier_rules, self.topology)
         objection = why_after_backward(loop.needs_whole_step, optimizers)
         workload = Workload(
@@ -139,15 +127,10 @@ class Host:
         return inventory
 
     def decide(self, inventory: Inventory) -> Plan:
-        """Return where everything of an inventory goes."""
         return decide(inventory, self.policy, self.memory, self.config.on_tier_full, self.ssd)
 
     def report(self, state: str = "running", ssd: SsdUse | None = None) -> dict[str, Any]:
-        """Return measured bytes of all tiers, and nothing of a run, as JSON-able data.
-
-        Args:
-            ssd: what the run has stored on the tier `ssd`; None before it has.
-        """
+        """Return measured bytes of all tiers, and nothing of a run, as JSON-able data."""
         stats, moved = self.memory.stats(), {}
         if (tier := self.topology.ssd) is not None:
             use = ssd or SsdUse()
@@ -291,24 +274,14 @@ class Residence:
             self._undo = undo.pop_all()
 
     def stream(self, phase: Callable[[], Phase | None]) -> ParamStreamer | None:
-        """Get ready to stream the weights of units.
-
-        Args:
-            phase: as of `ActivationOffload`, which must be attached after what this returns.
-
-        Returns:
-            What brings them; None if nothing streams.
-        """
         if self.units:
             self._streamer = ParamStreamer(self._engine, self.units, phase)
         return self._streamer
 
     def stats(self) -> dict[str, int]:
-        """Return what streams, see `ParamStreamer.stats`; nothing if nothing does."""
         return {} if self._streamer is None else self._streamer.stats()
 
     def notes(self) -> list[str]:
-        """Return what a user should know about where weights are."""
         kept = self.unplaced
         return [f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)"] if kept else []
 
@@ -353,7 +326,6 @@ def bring_to_host(model: nn.Module, device: torch.device) -> None:
 
 
 def count_parameters(model: nn.Module | None) -> dict[str, int]:
-    """Return the elements of a model's parameters, of all and of those that are trained."""
     # without a look: updates may be running, or may have failed
     parameters = [] if model is None else [p for p in {id(p): p for p in peek(model)}.values() if not is_lazy(p)]
     return {
@@ -367,19 +339,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class FinishedRun:
-    """What a checkpoint needs of a run that is over."""
-
     masters: MasterWeights
     num_received: int
     """Gradients received in all."""
 
 
 class Run:
-    """Weights in their places, units wrapped, gradients received; optimizers are adopted by `adopt`.
-
-    Args:
-        inventory: of the model, which is changed: its weights move, its units are wrapped.
-    """
+    """Weights in their places, units wrapped, gradients received; optimizers are adopted by `adopt`."""
 
     min_activation_bytes = DEFAULT_MIN_BYTES
     """Inputs of units smaller than this stay where they are."""
@@ -532,7 +498,6 @@ class Run:
             self._heap.trim()
 
     def end_step(self) -> None:
-        """Note that a training step is over."""
         if self._placed.on_ssd is not None:
             self._placed.on_ssd.note_pace(self.guard.num_steps // max(1, len(self.optimizers)))
         self.code_has_run()
@@ -578,7 +543,6 @@ class Run:
             log.warning(f"the error that ended the run was not the only one: {error}")
 
     def report(self, state: str = "running") -> dict[str, Any]:
-        """Return measured and planned bytes and what runs, as JSON-able data."""
         report = self._host.report(state, None if self.on_ssd is None else self.on_ssd.report_row())
         return {
             **report,

@@ -107,7 +107,6 @@ def _unused(tier: str) -> int | None:
 
 
 def _total(report: Mapping[str, Any]) -> str:
-    """Return the line that compares the plan with what was measured, of memory."""
     planned, peak = (
         sum(nbytes for tiers in report[key].values() for tier, nbytes in tiers.items() if tier != SSD)
         for key in ("planned_roles", "peak_roles")
@@ -117,7 +116,6 @@ def _total(report: Mapping[str, Any]) -> str:
 
 
 def _reasons(reasons: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a line per role that says where it goes and why."""
     lines = []
     for role, all_of_role in list(reasons.items())[:_MAX_REASONS]:
         more = f" (and {len(all_of_role) - 1} more)" if len(all_of_role) > 1 else ""
@@ -238,7 +236,6 @@ class Session:
         return {"config": self.config, "origins": self.origins, "_policy": self._policy}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Begin anew, with the same options."""
         self.__dict__.update(state)
         self._binding = self._ranks = None
         self._forget()

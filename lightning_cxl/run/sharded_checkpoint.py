@@ -63,12 +63,7 @@ def save(path: Path, tensors: Mapping[str, Any], rest: Mapping[str, Any]) -> Non
 
 
 def write(path: Path, tensors: Mapping[str, Any], write_rest: Callable[[BinaryIO], Any], group: Any = None) -> None:
-    """Do what `save` does.
-
-    Args:
-        write_rest: writes what is no tensor to a file; called on the first process.
-        group: through which the processes agree: all of them, with gloo. None is the default one.
-    """
+    """Do what `save` does."""
     # torch's module takes as long to import as a quarter of this package, and one device needs none of it
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save as save_together
@@ -96,7 +91,6 @@ def write(path: Path, tensors: Mapping[str, Any], write_rest: Callable[[BinaryIO
 
 
 def first_failure(error: BaseException) -> BaseException:
-    """Return the error of one process where torch has collected those of all."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
@@ -202,7 +196,6 @@ class AsyncSaves:
         self._last = self._thread.submit(after)
 
     def wait(self) -> None:
-        """Return when nothing is being written."""
         if self._last is not None:
             wait([self._last])
             done, self._last = self._last, None

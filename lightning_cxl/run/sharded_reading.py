@@ -79,15 +79,11 @@ class PlainReader(FileSystemReader):
         self.metadata: Metadata = found
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what is known."""
         return self.metadata
 
 
 class PlainValues(DefaultLoadPlanner):
-    """Reads values that are no tensors."""
-
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read one value into the dict that was asked for."""
         super().load_bytes(read_item, _plain(value))
 
 
@@ -123,7 +119,6 @@ class ShardedCheckpoint:
         return value
 
     def is_tensor(self, name: str) -> bool:
-        """Return whether there is a tensor of this full name."""
         return isinstance(self._metadata.state_dict_metadata.get(name), TensorStorageMetadata)
 
     def empty(self, name: str, device: str = "meta") -> torch.Tensor:
@@ -134,7 +129,6 @@ class ShardedCheckpoint:
 
     @property
     def num_optimizers(self) -> int:
-        """Of how many optimizers there is state."""
         return len({name.partition(".")[0] for name in self._metadata.state_dict_metadata if _IS_OPTIMIZER(name)})
 
     def masters(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -156,7 +150,6 @@ class ShardedCheckpoint:
         return found
 
     def rest(self, *, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return what is no tensor."""
         try:
             loaded: dict[str, Any] = torch.load(self._path / META, map_location="cpu", weights_only=weights_only)
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
@@ -211,7 +204,6 @@ class ShardedCheckpoint:
     def load_optimizers(
         self, optimizers: Sequence[Optimizer], masters: MasterWeights | None, name_of: Callable[[torch.Tensor], str]
     ) -> None:
-        """Read the state of optimizers, where there is some, and master weights."""
         if self.num_optimizers not in (0, len(optimizers)):
             raise CheckpointError(
                 f"the checkpoint has state of {self.num_optimizers} optimizers, this run has {len(optimizers)}"
@@ -273,7 +265,6 @@ class ShardedCheckpoint:
         return [{key: tuple(v) if isinstance(v, list) else v for key, v in group.items()} for group in found]
 
     def _entry(self, paths: Iterable[_Path], parameter: torch.Tensor) -> dict[str, Any]:
-        """Return the saved state of one parameter, of which this process's part is read; empty if there is none."""
         wanted: dict[_Path, Any] = {}
         for path in paths:
             known = self._metadata.state_dict_metadata[_name(path)]
@@ -292,7 +283,6 @@ class ShardedCheckpoint:
         return of_this_shard(entry, parameter) if MOMENT_KEYS[0].codes in entry else entry
 
     def _below(self, *start: str) -> list[_Path]:
-        """Return all paths that begin like this."""
         return [path for path in self._paths.values() if path[: len(start)] == start]
 
     def _read(self, tensors: Mapping[_Path, Any]) -> dict[_Path, Any]:

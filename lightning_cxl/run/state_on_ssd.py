@@ -65,11 +65,7 @@ class Pace:
         self._last: tuple[float, Mapping[str, int]] = (0.0, {})
 
     def note(self, counts: Mapping[str, int], num_records: int) -> None:
-        """Note between two steps what was moved since the run began.
-
-        Args:
-            counts: ``read_bytes``, ``written_bytes``, and ``num_uses``: how often a record was updated, or of steps.
-        """
+        """Note between two steps what was moved since the run began."""
         if counts["num_uses"] == self._last[1].get("num_uses"):
             return  # between micro-batches of one step
         self._last = time.monotonic(), {**counts, "num_records": num_records}
@@ -91,7 +87,6 @@ class Pace:
 
 
 def tier_row(tier: Tier, use: SsdUse) -> dict[str, int]:
-    """Return the row of the tier in the report's table of tiers."""
     return {
         "capacity_bytes": tier.capacity_bytes,
         "budget_bytes": tier.capacity_bytes,
@@ -181,12 +176,7 @@ _MOST_BYTES = 10  # of an element: two moments in float32, and the remainder
 
 
 class StateOnSsd:
-    """Gives tensors of records, all state of one parameter in one record; homes for weights, and places for inputs.
-
-    Args:
-        planned: all of these records are made now, so that a full drive shows before training.
-        engine: copies weights and inputs to the device, and inputs from it.
-    """
+    """Gives tensors of records, all state of one parameter in one record; homes for weights, and places for inputs."""
 
     def __init__(
         self,
@@ -262,7 +252,6 @@ class StateOnSsd:
         return self._record_of[id(parameter)].take(dtype, numel)
 
     def home(self, first: torch.Tensor) -> WeightRecord:
-        """Return the home of weights that were planned, by the first parameter of their piece."""
         return self._homes[id(first)]
 
     @property
@@ -402,11 +391,7 @@ def is_reference(value: object) -> bool:
 
 @contextmanager
 def commit_beside(on_ssd: StateOnSsd, path: str) -> Iterator[dict[str, Any]]:
-    """Return a region in which a checkpoint file is written that refers to the state as it is now.
-
-    Yields:
-        What our entry of the checkpoint says about it.
-    """
+    """Return a region in which a checkpoint file is written that refers to the state as it is now."""
     on_ssd.make_room()
     on_ssd.state.wait()  # what someone has written to state counts
     store, number = on_ssd.store, None
@@ -433,11 +418,7 @@ def commit_beside(on_ssd: StateOnSsd, path: str) -> Iterator[dict[str, Any]]:
 
 
 def restore(on_ssd: StateOnSsd | None, saved: Mapping[str, Any]) -> None:
-    """Make the state on SSD what it was when a checkpoint was saved.
-
-    Args:
-        on_ssd: of the run; None where no state of it lies on SSD.
-    """
+    """Make the state on SSD what it was when a checkpoint was saved."""
     folders, number = saved["folders"], saved["generation"]
     where = f"generation {number} in {', '.join(f'`{folder}`' for folder in folders)}"
     if on_ssd is None or on_ssd.folders != folders:
@@ -463,9 +444,6 @@ def whole(states: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]) -> list
 
     The tensors show the files. What is referred to is read once and its checksums compared, in memory as large as the
     largest record.
-
-    Args:
-        saved: what our entry of the checkpoint says about the state on SSD.
     """
     states = list(states)
     paths = [Path(folder) for folder in saved["folders"]]

@@ -148,12 +148,6 @@ class UserLoop:
 
         A model that was prepared without optimizers, and comes again with some, is placed anew. One that another loop
         has prepared stays with that loop, as long as it only computes here.
-
-        Args:
-            model: as the user made it; its weights move, its units are wrapped.
-
-        Returns:
-            The optimizers that take the place of the user's, in the same order.
         """
         before, is_elsewhere = self._prepared.get(id(model)), any(loop is not self for loop in _loops_of(model))
         if not optimizers and (before is not None or is_elsewhere):
@@ -308,11 +302,7 @@ class UserLoop:
         *,
         weights: bool = True,
     ) -> None:
-        """Write a model and its optimizers, on all processes together.
-
-        Args:
-            rest: what is no tensor; under our key more for our entry.
-        """
+        """Write a model and its optimizers, on all processes together."""
         tensors: dict[str, Any] = {}
         own: dict[str, Any] = {}
         rest = rest or {}

@@ -55,14 +55,11 @@ _num_regions: "WeakKeyDictionary[FSDPModule, int]" = WeakKeyDictionary()
 
 
 class PlaceShard(Protocol):
-    """Gives memory for a shard."""
-
     def __call__(self, parameter: nn.Parameter, shard: torch.Tensor, numel: int) -> torch.Tensor | None:
         """Return 1-D memory of `numel` elements of the shard's type; None where the shard is in place already."""
 
 
 def is_cut(model: nn.Module) -> bool:
-    """Return whether FSDP2 manages parameters of a model."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
@@ -186,7 +183,6 @@ def refuse_other_cuts(model: nn.Module) -> None:
 
 
 def _refuse_scalars(model: nn.Module, whole: set[nn.Parameter]) -> None:
-    """Refuse a parameter that has no rows to cut, before any unit is cut."""
     for name, parameter in model.named_parameters():
         if not parameter.ndim and parameter not in whole:
             raise UnsupportedError(

@@ -55,7 +55,6 @@ def made_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def shape_of(tensor: Tensor) -> Tensor:
-    """Return a tensor without memory that has the shape, strides and dtype of another."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
@@ -81,7 +80,6 @@ class _Bytes:
         self.drives: Drives | None = None
 
     def to_device(self, host: Tensor, arrived: Tensor) -> None:
-        """Copy; the current stream waits."""
         self._reading = self.engine.h2d(host, arrived)
         self._reading.wait()
 
@@ -101,11 +99,7 @@ class _Bytes:
 
 
 class HostShard(Tensor):
-    """Bytes on the host that look like a tensor of the training device; see [Note: Shards on the host].
-
-    Args:
-        engine: copies them to its device, which has memory of its own.
-    """
+    """Bytes on the host that look like a tensor of the training device; see [Note: Shards on the host]."""
 
     host: Tensor
     """The values: what kernels of the host read and write, once `settle` has returned."""
@@ -113,7 +107,6 @@ class HostShard(Tensor):
 
     @staticmethod
     def __new__(cls, host: Tensor, engine: TransferEngine) -> "HostShard":
-        """Make a shard of these very bytes."""
         return cls._of(host.detach(), _Bytes(engine))
 
     @classmethod
@@ -151,11 +144,7 @@ class HostShard(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """Start the copy to the device; FSDP2 calls this before it gathers.
-
-        Returns:
-            (tensors that this process gives, nothing for `fsdp_post_all_gather`).
-        """
+        """Start the copy to the device; FSDP2 calls this before it gathers."""
         shape = list(self.shape)
         if self.shape[1:] == outer_size[1:]:  # sharded by rows; the processes give the same number of them
             shape[0] = -(-outer_size[0] // mesh.size())
@@ -187,7 +176,6 @@ class HostShard(Tensor):
         return self.host.data_ptr()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Return a tensor of the device, as every copy is."""
         copy: Tensor = memo.setdefault(id(self), self.clone())
         return copy
 
@@ -219,7 +207,6 @@ class HostShard(Tensor):
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the view of the host's bytes as a shard, or views as shards."""
     shared = args[0]._bytes
     views = func(args[0].host, *args[1:], **kwargs)
     return tree_map(lambda view: HostShard._of(view, shared), views)

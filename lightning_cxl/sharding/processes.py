@@ -40,11 +40,6 @@ def backend_for(device: torch.device) -> str:
 
 
 def group_options(device: torch.device, timeout: timedelta | None) -> dict[str, Any]:
-    """Return the options of ``init_process_group`` beside backend, rank and world size.
-
-    Args:
-        timeout: for which a rank waits for the others in a collective; None is torch's own.
-    """
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if backend_for(device) != dist.Backend.GLOO:
         options["device_id"] = device
@@ -56,9 +51,6 @@ def store_of_restart(environment: Mapping[str, str]) -> Store | None:
 
     The agent of torchrun keeps one store over all starts, and processes would find addresses of those that are gone in
     it. Agents of several machines may count starts differently, so there it must be torchrun that makes a new store.
-
-    Args:
-        environment: variables that torchrun has set, if it has started this process.
     """
     start = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     shares_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -171,31 +163,21 @@ class _Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """The machines of a job.
-
-    Args:
-        of_rank: the number of the machine of each rank; machines are numbered in the order of their first ranks.
-    """
-
     of_rank: tuple[int, ...]
 
     @classmethod
     def of(cls, names: Sequence[tuple[str, str]]) -> "Machines":
-        """Return the machines of ranks that know them under these names."""
         numbers: dict[tuple[str, str], int] = {}
         return cls(tuple(numbers.setdefault(each, len(numbers)) for each in names))
 
     @property
     def count(self) -> int:
-        """How many there are."""
         return max(self.of_rank) + 1
 
     def num_ranks_beside(self, rank: int) -> int:
-        """Return how many ranks run on the machine of a rank, that one too."""
         return self.of_rank.count(self.of_rank[rank])
 
     def local_rank(self, rank: int) -> int:
-        """Return the number of a rank among those of its machine."""
         return self.of_rank[:rank].count(self.of_rank[rank])
 
     def num_ranks_of_each(self) -> int:
