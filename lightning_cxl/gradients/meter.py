@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Parameter
 
-from lightning_cxl.config import OffloadConfig
 from lightning_cxl.memory.host_memory import is_dense
 from lightning_cxl.native import _grads
 from lightning_cxl.optim.cpu_adam import gradients, kernel_can_read, sums_of_squares
-from lightning_cxl.optim.kernels import GRAD_FORMATS, chosen_isa, kernel_threads, same_layout, thread_count
+from lightning_cxl.optim.kernels import GRAD_FORMATS, chosen_isa, same_layout, thread_count
 from lightning_cxl.shards import local
 from lightning_cxl.torch_private import hooks_after_accumulation
 
@@ -209,13 +208,6 @@ class GradientMeter:
             if parameter.grad is not None:
                 _forget_where_hooks_run(parameter)
         return self.sums(gradients(parameters))
-
-
-def meter_of_run(config: OffloadConfig, computes_on_host: bool, *, trusts_versions: bool = True) -> GradientMeter:
-    """Return the meter of a run; its number of threads is that of all kernels of the run, see `kernel_threads`."""
-    meter = GradientMeter(kernel_threads(config, computes_on_host))
-    meter.trusts_versions = trusts_versions
-    return meter
 
 
 def _forget_where_hooks_run(parameter: torch.Tensor) -> None:

@@ -50,7 +50,7 @@ from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,19 +72,6 @@ AllocateAll = Callable[[Sequence[tuple[Parameter, torch.dtype]], TensorRole], li
 MAX_STAGED = 3
 """Groups in staging memory at most: one lands, one is accumulated, one is slack."""
 _HALF = (torch.bfloat16, torch.float16)
-
-
-class BackwardListener(Protocol):
-    """What may update parameters while the backward runs. See [Note: Overlapped updates]."""
-
-    def begin_backward(self) -> None:
-        """Learn that a backward begins."""
-
-    def resident_has_come(self, pair: WeightPair) -> None:
-        """Learn that the copy of the gradient of a parameter that does not stream has started."""
-
-    def unit_is_over(self, unit: Any) -> None:
-        """Learn that the backward of a streamed unit is over, and that its weights are on the host."""
 
 
 @dataclass(slots=True, eq=False)
@@ -162,8 +149,8 @@ class GradientOffload:
         self._half_sums = half_sums
         self._reserves_streamed = reserves_streamed
         self._are_read_early = are_read_early
-        self.listener: BackwardListener | None = None
-        """Updates that run behind the backward."""
+        self.listener: Any = None
+        """`UnitUpdates`, where updates run behind the backward."""
         self.num_received = 0
         """Gradients so far: makes every stochastic rounding another one."""
         self._watched: dict[int, tuple[WeightPair, GradientHooks]] = {}  # by id of the compute parameter

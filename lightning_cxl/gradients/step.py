@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.nn import Parameter
@@ -18,7 +18,7 @@ from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.gradients.offload import GradientOffload
 from lightning_cxl.optim.cpu_adam import AdamStep, CPUAdam, Precisions, Work, written_by
 from lightning_cxl.optim.masters import MasterWeights, WeightPair
-from lightning_cxl.optim.parameter_state import AwaitedParams, plain
+from lightning_cxl.optim.parameter_state import AllocateState, AwaitedParams, plain
 from lightning_cxl.optim.swapped_state import StateSwapper
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.streaming.unit_weights import ParamStreamer, UnitWeights
@@ -329,14 +329,6 @@ def _apply(step: AdamStep, work: list[Work], scale: float) -> None:
 # weights it has written: they are written back before.
 
 
-class StateMemory(Protocol):
-    def flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return an uninitialised 1-D tensor for state of a compute parameter."""
-
-    def rehome(self, optimizer: Optimizer, compute_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Move state of `optimizer` that lies in ordinary memory to where the policy wants it."""
-
-
 @keeps_mark
 class HostStep:
     def __init__(
@@ -346,14 +338,14 @@ class HostStep:
         guard: OverflowGuard,
         updates: WholeUpdates,
         masters: MasterWeights,
-        memory: StateMemory,
+        rehome: Callable[[Optimizer], None],
     ) -> None:
         self._optimizer = optimizer
         self._grads = grads
         self._guard = guard
         self._updates = updates
         self._masters = masters
-        self._memory = memory
+        self._rehome = rehome
         self._step = optimizer.step
         self._versions: dict[int, int] = {}  # of the parameters when the step began, by id
         self._evaluates_first = evaluates_first(optimizer)
@@ -398,7 +390,7 @@ class HostStep:
         # fused optimizers of torch, and those of bitsandbytes, write without a trace: copies must become old
         torch.autograd.graph.increment_version([p for p in updated if not self._is_written(p)])
         self._updates.write_back(self._optimizer, updated)
-        self._memory.rehome(self._optimizer, self._masters.compute_of)
+        self._rehome(self._optimizer)
         return result
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
@@ -519,7 +511,8 @@ class Adoption:
         grads: GradientOffload,
         guard: OverflowGuard,
         updates: WholeUpdates,
-        memory: StateMemory,
+        allocate_state: AllocateState,
+        rehome: Callable[[Optimizer, Callable[[torch.Tensor], torch.Tensor]], None],
         meter: GradientMeter,
         swapper: StateSwapper | None,
     ) -> None:
@@ -528,7 +521,8 @@ class Adoption:
         self._grads = grads
         self._guard = guard
         self._updates = updates
-        self._memory = memory
+        self._allocate = allocate_state  # of a compute parameter
+        self._rehome = rehome
         self._meter = meter
         self._swapper = swapper
         # the user's object, the one in use, and what gives their methods back
@@ -554,7 +548,7 @@ class Adoption:
         def add_param_group(param_group: dict[str, Any]) -> None:
             type(current).add_param_group(current, self._adopt_group(current, param_group))
 
-        step = HostStep(current, self._grads, self._guard, self._updates, self._masters, self._memory)
+        step = HostStep(current, self._grads, self._guard, self._updates, self._masters, self.rehome_state)
         _replace(undo, current, "step", step)
         _replace(undo, current, "add_param_group", add_param_group)
         for name in ("train", "eval"):
@@ -583,7 +577,7 @@ class Adoption:
 
     def rehome_state(self, optimizer: Optimizer) -> None:
         """Move optimizer state in ordinary memory (loaded, or made too early) to where the policy wants it."""
-        self._memory.rehome(optimizer, self._masters.compute_of)
+        self._rehome(optimizer, self._masters.compute_of)
 
     def adopt_joined(self) -> None:
         """Adopt parameters of the model that have come into groups by another way than `add_param_group`."""
@@ -686,7 +680,7 @@ class Adoption:
         return class_in_place_of(optimizer).from_torch(optimizer, allocate_state=self._allocate_state, **options)
 
     def _allocate_state(self, master: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        return self._memory.flat(self._masters.compute_of(master), role, dtype, numel)
+        return self._allocate(self._masters.compute_of(master), role, dtype, numel)
 
 
 class _Sensitive:

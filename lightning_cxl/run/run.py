@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from lightning_cxl.config import SSD, OffloadConfig
 from lightning_cxl.errors import LightningCXLError, LightningCXLWarning
 from lightning_cxl.gradients.guard import OverflowGuard
-from lightning_cxl.gradients.meter import meter_of_run
+from lightning_cxl.gradients.meter import GradientMeter
 from lightning_cxl.gradients.offload import GradientOffload, attach_zero_grad, detach_zero_grad
 from lightning_cxl.gradients.step import Adoption, UnitUpdates, WholeUpdates, describe_optimizer, why_after_backward
 from lightning_cxl.inventory.inventory import AskedTiers, Inventory, list_tensors, precisions_of
@@ -37,15 +37,16 @@ from lightning_cxl.machine.speeds import ssd_of
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.hook import HostAllocationMode, activate
 from lightning_cxl.memory.host_memory import HeapTrimmer, HostMemory, large_blocks_apart
+from lightning_cxl.optim.kernels import kernel_threads
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.placement.placement import PlacementPolicy, Placer, TensorRole, resolve
 from lightning_cxl.planning.decide import Plan, RunPolicy, decide, free_for, settle_state
 from lightning_cxl.planning.policies import PlanningPolicy
 from lightning_cxl.run.placed_memory import PlacedMemory
-from lightning_cxl.run.state_on_ssd import SsdUse, StateOnSsd, io_data, tier_row
+from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.sharding.fsdp import place_shards, pooled_exchanges
 from lightning_cxl.shards import is_sharded
-from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload, Phase
+from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
 from lightning_cxl.streaming.on_ssd import ShardsOnSsd
 from lightning_cxl.streaming.quantised import (
     has_quantised,
@@ -129,13 +130,18 @@ class Host:
     def decide(self, inventory: Inventory) -> Plan:
         return decide(inventory, self.policy, self.memory, self.config.on_tier_full, self.ssd)
 
-    def report(self, state: str = "running", ssd: SsdUse | None = None) -> dict[str, Any]:
+    def report(self, state: str = "running", on_ssd: StateOnSsd | None = None) -> dict[str, Any]:
         """Return measured bytes of all tiers, and nothing of a run, as JSON-able data."""
-        stats, moved = self.memory.stats(), {}
+        stats = self.memory.stats()
         if (tier := self.topology.ssd) is not None:
-            use = ssd or SsdUse()
-            stats["tiers"][tier.name] = tier_row(tier, use)
-            moved = io_data(use)
+            capacity, used = tier.capacity_bytes, 0 if on_ssd is None else on_ssd.store.stats()["reserved_bytes"]
+            stats["tiers"][tier.name] = {
+                "capacity_bytes": capacity,
+                "budget_bytes": capacity,
+                "used_bytes": used,
+                "peak_bytes": used,
+                "held_bytes": used,
+            }
         return {
             "state": state,
             "device": str(self.device),
@@ -147,7 +153,7 @@ class Host:
             "num_trainable": 0,
             "units": [],
             "streamed": {},
-            "ssd": moved,
+            "ssd": {} if on_ssd is None else on_ssd.moved_per_step(),
             "optimizers": [],
             "notes": [*self.topology.notes, *self._shared, *self.memory.notes()],
         }
@@ -178,7 +184,7 @@ def _warn_of_weights_that_stay(inventory: Inventory) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# `Residence`: where a model's compute weights live.
+# Where a model's compute weights live.
 #
 # [Note: Homes of compute weights]
 # * The CPU computes: in host memory that the policy placed.
@@ -234,82 +240,53 @@ def _storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else id(tensor)
 
 
-class Residence:
-    """Moves a model's weights to their homes, and brings those that stream to the device when their unit computes."""
+def place_model(
+    model: nn.Module,
+    memory: PlacedMemory,
+    engine: TransferEngine,
+    streamed: Sequence[StreamedUnit],
+    gathered: Sequence[StreamedUnit],
+    undo: ExitStack,
+) -> tuple[list[UnitWeights], tuple[str, ...]]:
+    """Move a model's weights to where they live. See [Note: Homes of compute weights].
 
-    def __init__(
-        self,
-        model: nn.Module,
-        memory: PlacedMemory,
-        engine: TransferEngine,
-        streamed: Sequence[StreamedUnit],
-        gathered: Sequence[StreamedUnit] = (),
-    ) -> None:
-        self._engine = engine
-        self.streamed_ids = frozenset(id(p) for unit in streamed for group in unit.groups for p in group)
-        """Ids of the parameters that stream."""
-        on_host = engine.device.type == "cpu"
-        warn_of_wide_experts(model)
-        self.unplaced: tuple[str, ...] = ()
-        """Names of parameters that stay in ordinary host memory."""
-        self._streamer: ParamStreamer | None = None
-        with ExitStack() as undo:  # nothing of it is left after an error
-            undo.callback(prepare_layers(model, self.streamed_ids))
-            if on_host and has_quantised(model):
-                undo.enter_context(large_blocks_apart())
-            self.units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in streamed]
-            if on_host:
-                undo.enter_context(pooled_exchanges(model))
-            groups = [group for unit in gathered for group in unit.groups]
-            on_drives = [(home, group) for group in groups if (home := memory.on_drives(group)) is not None]
-            place_shards(model, memory.shard)
-            for home, group in on_drives:
-                undo.callback(ShardsOnSsd(home, engine, model, group).close)
-            if on_host:
-                self.unplaced = place_weights(
-                    model, lambda p, tensor: None if id(p) in self.streamed_ids else memory.weights(p, tensor)
-                )
-            else:
-                self._move_rest(model, engine.device)
-            self._undo = undo.pop_all()
+    Returns:
+        The units that stream, and the names of parameters that stay in ordinary host memory.
+    """
+    streamed_ids = frozenset(id(p) for unit in streamed for group in unit.groups for p in group)
+    on_host = engine.device.type == "cpu"
+    warn_of_wide_experts(model)
+    undo.callback(prepare_layers(model, streamed_ids))
+    if on_host and has_quantised(model):
+        undo.enter_context(large_blocks_apart())
+    units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in streamed]
+    if on_host:
+        undo.enter_context(pooled_exchanges(model))
+    groups = [group for unit in gathered for group in unit.groups]
+    on_drives = [(home, group) for group in groups if (home := memory.on_drives(group)) is not None]
+    place_shards(model, memory.shard)
+    for home, group in on_drives:
+        undo.callback(ShardsOnSsd(home, engine, model, group).close)
+    if on_host:
+        return units, place_weights(model, lambda p, each: None if id(p) in streamed_ids else memory.weights(p, each))
+    _move_rest(model, engine.device, streamed_ids)
+    return units, ()
 
-    def stream(self, phase: Callable[[], Phase | None]) -> ParamStreamer | None:
-        if self.units:
-            self._streamer = ParamStreamer(self._engine, self.units, phase)
-        return self._streamer
 
-    def stats(self) -> dict[str, int]:
-        return {} if self._streamer is None else self._streamer.stats()
-
-    def notes(self) -> list[str]:
-        kept = self.unplaced
-        return [f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)"] if kept else []
-
-    def forget_copies(self) -> None:
-        """Let weights be copied to the device again when they are needed next."""
-        if self._streamer is not None:
-            self._streamer.forget()
-
-    def close(self) -> None:
-        """Stop streaming. The weights stay where they are. Idempotent."""
-        self._undo.close()
-        if self._streamer is not None:
-            self._streamer.detach()
-
-    def _move_rest(self, model: nn.Module, device: torch.device) -> None:
-        """Move what does not stream, through the model's own `to`: modules may do more there than move tensors."""
-        own = [module.__dict__ for module in model.modules()]  # what is set on a compiled module, the one inside gets
-        before = [(attributes, attributes["_parameters"]) for attributes in own]
+def _move_rest(model: nn.Module, device: torch.device, streamed_ids: frozenset[int]) -> None:
+    """Move what does not stream, through the model's own `to`: modules may do more there than move tensors."""
+    own = [module.__dict__ for module in model.modules()]  # what is set on a compiled module, the one inside gets
+    before = [(attributes, attributes["_parameters"]) for attributes in own]
+    for attributes, parameters in before:
+        rest = {n: p for n, p in parameters.items() if p is None or id(p) not in streamed_ids}
+        attributes["_parameters"] = rest
+    try:
+        model.to(device)
+    finally:
         for attributes, parameters in before:
-            rest = {n: p for n, p in parameters.items() if p is None or id(p) not in self.streamed_ids}
-            attributes["_parameters"] = rest
-        try:
-            model.to(device)
-        finally:
-            for attributes, parameters in before:
-                moved = attributes["_parameters"]
-                kept = {n: moved.get(n, p) for n, p in parameters.items() if n in moved or id(p) in self.streamed_ids}
-                attributes["_parameters"] = kept | moved  # in the old order; the move may also drop some and add others
+            moved = attributes["_parameters"]
+            kept = {n: moved.get(n, p) for n, p in parameters.items() if n in moved or id(p) in streamed_ids}
+            attributes["_parameters"] = kept | moved  # in the old order; the move may also drop some and add others
 
 
 def bring_to_host(model: nn.Module, device: torch.device) -> None:
@@ -366,7 +343,8 @@ class Run:
         self._placed = PlacedMemory(host.memory, decision, self._heap, self.units)
         self.masters = MasterWeights(decision.asked.names, self._placed.like, engine)
         """The master weights; `wait_for_updates` before their values are read."""
-        self.meter = meter_of_run(config, engine.computes_on_host, trusts_versions=not loop.edits_gradients)
+        self.meter = GradientMeter(kernel_threads(config, engine.computes_on_host))
+        self.meter.trusts_versions = not loop.edits_gradients
         self.guard = OverflowGuard(config.on_overflow, config.max_overflows, self.masters.name_of, self.meter)
         """Keeps optimizers from gradients that are not finite."""
         self.optimizers: list[Optimizer] = []
@@ -374,17 +352,19 @@ class Run:
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
             self.on_ssd = self._open_ssd(inventory, cleanup)
             """Optimizer state and weights that do not lie in memory; None where all of it does."""
-            self._residence = Residence(model, self._placed, engine, inventory.streamed, inventory.gathered)
+            self._streamer: ParamStreamer | None = None
+            cleanup.callback(self._detach_streamer)
+            units, self._unplaced = place_model(
+                model, self._placed, engine, inventory.streamed, inventory.gathered, cleanup
+            )
             decision.asked.read(model)  # some modules make new parameters when they move
-            cleanup.callback(self._residence.close)
-            units = self._residence.units
             activations = ActivationOffload(
                 engine,
                 self._placed.activation,
                 min_bytes=self.min_activation_bytes,
                 place_on_ssd=self._placed.activation_on_ssd,
             )
-            streamer = self._residence.stream(lambda: activations.phase)
+            streamer = self._streamer = ParamStreamer(engine, units, lambda: activations.phase) if units else None
             overlaps = streamer is not None and inventory.overlap != "none"
             worker = ThreadPoolExecutor(1, "lightning_cxl", engine.use_in_this_thread) if overlaps else None
             self._grads = GradientOffload(
@@ -392,7 +372,7 @@ class Run:
                 self._placed.like_all,
                 self.meter,
                 worker,
-                _nothing if streamer is None else streamer.release,  # [Note: Which hooks stay]
+                (lambda: None) if streamer is None else streamer.release,  # [Note: Which hooks stay]
                 {id(place.parameter): unit for unit in units for place in unit.places},
                 half_sums=config.accumulate == "bf16",
                 reserves_streamed=inventory.reserves_all_gradients,
@@ -415,7 +395,8 @@ class Run:
                 self._grads,
                 self.guard,
                 self._updates,
-                self._placed,
+                self._placed.flat,
+                self._placed.rehome,
                 self.meter,
                 None if self.on_ssd is None else self.on_ssd.state,
             )
@@ -423,6 +404,10 @@ class Run:
             if worker is not None:
                 cleanup.callback(worker.shutdown)
             self._cleanup = cleanup.pop_all()
+
+    def _detach_streamer(self) -> None:
+        if self._streamer is not None:
+            self._streamer.detach()
 
     def _open_ssd(self, inventory: Inventory, cleanup: ExitStack) -> StateOnSsd | None:
         options, records = self._host.ssd_options, inventory.ssd_records
@@ -504,17 +489,13 @@ class Run:
 
     def code_has_run(self) -> None:
         """Note that code of the user's has run, which may have written weights in a way that leaves no trace."""
-        if self._loop.writes_unseen:
-            self.forget_copies()
+        if self._loop.writes_unseen and self._streamer is not None:
+            self._streamer.forget()  # someone may have written through `.data`
 
     def wait_for_updates(self) -> None:
         """Return when weights, masters and optimizer state are those of the last step, and on the host."""
         self._updates.wait()
         self._grads.release_units()
-
-    def forget_copies(self) -> None:
-        """Let weights that stream be copied again: someone may write to them through `.data`, which leaves no trace."""
-        self._residence.forget_copies()
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -543,18 +524,16 @@ class Run:
             log.warning(f"the error that ended the run was not the only one: {error}")
 
     def report(self, state: str = "running") -> dict[str, Any]:
-        report = self._host.report(state, None if self.on_ssd is None else self.on_ssd.report_row())
+        report = self._host.report(state, self.on_ssd)
+        kept = self._unplaced
+        notes = [f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)"] if kept else []
         return {
             **report,
             "planned_roles": self._plan.roles(),
             "reasons": self._plan.reasons(),
             **count_parameters(self._model),
             "units": list(self.units),
-            "streamed": self._residence.stats(),
+            "streamed": {} if self._streamer is None else self._streamer.stats(),
             "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],
-            "notes": [*report["notes"], *self._residence.notes()],
+            "notes": [*report["notes"], *notes],
         }
-
-
-def _nothing() -> None:
-    """No weights stream, so none have to be brought home."""

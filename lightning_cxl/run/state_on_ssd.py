@@ -9,7 +9,6 @@ import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from math import prod
 from pathlib import Path
@@ -21,7 +20,6 @@ from torch.optim import Optimizer
 from lightning_cxl.config import SsdOptions
 from lightning_cxl.errors import CheckpointError, StorageError, UnsupportedError
 from lightning_cxl.inventory.tensors import PlannedRecord, hop_slot_bytes, input_slot_bytes, round_up, update_slot_bytes
-from lightning_cxl.machine.topology import Tier
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.swapped_state import OnSsd, StateRecord, StateSwapper, taken_nbytes
@@ -34,28 +32,6 @@ from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.streaming.on_ssd import InputsOnSsd, WeightRecord, WeightsOnSsd
 from lightning_cxl.transfer.engine import TransferEngine
 
-# ----------------------------------------------------------------------------------------------------
-# `SsdUse`: what a run has stored on, and moved from and to, the tier `ssd`: measured, for its report.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SsdUse:
-    """What the tier `ssd` holds now, and what a run has moved so far."""
-
-    used_bytes: int = 0
-    """Of records, all versions."""
-    peak_bytes: int = 0
-    """Most that these have been."""
-    held_bytes: int = 0
-    """Of the files."""
-    read_bytes: int = 0
-    """In `num_steps`, as all that follows."""
-    written_bytes: int = 0
-    num_steps: float = 0.0
-    """Of the optimizer; the first is not counted."""
-    seconds: float = 0.0
-    """With everything between the steps."""
-
 
 class Pace:
     """Measures what steps move, from the end of the first one on: that one makes the state, and starts the device."""
@@ -65,47 +41,28 @@ class Pace:
         self._last: tuple[float, Mapping[str, int]] = (0.0, {})
 
     def note(self, counts: Mapping[str, int], num_records: int) -> None:
-        """Note between two steps what was moved since the run began."""
+        """Note between two steps what was moved since the run began: `num_uses` grows by `num_records` in a step."""
         if counts["num_uses"] == self._last[1].get("num_uses"):
             return  # between micro-batches of one step
         self._last = time.monotonic(), {**counts, "num_records": num_records}
         if self._first is None and counts["num_uses"] >= num_records:
             self._first = self._last
 
-    def of_steps(self) -> dict[str, Any]:
-        """Return the fields of `SsdUse` that are about steps; none before the second step is over."""
+    def per_step(self) -> dict[str, Any]:
+        """Return what a step has moved, JSON-able; empty before the second step is over."""
         if self._first is None:
             return {}
         (start, before), (end, after) = self._first, self._last
-        moved = {name: after[name] - before[name] for name in ("read_bytes", "written_bytes", "num_uses")}
+        read, written, uses = (after[name] - before[name] for name in ("read_bytes", "written_bytes", "num_uses"))
+        num_steps = uses / after["num_records"]
+        if not num_steps or not written:
+            return {}
         return {
-            "read_bytes": moved["read_bytes"],
-            "written_bytes": moved["written_bytes"],
-            "num_steps": moved["num_uses"] / after["num_records"],
-            "seconds": end - start,
+            "num_steps": num_steps,
+            "step_seconds": (end - start) / num_steps if end > start else None,
+            "read_bytes_per_step": read / num_steps,
+            "written_bytes_per_step": written / num_steps,
         }
-
-
-def tier_row(tier: Tier, use: SsdUse) -> dict[str, int]:
-    return {
-        "capacity_bytes": tier.capacity_bytes,
-        "budget_bytes": tier.capacity_bytes,
-        "used_bytes": use.used_bytes,
-        "peak_bytes": use.peak_bytes,
-        "held_bytes": use.held_bytes,
-    }
-
-
-def io_data(use: SsdUse) -> dict[str, Any]:
-    """Return what a step has moved, JSON-able; empty before the first step."""
-    if not use.num_steps or not use.written_bytes:
-        return {}
-    return {
-        "num_steps": use.num_steps,
-        "step_seconds": use.seconds / use.num_steps if use.seconds > 0 else None,
-        "read_bytes_per_step": use.read_bytes / use.num_steps,
-        "written_bytes_per_step": use.written_bytes / use.num_steps,
-    }
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -320,10 +277,9 @@ class StateOnSsd:
             )
             self.settle(stays.number)
 
-    def report_row(self) -> SsdUse:
-        """Return what a report says about the tier."""
-        reserved = self.store.stats()["reserved_bytes"]
-        return SsdUse(used_bytes=reserved, peak_bytes=reserved, held_bytes=reserved, **self._pace.of_steps())
+    def moved_per_step(self) -> dict[str, Any]:
+        """Return what a step has moved from and to the drives, for the report."""
+        return self._pace.per_step()
 
     def note_pace(self, num_steps: int) -> None:
         """Measure what steps move, from one call to the next.

@@ -22,9 +22,9 @@ it is.
 """
 
 import mmap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -54,9 +54,8 @@ _num_regions: "WeakKeyDictionary[FSDPModule, int]" = WeakKeyDictionary()
 """How many regions without reductions have a module, which torch cannot be asked."""
 
 
-class PlaceShard(Protocol):
-    def __call__(self, parameter: nn.Parameter, shard: torch.Tensor, numel: int) -> torch.Tensor | None:
-        """Return 1-D memory of `numel` elements of the shard's type; None where the shard is in place already."""
+PlaceShard = Callable[[nn.Parameter, torch.Tensor, int], torch.Tensor | None]
+"""Gives 1-D memory of so many elements of a shard's type; None where the shard is in place already."""
 
 
 def is_cut(model: nn.Module) -> bool:

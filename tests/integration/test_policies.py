@@ -9,7 +9,7 @@ from lightning_cxl.integrations.lightning.strategy import CXLOffloadStrategy
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.policies import POLICIES, Decision
 from lightning_cxl.run import run
-from lightning_cxl.run.run import Residence
+from lightning_cxl.run.run import place_model
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -100,13 +100,12 @@ def test_optimizers_are_made_once():
 
 
 def test_optimizers_made_on_parameters_that_are_replaced_are_made_again(monkeypatch):
-    class Renewing(Residence):
-        def __init__(self, model, *rest):
-            owner = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
-            owner.weight = torch.nn.Parameter(owner.weight.detach().clone())
-            super().__init__(model, *rest)
+    def renew(model, *rest):
+        owner = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
+        owner.weight = torch.nn.Parameter(owner.weight.detach().clone())
+        return place_model(model, *rest)
 
-    monkeypatch.setattr(run, "Residence", Renewing)
+    monkeypatch.setattr(run, "place_model", renew)
     module = Task(TinyTransformer())
     strategy = offload()
     weights = {id(p) for p in module.parameters()}

@@ -1,11 +1,12 @@
 """Where compute weights move when a run begins."""
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 
-from lightning_cxl.run.run import Residence
+from lightning_cxl.run.run import place_model
 
 NO_MEMORY = SimpleNamespace(shard=None)
 META = SimpleNamespace(device=torch.device("meta"))  # moving there makes every parameter anew
@@ -14,7 +15,7 @@ META = SimpleNamespace(device=torch.device("meta"))  # moving there makes every 
 def test_parameters_that_a_move_makes_anew_are_kept_also_inside_compiled_modules():
     inner = nn.Linear(3, 2)
     model = nn.Sequential(torch.compile(inner, backend="eager"), nn.Linear(2, 1))
-    Residence(model, NO_MEMORY, META, [])
+    place_model(model, NO_MEMORY, META, [], [], ExitStack())
     assert [parameter.device.type for parameter in model.parameters()] == ["meta"] * 4
     assert [parameter.device.type for parameter in inner.parameters()] == ["meta"] * 2
 
@@ -31,5 +32,5 @@ class Changes(nn.Linear):
 
 def test_parameters_that_a_move_adds_or_drops():
     model = nn.Sequential(Changes(3, 2))
-    Residence(model, NO_MEMORY, META, [])
+    place_model(model, NO_MEMORY, META, [], [], ExitStack())
     assert {name: p.device.type for name, p in model.named_parameters()} == {"0.weight": "meta", "0.scale": "meta"}
