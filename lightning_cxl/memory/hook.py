@@ -70,7 +70,6 @@ def ordinary_memory() -> Iterator[None]:
 
 
 def is_placing() -> bool:
-    """Whether a hook decides in this thread where host tensors go."""
     return not _PAUSED.get() and any(isinstance(mode, HostAllocationMode) for mode in dispatch_modes())
 
 
@@ -164,7 +163,6 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         return flat.as_strided(like.shape, like.stride())
 
     def _wish(self) -> tuple[TensorRole, str | None, TierSpec | None]:
-        """Return role, explicit tier and spec of a new tensor."""
         spec, role = constructing_spec(), self._role or TensorRole.COMPUTE_WEIGHTS
         is_inner = spec is not None and spec is not self._outer_spec
         tier = None if is_inner and spec is not None and spec.for_role(role) is not None else self._tier
@@ -176,7 +174,6 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
 
 @functools.cache
 def _kind(func: Any) -> _Kind:
-    """Return what the hook does about an operator."""
     schema = schema_of(func)
     name = schema.name.partition("::")[2]
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":
@@ -216,7 +213,6 @@ def _deterministic_value(dtype: torch.dtype) -> float | int | bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is strided memory and no subclass with a dispatch of its own."""
     return (
         type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
         and tensor.layout is torch.strided

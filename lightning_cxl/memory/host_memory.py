@@ -114,7 +114,6 @@ class Ledger(MemoryResource):
         self._dead.append(buffer.address)
 
     def tier_at(self, address: int) -> str | None:
-        """Return the tier of the byte at `address`, None when no living buffer has it."""
         return next(self.tiers_of(address, 1))[0]
 
     def tiers_of(self, address: int, nbytes: int) -> Iterator[tuple[str | None, int]]:
@@ -462,7 +461,6 @@ class HostMemory:
         self._ledger.begin()
 
     def tier_at(self, address: int) -> Tier | None:
-        """Return the tier of the byte at `address`, None when the memory is not ours."""
         return next(self.tiers_of(address, 1))[0]
 
     def tiers_of(self, address: int, nbytes: int) -> Iterator[tuple[Tier | None, int]]:
@@ -475,7 +473,6 @@ class HostMemory:
         return self._ledger.split_at(address) == self._split(placement)
 
     def trim(self) -> None:
-        """Give everything unused back to the OS."""
         for pools in self._all_pools():
             pools.trim()
 
@@ -761,7 +758,6 @@ def anonymous_bytes(tensors: Iterable[torch.Tensor], default_node: int) -> dict[
 
 
 def _mapped_files() -> list[tuple[int, int]]:
-    """Return the address ranges of this process that files back, sorted."""
     ranges = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, _, _, _, inode, *_ = line.split()

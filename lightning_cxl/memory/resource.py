@@ -310,7 +310,6 @@ def ask_nodes(where: PageNodes, address: int, nbytes: int) -> dict[int, int]:
 
 
 def node_at(address: int) -> int | None:
-    """Return the node of the page at an address; None where no page backs it yet."""
     return next((node for node in page_nodes(address, 1) if node != NOWHERE), None)
 
 
@@ -639,15 +638,7 @@ class BlockList:
         self._ranges[offset] = nbytes
         self._insert(offset, nbytes)
 
-    def extend_range(self, offset: int, nbytes: int) -> None:
-        """Add `nbytes`, all free, at the end of the range that begins at `offset`."""
-        end = offset + self._ranges[offset]
-        self._ranges[offset] += nbytes
-        self._used[end] = nbytes
-        self.free(end)
-
     def free_ranges(self) -> list[int]:
-        """Return the offsets of ranges of which nothing is in use."""
         return [offset for offset, nbytes in self._ranges.items() if self._size_at.get(offset) == nbytes]
 
     def drop_range(self, offset: int) -> int:

@@ -39,7 +39,6 @@ class System:
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
     def close(self, fd: int) -> None:
-        """Close a descriptor."""
         os.close(fd)
 
     def preadv(self, fd: int, views: Views, offset: int) -> int:
@@ -63,7 +62,6 @@ class System:
         os.fsync(fd)
 
     def size(self, fd: int) -> int:
-        """Return the size of a file, in bytes."""
         return os.lseek(fd, 0, os.SEEK_END)
 
     def identity(self, file: Path | int) -> tuple[int, int]:
@@ -72,7 +70,6 @@ class System:
         return found.st_dev, found.st_ino
 
     def mode(self, path: Path) -> int:
-        """Return the mode of what lies at a path: its kind and who may use it."""
         return os.stat(path).st_mode
 
     def make_folder(self, path: Path) -> None:
@@ -202,11 +199,10 @@ class Drive:
         while left:
             try:
                 moved = call(self.fd, left, offset)
+                if moved <= 0:
+                    raise OSError(errno.EIO, "the file ends there" if what == "read" else "no byte was written")
             except OSError as error:
                 raise storage_error(what, self.path, error, offset) from None
-            if moved <= 0:
-                ended = OSError(errno.EIO, "the file ends there" if what == "read" else "no byte was written")
-                raise storage_error(what, self.path, ended, offset)
             offset += moved
             left = _after(left, moved)
 

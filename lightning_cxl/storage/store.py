@@ -130,30 +130,23 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 # Address ranges that show what lies on drives, without memory of their own.
 
 
-class _Shown(NamedTuple):
-    """What a window shows: the same range of each file."""
-
-    paths: tuple[Path, ...]
-    begin: int
-    end: int
-
-
 _libc = ctypes.CDLL(None, use_errno=True)
-_shown: weakref.WeakKeyDictionary[Buffer, _Shown] = weakref.WeakKeyDictionary()
+_shown: weakref.WeakKeyDictionary[Buffer, tuple[tuple[Path, ...], int, int]] = weakref.WeakKeyDictionary()
+"""By window: its files, and the range of each that it shows."""
 
 
 def files_shown_at(address: int) -> tuple[Path, ...]:
     """Return the files that a window of this process shows at an address; empty where no window shows files."""
-    for buffer, shown in list(_shown.items()):
-        if 0 <= address - buffer.address < buffer.nbytes:
-            return shown.paths
+    for buffer, (paths, _, _) in list(_shown.items()):
+        if is_in(buffer, address):
+            return paths
     return ()
 
 
 def next_unseen(drives: Sequence[Drive], offset: int, nbytes: int) -> int:
     """Return the first offset from which on no window of this process shows bytes of these drives."""
     own = set(_paths(drives))
-    seen = sorted((shown.begin, shown.end) for shown in list(_shown.values()) if own.intersection(shown.paths))
+    seen = sorted((begin, end) for paths, begin, end in list(_shown.values()) if own.intersection(paths))
     for begin, end in seen:
         if begin < offset + nbytes and offset < end:
             offset = end
@@ -185,11 +178,11 @@ class Window:
         self._mapping = Mapping(len(drives) * part_nbytes)
         self.buffer = Buffer(self._mapping.address, nbytes, (), None, self._mapping)
         self._paths = _paths(drives)
-        _shown[self.buffer] = _Shown(self._paths, 0, 0)
+        _shown[self.buffer] = self._paths, 0, 0
 
     def show(self, offset: int) -> None:
         """Show what lies at `offset` of every drive."""
-        _shown[self.buffer] = _Shown(self._paths, offset, offset + self._part_nbytes)
+        _shown[self.buffer] = self._paths, offset, offset + self._part_nbytes
         for index, drive in enumerate(self.drives):
             try:
                 self._mapping.show(index * self._part_nbytes, self._part_nbytes, drive.fd, offset)
@@ -197,7 +190,6 @@ class Window:
                 raise storage_error("show", drive.path, error, offset) from None
 
     def hide(self) -> None:
-        """Show zeros."""
         self._mapping.hide(0, self._mapping.nbytes)
 
 
@@ -454,7 +446,6 @@ class Places:
                 folder.remove(folder.path / PART)
 
     def close(self) -> None:
-        """Close all files, remove those that do not stay, and let go of the locks. Idempotent."""
         self._opened.close()
 
 
@@ -466,20 +457,16 @@ class Generations:
         self._places = places
         self._chunk_bytes = chunk_bytes
         self._last_number = found.last_number if found else 0
-        self._found_records = found.records if found else {}
+        self.found_records = found.records if found else {}
+        """Size and offsets of the records that an earlier run left."""
         self.kept = list(found.generations) if found else []
         self._unsure: list[Generation] = []  # whose manifest may lie on the disk or not
 
-    @property
-    def found_records(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Size and offsets of the records that an earlier run left."""
-        return self._found_records
-
     def found_versions(self, name: str, nbytes: int) -> tuple[int, ...] | None:
         """Return the offsets of a record that an earlier run left; None if it left none of this name."""
-        if name not in self._found_records:
+        if name not in self.found_records:
             return None
-        found_nbytes, versions = self._found_records[name]
+        found_nbytes, versions = self.found_records[name]
         if found_nbytes != nbytes:
             raise ConfigError(
                 f"{self._holds()}, in which `{name}` has {found_nbytes} bytes and not {nbytes}. {WHAT_TO_DO}"
@@ -517,7 +504,6 @@ class Generations:
         )
 
     def check_room(self) -> None:
-        """Check that one more generation can be added."""
         if len(self.kept) > 1:
             numbers = " and ".join(str(each.number) for each in self.kept)
             raise StorageError(f"generations {numbers} are both kept: settle one of them before the next commit")
@@ -551,7 +537,7 @@ class Generations:
             self._places.paths,
             self._chunk_bytes,
             self._last_number,
-            {**self._found_records, **known},
+            {**self.found_records, **known},
             tuple(kept),
         )
 
@@ -580,7 +566,7 @@ class Store:
         self._changes = threading.RLock()  # held while a write begins, and by all that must not miss one
         self._lock = threading.Lock()  # of fields of records; held shortly
         self._records: dict[str, Record] = {}
-        self._unsynced: weakref.WeakSet[Record] = weakref.WeakSet()  # some records come and go
+        self._unsynced: set[Record] = set()
         self._reserved_bytes = 0
         self._restored: Generation | None = None
         self._closed = False
@@ -715,7 +701,8 @@ class Store:
             def end(checksum: int) -> None:
                 with self._lock:
                     record.present, record.entries[version] = version, Entry(version, checksum)
-                    self._unsynced.add(record)
+                    if record.keeps:
+                        self._unsynced.add(record)
                     record.show()
                     record.last_whole = write
 
@@ -773,7 +760,6 @@ class Store:
 
     @property
     def found(self) -> dict[str, int]:
-        """Bytes of the records that an earlier run left, by name."""
         return {name: nbytes for name, (nbytes, _) in self._generations.found_records.items()}
 
     def generations(self) -> list[Generation]:
@@ -801,7 +787,6 @@ class Store:
     # -- all together --------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Block until all transfers started so far are done."""
         self._engine.wait()
 
     def stats(self) -> dict[str, int]:
@@ -809,7 +794,6 @@ class Store:
         return {"reserved_bytes": self._reserved_bytes, "budget_bytes": self._budget_bytes, **self._engine.counts}
 
     def close(self) -> None:
-        """Finish all transfers and close everything; files stay where a generation is kept. Idempotent."""
         with self._changes:
             self._closed = True
             self._opened.close()
@@ -838,14 +822,11 @@ class Area:
         self._num_drives = num_drives
         self._blocks = BlockList()  # of offsets on every drive
         self._num_reserved = 0
-        self._last_range = 0
-        self._end = 0  # of the last range
         self._left: deque[Record] = deque()  # given back; their transfers may not be done
         if nbytes:
             self._grow(nbytes)
 
     def take(self, nbytes: int) -> Record:
-        """Return a record to which nothing was written."""
         part = part_nbytes(nbytes, self._num_drives)
         self._free(waits=False)
         while (offset := self._blocks.allocate(part, BLOCK_BYTES)) is None:
@@ -875,10 +856,4 @@ class Area:
     def _grow(self, nbytes: int) -> None:
         self._num_reserved += 1
         space = self._store.reserve(f"{self._name} {self._num_reserved}", nbytes, keeps=False)
-        begin = space.versions[0]
-        if begin == self._end:
-            self._blocks.extend_range(self._last_range, space.part_nbytes)
-        else:
-            self._blocks.add_range(begin, space.part_nbytes)
-            self._last_range = begin
-        self._end = begin + space.part_nbytes
+        self._blocks.add_range(space.versions[0], space.part_nbytes)

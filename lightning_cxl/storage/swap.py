@@ -132,8 +132,6 @@ class Lease:
 
 
 class _Ended:
-    """A `Lease` that is over."""
-
     def end(self) -> None: ...
 
     def _give_back(self) -> None: ...  # a call of `end` was queued while the first one waited
@@ -296,7 +294,6 @@ class Swapper:
 
     @uninterrupted
     def verify(self, record: Record) -> None:
-        """Read a record and compare its checksum."""
         lease = _Use(self, [record])
         try:
             lease.take()
@@ -333,7 +330,6 @@ class Swapper:
         self._jobs.put((nbytes, job))
 
     def check_process(self) -> None:
-        """Refuse a forked child."""
         if os.getpid() != self._pid:
             raise StorageError("a forked child cannot fetch what is on SSD: only its parent has the threads for it")
 
@@ -373,7 +369,6 @@ class Swapper:
 
     @property
     def cap_bytes(self) -> int:
-        """Most bytes of all buffers together."""
         return self._pool.cap_bytes
 
     @uninterrupted

@@ -19,9 +19,9 @@ import itertools
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -81,21 +81,10 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 _ALIGNMENT = 64  # bytes; what torch's own allocations and ours start at
 
 
-class HostBytes(Protocol):
-    """Memory that a tensor can be made over and that lives as long as that tensor, such as `memory.resource.Buffer`."""
-
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous tensor over the first bytes."""
-
-
-Allocate = Callable[[int, str], HostBytes]
-"""Takes a number of bytes and the unit's name."""
+Allocate = Callable[[int, str], Any]
+"""Takes a number of bytes and the unit's name; what it returns has `Buffer.tensor`."""
 PlaceOnSsd = Callable[[int, str], InputOnSsd | None]
-"""Takes the same; None where the image belongs in memory."""
-
-
-def all_in_memory(_nbytes: int, _unit: str) -> None:
-    """Be a `PlaceOnSsd` where nothing lies on SSD."""
+"""Takes the same; returns None where the image belongs in memory."""
 
 
 class SavedBytes:
@@ -112,7 +101,6 @@ class SavedBytes:
         self._peak = max(self._peak, self._bytes)
 
     def stats(self) -> dict[str, int]:
-        """Return ``saved_bytes`` and ``num_saved`` (living now) and ``peak_saved_bytes``."""
         self._drain()
         return {"saved_bytes": self._bytes, "peak_saved_bytes": self._peak, "num_saved": self._count}
 
@@ -132,7 +120,7 @@ class StoredInput:
         allocate: Allocate,
         unit: str,
         saved: SavedBytes,
-        place_on_ssd: PlaceOnSsd = all_in_memory,
+        place_on_ssd: PlaceOnSsd | None = None,
     ) -> None:
         self._size, self._stride = tensor.shape, tensor.stride()
         self._lead = tensor.data_ptr() % _ALIGNMENT // tensor.element_size()
@@ -140,11 +128,11 @@ class StoredInput:
         self.nbytes = (self._lead + extent) * tensor.element_size()
         self._numel, self._dtype = self._lead + extent, tensor.dtype
         flat = tensor.detach().as_strided((extent,), (1,), tensor.storage_offset())
-        self._on_ssd = place_on_ssd(self.nbytes, unit)
+        self._on_ssd = None if place_on_ssd is None else place_on_ssd(self.nbytes, unit)
         if self._on_ssd is not None:
             self.transfer = self._on_ssd.store(flat, self._lead)
         else:
-            self._host = allocate(self.nbytes, unit).tensor((self._numel,), tensor.dtype)
+            self._host: torch.Tensor = allocate(self.nbytes, unit).tensor((self._numel,), tensor.dtype)
             # no leaf (`can_store`): an operator has computed it on the current stream
             self.transfer = engine.d2h(flat, self._host[self._lead :], from_here=True)
         self.source = weakref.ref(tensor)
@@ -168,14 +156,9 @@ class StoredInput:
         """Return whether the image equals `tensor`, which has its shape. On the host only."""
         return same_bits(tensor, self.shape_like_source(self.on_host()))
 
-    @property
-    def is_on_ssd(self) -> bool:
-        """Whether it has no memory between forward and backward."""
-        return self._on_ssd is not None
-
     def must_move(self, engine: TransferEngine) -> bool:
         """Return whether a recompute needs a copy of the image."""
-        return self.is_on_ssd or not engine.computes_on_host
+        return self._on_ssd is not None or not engine.computes_on_host
 
     def fetch(self, engine: TransferEngine) -> tuple[torch.Tensor, Transfer]:
         """Start bringing the image to the device; once the transfer is waited for, `shape_like_source` it."""
@@ -294,8 +277,7 @@ class UnitInput:
             self._near = None if self._is_changed or engine.computes_on_host else self._alias
         self._alias = self._spare = None
 
-    def let_go(self) -> None:
-        """Leave a stored tensor to its image."""
+    def drop_device_copy(self) -> None:
         self._near = None
 
     def prefetch(self, engine: TransferEngine) -> None:
@@ -374,7 +356,7 @@ class OwnCheckpointing:
         while self._switched:
             setattr(self._switched.pop(), _FLAG, True)
 
-    def look_around(self, unit: str) -> None:
+    def tell_if_nested(self, unit: str) -> None:
         """Tell the user if the first forward of a unit runs in a backward: in a checkpoint of the user's own."""
         if not self._has_told and is_in_backward():
             self._has_told = True
@@ -406,7 +388,7 @@ class ActivationOffload:
         allocate: Allocate,
         *,
         min_bytes: int = DEFAULT_MIN_BYTES,
-        place_on_ssd: PlaceOnSsd = all_in_memory,
+        place_on_ssd: PlaceOnSsd | None = None,
     ) -> None:
         self.engine = engine
         self.placeholder = torch.empty(0, device=engine.device)
@@ -418,7 +400,8 @@ class ActivationOffload:
         self.phase: Phase | None = None
         """Why a unit's own forward runs now: for the first time, to be repeated; again, in a backward, and in one that
         is to be differentiated itself (``create_graph=True``); or neither."""
-        self._latest: Callable[[], _UnitCall | None] = _no_call
+        self.latest: Callable[[], _UnitCall | None] = lambda: None
+        """A weak reference to the call before."""
         self._attached: list[UnitForward] = []
         self.own_checkpointing = OwnCheckpointing()
 
@@ -446,7 +429,6 @@ class ActivationOffload:
         self.own_checkpointing.restore()
 
     def stats(self) -> dict[str, int]:
-        """Return ``saved_bytes`` and ``num_saved`` (inputs on the tier now) and ``peak_saved_bytes``."""
         return self._saved.stats()
 
     def store(self, tensor: torch.Tensor, unit: str) -> StoredInput | None:
@@ -454,14 +436,14 @@ class ActivationOffload:
         if not can_store(tensor, self.engine.device, self._min_bytes):
             return None
         stored = self._stored.get(id(tensor))
-        if stored is None or not stored.is_image_of(tensor) or not self._has_bits_of(stored, tensor):
+        if stored is not None and not stored.is_image_of(tensor):
+            stored = None
+        if stored is not None and self.engine.computes_on_host and not stored.has_bits_of(tensor):
+            stored = None  # compared where that is cheap: a write between two units may have had no version
+        if stored is None:
             stored = StoredInput(tensor, self.engine, self._allocate, unit, self._saved, self._place_on_ssd)
             self._stored[id(tensor)] = stored
         return stored
-
-    def _has_bits_of(self, stored: StoredInput, tensor: torch.Tensor) -> bool:
-        """Compare where that is cheap: a write between two units may have had no version."""
-        return not self.engine.computes_on_host or stored.has_bits_of(tensor)
 
     @contextmanager
     def running(self, phase: Phase) -> Iterator[None]:
@@ -470,11 +452,6 @@ class ActivationOffload:
             yield
         finally:
             self.phase = before
-
-    def follow(self, call: "_UnitCall") -> "Callable[[], _UnitCall | None]":
-        """Note that `call` is the latest; return a weak reference to the one before it."""
-        before, self._latest = self._latest, weakref.ref(call)
-        return before
 
 
 class UnitForward(StandIn):
@@ -492,10 +469,12 @@ class UnitForward(StandIn):
         if not self._carries_gradient(leaves) or not self._can_repeat_caches(leaves, (*args, *kwargs.values())):
             return call_under(compiler, self.original, args, kwargs)
         self.offload.own_checkpointing.switch_off([compiled_module(self.module)])  # it may be on since the last call
-        self.offload.own_checkpointing.look_around(self.name)
+        self.offload.own_checkpointing.tell_if_nested(self.name)
         args, kwargs = tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
         call = _UnitCall(self, compiler, args, kwargs, leaves)
-        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, call.begin_recompute):  # of the placeholder alone
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: tensor, call.begin_recompute
+        ):  # of the placeholder alone
             output = checkpoint(call, self.offload.placeholder, use_reentrant=False)
         if call.errors:
             raise call.errors.pop()
@@ -507,7 +486,6 @@ class UnitForward(StandIn):
         return any(tensor.requires_grad for tensor in (*inputs, *cached, *peek(self.module)))
 
     def _can_repeat_caches(self, leaves: list[Any], arguments: tuple[Any, ...]) -> bool:
-        """See [Note: Key/value caches]."""
         own = {id(each) for each in arguments}
         caches = [leaf for leaf in leaves if is_cache(leaf)]
         can_repeat = all((can_replace if id(each) in own else grows_by_replacing)(each) for each in caches)
@@ -539,10 +517,10 @@ class _UnitCall:
         self._state = ModuleState(unit.module, leaves)
         self.errors: list[BaseException] = []  # that the forward has raised
         self._phase: Phase = "recompute"  # of the next one
-        self._before = unit.offload.follow(self)
+        self._before, unit.offload.latest = unit.offload.latest, weakref.ref(self)
         before = self._before()
         if before is not None:
-            before.let_go()
+            before.drop_device_copies()
 
     def _keep(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -598,22 +576,13 @@ class _UnitCall:
         with self._state.replay(), self._unit.offload.running(self._phase):
             return call_under(self._compiler, self._unit.original, args, kwargs)
 
-    def let_go(self) -> None:
-        """Drop the device copies of the inputs: another unit runs."""
+    def drop_device_copies(self) -> None:
         for each in self._inputs:
-            each.let_go()
+            each.drop_device_copy()
 
     def prefetch(self) -> None:
         for each in self._inputs:
             each.prefetch(self._unit.offload.engine)
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _no_call() -> None:
-    """Stand for a dead reference: there is no latest call."""
 
 
 def _around_and_inside(units: list[nn.Module], model: nn.Module | None) -> list[nn.Module]:

@@ -37,7 +37,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,24 +54,16 @@ from lightning_cxl.transfer.engine import Transfer, TransferEngine
 # ----------------------------------------------------------------------------------------------------
 
 
-class _Source(Protocol):
-    """What is fetched: weights, or an image of an input."""
-
-    @property
-    def record(self) -> Record: ...
-
-    def wait_until_readable(self) -> None:
-        """Return when the write of what is to be read has begun."""
-
-    def fill(self, buffer: Buffer) -> None:
-        """Bring bytes that are not in the record to a buffer that it was read into."""
-
-
 class Fetch:
     """A copy of a record to the device; a job of a swapper, and a `Transfer`."""
 
     def __init__(
-        self, source: _Source, store: Store, engine: TransferEngine, destination: torch.Tensor, after: list[Transfer]
+        self,
+        source: "WeightRecord | InputOnSsd",
+        store: Store,
+        engine: TransferEngine,
+        destination: torch.Tensor,
+        after: list[Transfer],
     ) -> None:
         self._source = source
         self._store = store
@@ -162,12 +154,11 @@ class WeightRecord:
     def fetch(
         self, engine: TransferEngine, flat: torch.Tensor, destination: torch.Tensor, after: list[Transfer]
     ) -> Fetch:
-        """Start reading the record, and copying it to the device then."""
         weights = self._weights
         return Fetch(self, weights.store, weights.engine, destination, after).submit(weights.swapper)
 
     def wait_until_readable(self) -> None:
-        """Return at once: it is filled before anything else."""
+        pass  # it is filled before anything else
 
     def settle(self) -> None:
         """Return when the window shows what was written last."""
@@ -175,17 +166,16 @@ class WeightRecord:
         if write is not None:
             write.wait_host()
 
-    def looked_at(self) -> None:
+    def begin_access(self) -> None:
         self._weights.may_be_written(self)
 
-    def looks_are_over(self) -> None:
+    def end_access(self) -> None:
         self._weights.write_back(self)
 
     def update_begins(self) -> None:
         self._weights.forget(self)
 
     def is_dirty(self) -> bool:
-        """Return whether the window was written to."""
         return has_private_pages(self.window.address, self.window.nbytes)
 
     def fill(self, buffer: Buffer) -> None:
@@ -194,7 +184,7 @@ class WeightRecord:
             copy_bytes(self.window, buffer)
 
     def clean(self) -> None:
-        """Return at once: the kernel knows what is private."""
+        pass  # the kernel knows which pages are private
 
 
 class WeightsOnSsd:
@@ -208,7 +198,6 @@ class WeightsOnSsd:
         self._maybe_dirty: dict[WeightRecord, None] = {}
 
     def reserve(self, name: str, nbytes: int) -> WeightRecord:
-        """Return a home with a record of its own, to be filled before anything else."""
         record = self.store.reserve(name, nbytes, keeps=False)  # weights are in the files of checkpoints
         return WeightRecord(self, record, self.store.window(record))
 
@@ -252,7 +241,6 @@ class InputsOnSsd:
 
     @uninterrupted
     def place(self, nbytes: int) -> "InputOnSsd":
-        """Return a place for an image."""
         self.swapper.check_process()  # before the lock, which a thread of the parent may have had
         with self._lock:
             record = self.area.take(nbytes)
@@ -289,7 +277,6 @@ class InputOnSsd:
         return offload.copy()
 
     def fetch(self, destination: torch.Tensor) -> Fetch:
-        """Start reading the image, and copying it to the device."""
         inputs = self._inputs
         if inputs.is_closed:
             raise StorageError("an input of a unit was on tier `ssd`, and the run that had it there is over")
@@ -301,7 +288,7 @@ class InputOnSsd:
         self.write_has_begun.wait()
 
     def fill(self, buffer: Buffer) -> None:
-        """Return at once: the record has all bytes."""
+        pass  # the record has all bytes
 
 
 class _Offload:
@@ -427,7 +414,7 @@ class ShardsOnSsd:
 
     def _fetch(self) -> torch.Tensor:
         if self._is_written:
-            self._home.looks_are_over()
+            self._home.end_access()
             self._is_written = False
         arrived = torch.empty(self._nbytes, dtype=torch.uint8, device=self._engine.device)
         shown = self._home.buffer.tensor((self._nbytes,), torch.uint8)
@@ -441,7 +428,7 @@ class ShardsOnSsd:
     def written(self) -> None:
         """Write what someone has written to the window, at the next gather at the latest."""
         self._is_written = True
-        self._home.looked_at()
+        self._home.begin_access()
 
     def close(self) -> None:
         """Let shards be copied from the window, without the record's drives. Idempotent."""

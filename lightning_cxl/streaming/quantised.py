@@ -116,7 +116,6 @@ def prepare_layers(model: nn.Module, streamed: Collection[int]) -> Callable[[], 
 
 
 def has_quantised(model: nn.Module) -> bool:
-    """Return whether a model has quantised parameters."""
     return any(map(_is_quantised, model.parameters()))
 
 
@@ -204,7 +203,6 @@ class _SavesATensor(torch.autograd.Function):
 
 
 def _compute_again(node: Any, gradients: Any) -> None:
-    """Ask for the saved tensor of a node."""
     _ = node.saved_tensors
 
 

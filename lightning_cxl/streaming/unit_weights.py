@@ -31,24 +31,22 @@ from lightning_cxl.torch_private import (
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 # ----------------------------------------------------------------------------------------------------
-# `UnitListener`: learns what happens to streamed units. Gradients come and are looked at in step with it.
+# `UnitListener`: learns what happens to streamed units. Gradients are offloaded in step with it.
 
 
 class UnitListener(Protocol):
-    """Learns what happens to streamed units."""
-
     def recompute_begins(self) -> None:
-        """Learn that a unit is about to be recomputed, in the backward that it is a part of."""
+        """A unit is about to be recomputed, in the backward that it is a part of."""
 
     def unit_is_over(self, unit: Any) -> None:
-        """Learn that the backward of a unit is over, and that its weights are at home."""
+        """The backward of a unit is over, and its parameters show host memory."""
 
     def complete_for_access(self) -> None:
-        """Learn that someone looks at parameters through their modules. What runs behind is done."""
+        """The user reads parameters through their modules. No update runs."""
 
 
-class Nobody:
-    """A `UnitListener` that does nothing: of units that are not trained."""
+class NoListener:
+    """Of units that are not trained."""
 
     def _ignore(self, unit: Any = None) -> None:
         pass
@@ -57,7 +55,7 @@ class Nobody:
 
 
 # ----------------------------------------------------------------------------------------------------
-# `AwaitedParameters`: tells when someone looks at a module's parameters, and lets them wait for an update.
+# `AwaitedParameters`: tells when the user's code accesses a module's parameters, and lets it wait for an update.
 #
 # [Note: Awaited parameters]
 # Everything that reads a model through its modules, be it ``module.weight``, ``named_parameters``, ``state_dict``, a
@@ -66,9 +64,9 @@ class Nobody:
 # without that. A parameter that someone holds a reference to is read without waiting: optimizers do, which know about
 # updates.
 #
-# Who has looked may write, also through ``.data`` (peft merges adapters so), which torch does not count. So a look
-# waits for copies to the device that are under way, since the host may be ahead of the device, and makes those that are
-# there old; and until the next unit is entered, when the code that looked is over, none is made.
+# Code that has accessed a parameter may write, also through ``.data`` (peft merges adapters so), which torch does not
+# count. So an access waits for copies to the device that are in flight, since the host may be ahead of the device, and
+# makes those that are there old. None is made until the next unit is entered, when the code with access is over.
 
 
 class AwaitedParameters(dict[str, Any]):
@@ -105,7 +103,7 @@ for _name in (
 
 
 def guard(module: nn.Module, settle: Callable[[], None]) -> None:
-    """Let whoever looks at the parameters of `module` (not of its children) call `settle` first."""
+    """Call `settle` before an access to the parameters of `module` (not of its children)."""
     plain = module._parameters
     if not isinstance(plain, AwaitedParameters):
         module.__dict__["_parameters"] = AwaitedParameters(plain, settle)
@@ -153,12 +151,12 @@ class InMemory:
     def _ignore(self) -> None:
         pass  # updates write here, so there is nothing to wait for
 
-    settle = looked_at = looks_are_over = update_begins = _ignore
+    settle = begin_access = end_access = update_begins = _ignore
 
 
 Home = InMemory | WeightRecord
 """Bytes that parameters show while their unit does not compute."""
-_left_behind: "WeakKeyDictionary[nn.Module, tuple[str, set[int]]]" = WeakKeyDictionary()
+_not_inherited: "WeakKeyDictionary[nn.Module, tuple[str, set[int]]]" = WeakKeyDictionary()
 """The unit of each module, and where its parameters lie in memory that forked children do not have."""
 _METADATA = frozenset(("device", "dim", "dtype", "ndim", "nelement", "numel", "requires_grad", "shape", "size"))
 
@@ -232,22 +230,22 @@ class UnitWeights:
         self._slot: torch.Tensor | None = None  # the device memory that the parameters show
         self.num_forwards = 0
         """How often the unit was entered for a forward that backward repeats; whoever counts sets it back."""
-        self.is_seen = False
-        """Whether someone may be about to write to parameters that they have looked up."""
+        self.is_accessed = False
+        """Whether the user's code has accessed parameters, and may write to them."""
         self.readers: Sequence[Transfer] = ()
         """The latest copies of the homes, which may still be under way; those before them are done by then."""
-        self._num_looks = 0
-        self._listener: UnitListener = Nobody()
+        self._num_accesses = 0
+        self._listener: UnitListener = NoListener()
         self._update: Future[None] | None = None
         self._running: list[Future[None]] = []
         self._pid = os.getpid()
-        self._left_behind: set[int] = set()
+        self._not_inherited: set[int] = set()
         for parameters in pieces:
             self._move(parameters, allocate)
         ids = {id(place.parameter) for place in self.places}
-        # not the others: FSDP2 exchanges the parameters of those around every forward, which is no look
+        # not the others: FSDP2 exchanges the parameters of those around every forward, which is no access
         self._holders = [m for m in module.modules() if any(id(p) in ids for p in m.parameters(recurse=False))]
-        _left_behind.update((module, (name, self._left_behind)) for module in self._holders)
+        _not_inherited.update((module, (name, self._not_inherited)) for module in self._holders)
 
     @torch.no_grad()
     def _move(self, parameters: Sequence[nn.Parameter], allocate: AllocateWeights) -> None:
@@ -273,7 +271,7 @@ class UnitWeights:
         for each in moved:
             each.show()
             if not (isinstance(home, InMemory) and home.is_inherited) and each.parameter.numel():
-                self._left_behind.add(each.home.data_ptr())
+                self._not_inherited.add(each.home.data_ptr())
         self.places += moved
         self.pieces.append(Piece(self.nbytes, home.buffer.tensor((end,), torch.uint8), home))
         self.nbytes += end
@@ -283,7 +281,7 @@ class UnitWeights:
         return sum(flat.numel() for _, flat, home in self.pieces if isinstance(home, InMemory))
 
     def attach(self, listener: UnitListener) -> None:
-        """Tell `listener` from now on when someone looks at the parameters through their modules."""
+        """Tell `listener` of accesses to the parameters from now on."""
         self._listener = listener
 
     def begin_update(self, update: "Future[None]") -> None:
@@ -320,15 +318,15 @@ class UnitWeights:
             piece.home.settle()
 
     def watch(self) -> None:
-        """Notice from now on when someone looks at the parameters through their modules."""
+        """Notice accesses to the parameters through their modules from now on."""
         for module in self._holders:
-            guard(module, self._see)
+            guard(module, self._begin_access)
 
     def unwatch(self) -> None:
         for module in self._holders:
             unguard(module)
 
-    def _see(self) -> None:
+    def _begin_access(self) -> None:
         if os.getpid() != self._pid:  # forked: the threads and the device are the parent's
             if self.is_updating():
                 raise UnsupportedError(_forked(self.name))
@@ -338,12 +336,12 @@ class UnitWeights:
             self.settle()
         finally:
             self.unwatch()
-            self.is_seen = True
-            self._num_looks += 1  # in this order: see `ParamStreamer.fetch_ahead`
+            self.is_accessed = True
+            self._num_accesses += 1  # in this order: see `ParamStreamer.fetch_ahead`
         self._listener.complete_for_access()
         self.wait_for_readers()  # what the device has still to compute, it computes with the weights of now
         for piece in self.pieces:
-            piece.home.looked_at()
+            piece.home.begin_access()
 
     def wait_for_readers(self) -> None:
         """Return when no copy of the homes is under way."""
@@ -352,18 +350,18 @@ class UnitWeights:
                 transfer.wait_host()
 
     def versions(self) -> tuple[int, ...]:
-        """Return what changes whenever someone writes to a parameter, or looks it up and so can write unnoticed."""
-        return (self._num_looks, *(place.parameter._version for place in self.places))
+        """Return what changes with every write to a parameter, and with every access: writes may follow."""
+        return (self._num_accesses, *(place.parameter._version for place in self.places))
 
-    def forget_looks(self) -> None:
-        """The code that has looked is over: bring home what it has set with ``parameter.data = ...``, watch again."""
-        if not self.is_seen:
+    def end_access(self) -> None:
+        """The code with access is over: take over what it has set with ``parameter.data = ...``, watch again."""
+        if not self.is_accessed:
             return
         self.take_in()
         if not self.is_updating():
             for piece in self.pieces:
-                piece.home.looks_are_over()
-        self.is_seen = False
+                piece.home.end_access()
+        self.is_accessed = False
         self.watch()
 
     @torch.no_grad()
@@ -381,7 +379,7 @@ class UnitWeights:
                     "before the run, or set `stream_weights=False`. A model that something else is to train must be "
                     "let go of before (`trainer.end()`, `accelerator.free_memory()`, `fabric.strategy.teardown()`)"
                 )
-            home.untyped_storage()  # the first look, which counts from then on
+            home.untyped_storage()  # the first access, which counts from then on
             if not is_only_holder(home):
                 raise UnsupportedError(
                     f"the data of a parameter of unit `{self.name}` was replaced (`p.data = ...`) while your code "
@@ -399,7 +397,7 @@ class UnitWeights:
         self._slot = slot
 
     @contextmanager
-    def gradients_aside(self) -> Iterator[None]:
+    def gradients_hidden(self) -> Iterator[None]:
         """Meanwhile show no gradients. They stay on the host: a compiler fails beside weights on the device."""
         aside = [(place, grad) for place in self.places if (grad := plain_grad(place.parameter)) is not None]
         for place, _ in aside:
@@ -463,7 +461,7 @@ def _forked(unit: str) -> str:
 
 def _hide_in_child() -> None:
     """Let whoever uses a parameter whose memory this forked process has not get an error: an access is a SIGSEGV."""
-    for module, (unit, addresses) in list(_left_behind.items()):
+    for module, (unit, addresses) in list(_not_inherited.items()):
         for parameter in peek_at_own(module).values():
             if parameter is None or isinstance(parameter, _Hidden):  # of two modules, or in the fork of a fork
                 continue
@@ -492,7 +490,7 @@ def _in_slot(slot: torch.Tensor, offset: int, home: torch.Tensor) -> torch.Tenso
 
 
 # ----------------------------------------------------------------------------------------------------
-# Weights of units live on the host and visit the device: fetched ahead of the unit that computes next.
+# Weights of units live on the host and entry the device: fetched ahead of the unit that computes next.
 #
 # [Note: Residency of a unit]
 # A streamed parameter shows (``p.data``) its home, a piece of host memory, except while its unit computes; then it
@@ -576,40 +574,6 @@ class Slot:
         return self.unit is unit and self._versions == unit.versions()
 
 
-class SlotRing:
-    """Hands out slots; the one that was touched longest ago is the first to be taken away."""
-
-    def __init__(self, engine: TransferEngine, num_slots: int, nbytes: int) -> None:
-        self.nbytes = num_slots * nbytes
-        """Device memory of all slots."""
-        self._slots = [Slot(engine, nbytes) for _ in range(num_slots)]
-
-    def find(self, unit: UnitWeights) -> Slot | None:
-        return next((slot for slot in self._slots if slot.is_image_of(unit)), None)
-
-    def fetch(self, unit: UnitWeights, versions: tuple[int, ...], keep: Collection[Slot]) -> Slot | None:
-        """Start bringing the weights of `unit` into a slot that is not to be kept; None where all are."""
-        slot = next((slot for slot in self._slots if slot not in keep), None)
-        if slot is not None:
-            slot.fetch(unit, versions)
-            self.touch(slot)
-        return slot
-
-    def forget(self, keep: Collection[Slot]) -> None:
-        for slot in self._slots:
-            if slot not in keep:
-                slot.unit = None
-
-    def clear(self) -> None:
-        for slot in self._slots:
-            slot.drop()
-        self._slots.clear()
-
-    def touch(self, slot: Slot) -> None:
-        self._slots.remove(slot)
-        self._slots.append(slot)
-
-
 MIN_SLOTS = 2
 NUM_SLOTS = 3
 """One computes, one is fetched for what comes next, one was used last."""
@@ -635,25 +599,27 @@ class ParamStreamer:
         if num_slots < MIN_SLOTS:
             raise ConfigError(f"{num_slots} slots: one unit computes while another is fetched, so give at least 2")
         self.phase = phase
-        self._listener: UnitListener = Nobody()
+        self._listener: UnitListener = NoListener()
         self.num_fetches = self.num_late = 0
         """Copies started; and those of them that were not asked for before their unit was entered."""
         self._engine = engine
         self._units = list(units)
         self._num_slots = num_slots
-        self._ring = SlotRing(engine, num_slots, max(unit.nbytes for unit in units))
-        # guards the ring and all below; held while copies are started, which takes long from pageable memory only
+        slot_bytes = max(unit.nbytes for unit in units)
+        self._slots = [Slot(engine, slot_bytes) for _ in range(num_slots)]  # the first is evicted first
+        self._slot_bytes = num_slots * slot_bytes
+        # guards the slots and all below; held while copies are started, which takes long from pageable memory only
         self._lock = threading.Lock()
         self._entered: dict[int, tuple[UnitWeights, Slot]] = {}  # by id of the unit
-        self._next: dict[_Visit, _Visit] = {}  # what followed what
-        self._latest: _Visit | None = None
+        self._next: dict[_Entry, _Entry] = {}  # what followed what
+        self._latest: _Entry | None = None
         self._attached: list[_StreamedForward] = []
 
     def attach(self, listener: UnitListener) -> None:
         """Let the weights of units come and go from now on, until `detach`.
 
         Args:
-            listener: learns of recomputes, of units whose backward is over, and of who looks at parameters.
+            listener: learns of recomputes, of units whose backward is over, and of accesses to parameters.
         """
         self._attached = [_StreamedForward(self, unit) for unit in self._units]
         self._listener = listener
@@ -665,7 +631,7 @@ class ParamStreamer:
         return {
             "num_units": len(self._units),
             "host_bytes": sum(unit.memory_bytes for unit in self._units),
-            "slot_bytes": self._ring.nbytes,
+            "slot_bytes": self._slot_bytes,
             "num_fetches": self.num_fetches,
             "num_late": self.num_late,
         }
@@ -679,16 +645,16 @@ class ParamStreamer:
             self.release(keep=unit)
         unit.wait()
         for each in self._units:
-            each.forget_looks()
+            each.end_access()
         if id(unit) not in self._entered:
             unit.unwatch()
             unit.take_in()
         with self._lock:
             slot = self._occupy(unit)
-            visit = _Visit(unit, in_backward)
+            entry = _Entry(unit, in_backward)
             if self._latest is not None:
-                self._next[self._latest] = visit
-            self._latest = visit
+                self._next[self._latest] = entry
+            self._latest = entry
         if slot is not None:
             try:
                 slot.wait()
@@ -715,7 +681,7 @@ class ParamStreamer:
             unit.watch()
         if not is_unchanged:
             raise UnsupportedError(
-                f"unit `{unit.name}` wrote to its weights in its forward or backward: they visit the device as a copy, "
+                f"unit `{unit.name}` wrote to its weights in its forward or backward: they entry the device as a copy, "
                 "so the change would be lost. Leave the unit out of `units`, or write between steps."
             )
 
@@ -735,22 +701,24 @@ class ParamStreamer:
         with self._lock:
             keep = {slot for _, slot in self._entered.values()}
             for unit in self._expected():
-                slot = self._ring.find(unit)
+                slot = self._find(unit)
                 if slot is None:
-                    # before the question: another thread may look, or begin an update, and what is copied is old then
+                    # before the question: another thread may access it, or begin an update, after which the copy is old
                     versions = unit.versions()
-                    if unit.is_updating() or unit.is_seen:
+                    if unit.is_updating() or unit.is_accessed:
                         return
-                    slot = self._ring.fetch(unit, versions, keep)
+                    slot = self._fetch(unit, versions, keep)
                     if slot is None:
                         return
-                    self.num_fetches += 1
                 keep.add(slot)
 
     def forget(self) -> None:
         """Fetch again what is entered next: weights may have been written in a way that leaves no trace."""
         with self._lock:
-            self._ring.forget({slot for _, slot in self._entered.values()})
+            keep = {slot for _, slot in self._entered.values()}
+            for slot in self._slots:
+                if slot not in keep:
+                    slot.unit = None
             self._latest = None  # and nothing ahead, until a unit is entered
 
     def detach(self) -> None:
@@ -761,10 +729,12 @@ class ParamStreamer:
                 leaving.callback(self.leave, unit)
 
     def _let_go(self) -> None:
-        self._listener = Nobody()
+        self._listener = NoListener()
         with self._lock:
             self._latest = None
-            self._ring.clear()
+            for slot in self._slots:
+                slot.drop()
+            self._slots.clear()
         while self._attached:
             self._attached.pop().remove()
         for unit in self._units:
@@ -774,35 +744,50 @@ class ParamStreamer:
     def _occupy(self, unit: UnitWeights) -> Slot | None:
         if id(unit) in self._entered:
             return None
-        slot = self._ring.find(unit)
+        slot = self._find(unit)
         if slot is None:
-            slot = self._ring.fetch(unit, unit.versions(), {slot for _, slot in self._entered.values()})
+            slot = self._fetch(unit, unit.versions(), {slot for _, slot in self._entered.values()})
             if slot is None:
                 names = ", ".join(f"`{other.name}`" for other, _ in self._entered.values())
                 raise UnsupportedError(
                     f"no slot for the weights of unit `{unit.name}`: {names} compute already. Units that compute "
                     "inside each other need more slots"
                 )
-            self.num_fetches += 1
             self.num_late += 1
-        self._ring.touch(slot)
+        self._touch(slot)
         self._entered[id(unit)] = unit, slot
         return slot
+
+    def _find(self, unit: UnitWeights) -> Slot | None:
+        return next((slot for slot in self._slots if slot.is_image_of(unit)), None)
+
+    def _fetch(self, unit: UnitWeights, versions: tuple[int, ...], keep: Collection[Slot]) -> Slot | None:
+        """Start copying the weights of `unit` to a slot that is not in `keep`; None where all are."""
+        slot = next((slot for slot in self._slots if slot not in keep), None)
+        if slot is not None:
+            slot.fetch(unit, versions)
+            self._touch(slot)
+            self.num_fetches += 1
+        return slot
+
+    def _touch(self, slot: Slot) -> None:
+        self._slots.remove(slot)
+        self._slots.append(slot)
 
     def _expected(self) -> Iterator[UnitWeights]:
         """Yield different units that came after the latest one, the next first: as many as there are slots at most."""
         seen: set[int] = set()
-        visit = self._latest
+        entry = self._latest
         for _ in range(2 * self._num_slots):  # a unit may come twice, at the turn from forward to backward
-            visit = None if visit is None else self._next.get(visit)
-            if visit is None or len(seen) == self._num_slots:
+            entry = None if entry is None else self._next.get(entry)
+            if entry is None or len(seen) == self._num_slots:
                 return
-            if id(visit.unit) not in seen:
-                seen.add(id(visit.unit))
-                yield visit.unit
+            if id(entry.unit) not in seen:
+                seen.add(id(entry.unit))
+                yield entry.unit
 
 
-class _Visit(NamedTuple):
+class _Entry(NamedTuple):
     unit: UnitWeights
     in_backward: bool
 
@@ -830,7 +815,7 @@ class _StreamedForward(StandIn):
             )
         try:
             streamer.enter(unit)
-            with unit.gradients_aside():
+            with unit.gradients_hidden():
                 output = call_under(compiler, self.original, args, kwargs)
         finally:  # a recompute may end in an exception of checkpoint(), which has all it needs then
             torch.clear_autocast_cache()

@@ -50,7 +50,7 @@ MUTATIONS = {
         Mutation("a unit that is released records its kernels in the slot", "streaming: Slot.leave", DELETE, "mark"),
         Mutation("the device waits for a slot's copy", "streaming: Slot.wait", DELETE, "wait"),
         Mutation("a slot with stale weights is not used", "streaming: Slot.is_image_of", WITHOUT, "versions"),
-        Mutation("busy slots are not evicted", "streaming: SlotRing.fetch", ALWAYS, "keep"),
+        Mutation("busy slots are not evicted", "streaming: ParamStreamer._fetch", ALWAYS, "keep"),
         Mutation(
             "weights written by a unit on its device are refused",
             "streaming: ParamStreamer.leave",
@@ -64,10 +64,12 @@ MUTATIONS = {
             "in_exec_group",
         ),
         Mutation("a graph of gradients has its own weights", "streaming: ParamStreamer.enter", NEVER, "phase"),
-        Mutation("a write is a new version", "streaming: UnitWeights.versions", VALUE, "return", "(self._num_looks,)"),
+        Mutation(
+            "a write is a new version", "streaming: UnitWeights.versions", VALUE, "return", "(self._num_accesses,)"
+        ),
         Mutation(
             "a unit's forward has no gradients of the host",
-            "streaming: UnitWeights.gradients_aside",
+            "streaming: UnitWeights.gradients_hidden",
             DELETE,
             "set_plain_grad",
             nth=0,
@@ -79,7 +81,7 @@ MUTATIONS = {
             "a unit whose weights were accessed is not prefetched",
             "streaming: ParamStreamer.fetch_ahead",
             WITHOUT,
-            "is_seen",
+            "is_accessed",
         ),
         Mutation(
             "an access waits for copies that read the weights",
@@ -114,7 +116,7 @@ MUTATIONS = {
             "access to a unit that is being updated is watched", "streaming: UnitWeights.begin_update", DELETE, "watch"
         ),
         Mutation("waiting for an update waits", "streaming: UnitWeights.wait", DELETE, "result"),
-        Mutation("an access waits for the update", "streaming: UnitWeights._see", DELETE, "settle"),
+        Mutation("an access waits for the update", "streaming: UnitWeights._begin_access", DELETE, "settle"),
         Mutation(
             "a parameter that is looked up is awaited",
             "streaming: AwaitedParameters.settled",

@@ -57,9 +57,9 @@ class Weights:
             assert bool((found[10:] == 7).all())
         for home, tensor in zip(self.homes, shown, strict=True):
             tensor[:10] = 9
-            home.looked_at()
+            home.begin_access()
         for home in self.homes:
-            home.looks_are_over()
+            home.end_access()
 
     def close(self) -> None:
         self.weights.swapper.close()

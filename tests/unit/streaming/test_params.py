@@ -16,7 +16,7 @@ from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.gradients.meter import GradientHooks
 from lightning_cxl.memory.resource import Buffer, Span
 from lightning_cxl.streaming.activations import ActivationOffload
-from lightning_cxl.streaming.unit_weights import InMemory, Nobody, ParamStreamer, UnitWeights
+from lightning_cxl.streaming.unit_weights import InMemory, NoListener, ParamStreamer, UnitWeights
 from lightning_cxl.streaming.units import streamable
 from lightning_cxl.transfer.engine import HostEngine
 from tests import training_device
@@ -129,7 +129,7 @@ class Streamed:
         self.offload = ActivationOffload(engine, RecyclingMemory().allocate, min_bytes=1)
         self.units = [UnitWeights(name, module, [own], allocate) for name, module, own in streamable(model, named)]
         self.streamer = ParamStreamer(engine, self.units, lambda: self.offload.phase, num_slots=num_slots)
-        self.streamer.attach(Nobody())
+        self.streamer.attach(NoListener())
         self.offload.attach(named)
         places = [place for unit in self.units for place in unit.places]
         self.gradients = HostGradients(engine, [place.parameter for place in places])
@@ -233,7 +233,7 @@ def test_between_steps_every_slot_is_filled_for_the_next_forward(engine):
             torch.autograd.graph.increment_version(place.parameter)
     fetches, late = streamed.streamer.num_fetches, streamed.streamer.num_late
     for unit in streamed.units:
-        unit.forget_looks()
+        unit.end_access()
     streamed.streamer.fetch_ahead()
     assert streamed.streamer.num_fetches - fetches == 3
     streamed.train(1)
@@ -407,7 +407,7 @@ def test_bad_numbers_of_slots_and_double_attachment():
     streamed = Streamed(HostEngine(), model)
     streamed.offload.detach()
     with pytest.raises(ConfigError, match="attached already"):
-        ParamStreamer(HostEngine(), streamed.units, lambda: None).attach(Nobody())
+        ParamStreamer(HostEngine(), streamed.units, lambda: None).attach(NoListener())
     streamed.close()
     assert all("forward" not in vars(block) for block in model.blocks)
 
@@ -428,7 +428,7 @@ def test_slots_are_let_go_and_weights_stay(device_engine):
     streamed.train(2)
     x = batch(0, model.first)
     expected = model(x).item()
-    slots = [weakref.ref(slot.memory) for slot in streamed.streamer._ring._slots]
+    slots = [weakref.ref(slot.memory) for slot in streamed.streamer._slots]
     streamed.close()
     device_engine.synchronize()  # holds what it copies into
     assert [slot() for slot in slots] == [None] * 3
@@ -441,7 +441,7 @@ def test_a_slot_that_is_filled_anew_at_once_is_no_sign_of_a_write(monkeypatch):
     names = [(f"blocks.{index}", block) for index, block in enumerate(model.blocks)]
     units = [UnitWeights(name, module, [own], allocate) for name, module, own in streamable(model, names)]
     streamer = ParamStreamer(HostEngine(), units, lambda: None)
-    streamer.attach(Nobody())
+    streamer.attach(NoListener())
     leave = UnitWeights.leave
 
     def leave_and_let_the_worker_fetch(unit):

@@ -159,7 +159,7 @@ def test_what_a_user_writes_is_copied_and_then_written(two, unseen):
     into, fetch = two.fetch(1)
     fetch.wait_host()
     assert into[7_000] == 200
-    two.homes[1].looks_are_over()
+    two.homes[1].end_access()
     assert not two.is_private(1)
     assert shown[7_000] == 200 and shown[7_001] == 2
     into, fetch = two.fetch(1)
@@ -170,15 +170,15 @@ def test_what_a_user_writes_is_copied_and_then_written(two, unseen):
 def test_a_window_that_nobody_wrote_to_is_not_written(two):
     before = two.store.stats()["written_bytes"]
     float(two.shown(1).sum())
-    two.homes[1].looked_at()
-    two.homes[1].looks_are_over()
+    two.homes[1].begin_access()
+    two.homes[1].end_access()
     assert two.store.stats()["written_bytes"] == before
 
 
 def test_windows_that_are_written_one_after_the_other_keep_little_in_memory(two):
     """As a checkpoint is loaded."""
     for index in range(len(SIZES)):
-        two.homes[index].looked_at()
+        two.homes[index].begin_access()
         two.shown(index).add_(10)
         private = [other for other in range(len(SIZES)) if two.is_private(other)]
         assert sum(two.homes[other].window.nbytes for other in private) <= 2 * LARGEST
@@ -189,13 +189,13 @@ def test_windows_that_are_written_one_after_the_other_keep_little_in_memory(two)
 
 def test_what_an_update_brings_is_not_written_back(two):
     """An update has begun since the look: what the window shows is about to be old."""
-    two.homes[0].looked_at()
+    two.homes[0].begin_access()
     two.shown(0).fill_(77)
     two.homes[0].update_begins()
     before = two.store.stats()["written_bytes"]
     for index in (1, 3, 4):
-        two.homes[index].looked_at()
-    two.homes[2].looked_at()
+        two.homes[index].begin_access()
+    two.homes[2].begin_access()
     assert two.store.stats()["written_bytes"] == before
     assert two.is_private(0)
 
@@ -237,7 +237,7 @@ def test_a_write_that_fails_gives_its_buffer_back(two):
         two.shown(0).fill_(9)
         two.gate.fails = True
         with pytest.raises(StorageError, match="cannot write"):
-            two.homes[0].looks_are_over()
+            two.homes[0].end_access()
         two.gate.fails = False
         with two.homes[0].filling() as slot:
             slot.tensor((SIZES[0],), torch.uint8).fill_(8)
@@ -478,13 +478,13 @@ def test_a_slot_of_which_a_copy_cannot_be_started_has_no_unit(two, monkeypatch):
 
 def test_what_is_written_back_is_not_older_than_an_update(two):
     """The window shows what a user wrote until the update's write is done, and that has all of it."""
-    two.homes[0].looked_at()
+    two.homes[0].begin_access()
     two.shown(0).fill_(5)
     two.gate.is_open.clear()
     slot = two.allocate(LARGEST)
     slot.tensor((SIZES[0],), torch.uint8).fill_(55)
     two.store.write(two.homes[0].record, slot)
-    over = threading.Thread(target=two.homes[0].looks_are_over)
+    over = threading.Thread(target=two.homes[0].end_access)
     over.start()
     over.join(0.05)
     two.gate.is_open.set()
