@@ -1,16 +1,45 @@
 """What tests of storage share: memory with known bytes, written to records and read back."""
 
 import os
+import threading
+import time
 from pathlib import Path
 
 import torch
 
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping, Range
+from lightning_cxl.storage.drive import System
 
 BLOCK = 4096
 BUDGET = 64 << 20
 CHUNK = 4 * BLOCK
+
+
+class Gate(System):
+    """Lets reads and writes wait until they are let through, takes its time, or fails."""
+
+    def __init__(self):
+        self.is_open = threading.Event()
+        self.is_open.set()
+        self.fails = None  # "read", "write" or "both"; or what a write raises
+        self.write_seconds = 0.0
+
+    def preadv(self, fd, views, offset):
+        self._pass("read")
+        return super().preadv(fd, views, offset)
+
+    def pwritev(self, fd, views, offset):
+        time.sleep(self.write_seconds)
+        self._pass("write")
+        return super().pwritev(fd, views, offset)
+
+    def _pass(self, what):
+        assert self.is_open.wait(20)
+        if self.fails in (what, "both"):
+            raise OSError(5, "Input/output error")
+        if isinstance(self.fails, BaseException) and what == "write":
+            raise self.fails
 
 
 def memory_of(nbytes):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -569,7 +568,7 @@ class HostMemory:
             went = f"tier `{next(iter(got))}`"
         else:
             went = f"{_fractions(got)} instead of {_fractions(dict(wanted))}"
-        tiers = ", ".join(f"`{name}` has {self._room_text(name)}" for name in names)
+        tiers = ", ".join(f"`{name}` has {self._room_text(name)}{self._gaps(name)}" for name in names)
         warnings.warn(
             f"{role.value} ({format_bytes(buffer.nbytes)}) went to {went}: {tiers}. More may follow without a warning, "
             f"the memory report counts them. Raise the budget of {' and '.join(f'`{name}`' for name in names)}, or set "
@@ -589,7 +588,7 @@ class HostMemory:
         )
 
     def _gaps(self, name: str) -> str:
-        """Say how much of a tier's free bytes lies in what is held for others; pools gave back what they could."""
+        # pools gave back what they could
         used, _ = self._ledger.tier_bytes(name)
         nbytes = self._pages[name].budget.held_bytes - used
         return f", but {format_bytes(nbytes)} of that in gaps between other tensors" if nbytes > 0 else ""
@@ -647,20 +646,11 @@ def residency(
 
 def _runs(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
     """Yield (address, nbytes) of contiguous runs that together are a tensor's elements."""
-    if tensor.numel() == 0:
-        return
-    itemsize = tensor.element_size()
-    run = itemsize
-    outer: list[tuple[int, int]] = []  # (size, stride in bytes)
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size == 1:
-            continue
-        if stride * itemsize == run and not outer:
-            run *= size
-        else:
-            outer.append((size, stride * itemsize))
-    for offsets in product(*(range(0, size * stride, stride) if stride else [0] * size for size, stride in outer)):
-        yield tensor.data_ptr() + sum(offsets), run
+    if tensor.numel() and is_dense(tensor):
+        yield tensor.data_ptr(), tensor.nbytes
+    elif tensor.numel():
+        for part in tensor.unbind():
+            yield from _runs(part)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""What visits the device: units, their weights, their inputs."""
+"""Units: their weights on the device while they compute, and their inputs on the host until backward."""

@@ -352,7 +352,7 @@ class _Offload:
 #   before it has asked for the gather.
 # * Ahead. A unit is read when FSDP2 asks for it, which is while the device computes the unit before: the host runs
 #   ahead in a forward, and FSDP2 fetches one unit ahead in a backward. Nothing is guessed.
-# * Updates visit the record, and write it ([Note: State on SSD]). No read is under way then: a gather has waited for
+# * Updates read the record, and write it ([Note: State on SSD]). No read is under way then: a gather has waited for
 #   its own. So nothing on the device is older than the record.
 # * Who writes to a shard waits for the record's write, and writes to private pages of the window. They are written to
 #   the record before it is gathered next, by the next update, or when they are many.

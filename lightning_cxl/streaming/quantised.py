@@ -4,7 +4,7 @@
 A quantised weight is opaque bytes in ``parameter.data`` and a few tensors beside it, which its kernel reads. Libraries
 keep those in attributes, of the parameter, of a state object, or of the module that computes. A *companion* is one such
 attribute. Companions that are the parameter's own data under another name (`Int8Params.CB`) follow the parameter; all
-others lie in the same piece of host memory and visit the device together with it. Kinds are known by the class name of
+others lie in the same piece of host memory and go to the device together with it. Kinds are known by the class name of
 the parameter, so that no library is imported; a kind that is not quantised yet stays where it is.
 
 Three things that layers of bitsandbytes do would go wrong in a run, which therefore prepares them (`prepare_layers`):

@@ -211,7 +211,7 @@ class Piece(NamedTuple):
 
 
 class UnitWeights:
-    """Moves a unit's parameters to host memory of their own, piece by piece; `enter` and `leave` exchange their data.
+    """Moves a unit's parameters to host memory of their own, piece by piece; `enter` and `exit` exchange their data.
 
     A parameter keeps its identity, shape, strides and values.
 
@@ -399,21 +399,21 @@ class UnitWeights:
     @contextmanager
     def gradients_hidden(self) -> Iterator[None]:
         """Meanwhile show no gradients. They stay on the host: a compiler fails beside weights on the device."""
-        aside = [(place, grad) for place in self.places if (grad := plain_grad(place.parameter)) is not None]
-        for place, _ in aside:
+        hidden = [(place, grad) for place in self.places if (grad := plain_grad(place.parameter)) is not None]
+        for place, _ in hidden:
             set_plain_grad(place.parameter, None)
         try:
             yield
         finally:
-            for place, grad in aside:
+            for place, grad in hidden:
                 shown = plain_data(place.parameter)
                 if grad.device == place.home.device:
                     set_plain_data(place.parameter, place.home)  # torch takes a gradient beside its weight only
-                # else it came before its unit was entered, and `leave` refuses it
+                # else it came before its unit was entered, and `exit` refuses it
                 set_plain_grad(place.parameter, grad)
                 set_plain_data(place.parameter, shown)
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         slot, self._slot = self._slot, None
         replaced = [
             place for place in self.places if slot is not None and place.is_quantised and not place.put_back(slot)
@@ -503,7 +503,7 @@ def _in_slot(slot: torch.Tensor, offset: int, home: torch.Tensor) -> torch.Tenso
 # * Gradients so far are on the host, so the unit's own forward, which may be compiled, does not see them.
 # * A user's ``torch.autocast`` keeps 16-bit casts of float32 weights, found by the parameter, until its context ends:
 #   of all units, whatever the parameters show by then. They are dropped when a unit's own forward ends.
-# * Leave: the forward has returned. Queued kernels may still read the slot; a later copy into it starts after them (see
+# * Exit: the forward has returned. Queued kernels may still read the slot; a later copy into it starts after them (see
 #   [Note: Copies and streams]), so the host need not wait.
 # * In backward the recompute of an offloaded unit enters it again, and it stays entered, because its gradients are
 #   computed from views of the slot, until the recompute of another unit starts or `release` is called.
@@ -557,7 +557,7 @@ class Slot:
                 copies.append(transfer)
         return copies
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """Note that all readers of the weights have been queued: the next copy into this slot starts after them."""
         self._users = self._engine.mark()
 
@@ -668,15 +668,15 @@ class ParamStreamer:
             unit.enter(self._entered[id(unit)][1].memory[: unit.nbytes].clone())
         self.fetch_ahead()
 
-    def leave(self, unit: UnitWeights) -> None:
+    def exit(self, unit: UnitWeights) -> None:
         with self._lock:
             entered = self._entered.pop(id(unit), None)
             if entered is None:
                 return
             is_unchanged = entered[1].is_image_of(unit)  # before another thread may fill the slot
-            entered[1].leave()
+            entered[1].exit()
         try:
-            unit.leave()
+            unit.exit()
         finally:
             unit.watch()
         if not is_unchanged:
@@ -686,14 +686,14 @@ class ParamStreamer:
             )
 
     def release(self, keep: UnitWeights | None = None) -> None:
-        """Leave every unit except `keep`: the backward of these units is over."""
-        with ExitStack() as leaving:  # last in, first out; one that fails does not keep the others from coming home
+        """Exit every unit except `keep`: the backward of these units is over."""
+        with ExitStack() as exits:  # last in, first out; one that fails does not keep the others from coming home
             for unit, _ in reversed(list(self._entered.values())):
                 if unit is not keep:
-                    leaving.callback(self._end, unit)
+                    exits.callback(self._end, unit)
 
     def _end(self, unit: UnitWeights) -> None:
-        self.leave(unit)
+        self.exit(unit)
         self._listener.unit_is_over(unit)
 
     def fetch_ahead(self) -> None:
@@ -723,10 +723,10 @@ class ParamStreamer:
 
     def detach(self) -> None:
         """Give the units their own forward back, with all weights at home, and the slots' memory. Idempotent."""
-        with ExitStack() as leaving:
-            leaving.callback(self._let_go)
+        with ExitStack() as exits:
+            exits.callback(self._let_go)
             for unit, _ in list(self._entered.values()):
-                leaving.callback(self.leave, unit)
+                exits.callback(self.exit, unit)
 
     def _let_go(self) -> None:
         self._listener = NoListener()
@@ -820,7 +820,7 @@ class _StreamedForward(StandIn):
         finally:  # a recompute may end in an exception of checkpoint(), which has all it needs then
             torch.clear_autocast_cache()
             if not _is_recompute(phase):
-                streamer.leave(unit)
+                streamer.exit(unit)
         if phase is None and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
             raise UnsupportedError(
                 f"the forward of unit `{unit.name}` would be differentiated without a recompute, after its weights "

@@ -178,11 +178,11 @@ def _distinct(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 # * The unit is wrapped (``torch.compile(block)`` in a `ModuleList`): the stand-in is on the wrapper, outside.
 # * The stand-in is inside what is compiled (``block.compile()``, ``torch.compile(model)``, a block that was wrapped
 #   after it was attached): the compiler leaves its graph at the stand-in. It would go on with every function that we
-#   call, so it is set aside while we run, and is back while the unit's own forward runs.
+#   call, so it is switched off while we run, and is back while the unit's own forward runs.
 # * The recompute, in backward, where no compiler is active, runs under the compiler of the call that it repeats: a
 #   compiled forward that a plain one repeats would have saved other tensors, with other rounding.
 #
-# ``torch.compiler.disable`` sets the compiler aside but cannot bring it back, so two private functions of torch are
+# ``torch.compiler.disable`` switches the compiler off but cannot bring it back, so two private functions of torch are
 # used.
 
 Compiler = Any
@@ -216,7 +216,7 @@ class StandIn:
         functools.update_wrapper(self, self.original, updated=())  # name, docstring, signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `run` with the active compiler set aside. See [Note: Compiled units]."""
+        """Call `run` with the active compiler switched off. See [Note: Compiled units]."""
         compiler = set_compiler(None)
         try:
             if self._is_removed:

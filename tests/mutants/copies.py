@@ -47,13 +47,13 @@ MUTATIONS = {
         Mutation(
             "a copy into a slot waits for kernels that read it", "streaming: Slot.fetch", VALUE, "drop", "self.drop()"
         ),
-        Mutation("a unit that is released records its kernels in the slot", "streaming: Slot.leave", DELETE, "mark"),
+        Mutation("a unit that is released records its kernels in the slot", "streaming: Slot.exit", DELETE, "mark"),
         Mutation("the device waits for a slot's copy", "streaming: Slot.wait", DELETE, "wait"),
         Mutation("a slot with stale weights is not used", "streaming: Slot.is_image_of", WITHOUT, "versions"),
         Mutation("busy slots are not evicted", "streaming: ParamStreamer._fetch", ALWAYS, "keep"),
         Mutation(
             "weights written by a unit on its device are refused",
-            "streaming: ParamStreamer.leave",
+            "streaming: ParamStreamer.exit",
             NEVER,
             "is_unchanged",
         ),

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -55,27 +55,6 @@ class Blocks(RuleBasedStateMachine):
 
 Blocks.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestBlocks = Blocks.TestCase
-
-
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=30), st.randoms())
-@settings(max_examples=50, deadline=None)
-def test_everything_coalesces_again(sizes: list[int], random) -> None:
-    blocks = BlockList()
-    blocks.add_range(64, 1 << 16)
-    offsets = [blocks.allocate(size, 64) for size in sizes]
-    random.shuffle(offsets)
-    for offset in offsets:
-        blocks.free(offset)
-
-    assert blocks.allocate(1 << 16, 64) == 64
-
-
-def test_the_tightest_gap_is_used() -> None:
-    blocks = BlockList()
-    blocks.add_range(0, 4096)
-    blocks.add_range(8192, 128)
-
-    assert blocks.allocate(100, 64) == 8192
 
 
 def test_a_range_in_use_cannot_be_dropped() -> None:

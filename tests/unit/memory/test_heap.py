@@ -32,26 +32,6 @@ def test_trims_once_when_the_process_has_grown(added: int, calls: int) -> None:
     assert trimmer.calls == calls
 
 
-def test_growth_counts_from_the_lowest_point() -> None:
-    memory = mmap.mmap(-1, 96 << 20)
-    memory.write(b"x" * (96 << 20))
-    trimmer = Counting()  # starts high
-    memory.close()
-    trimmer.trim()
-    with mmap.mmap(-1, 80 << 20) as again:
-        again.write(b"x" * (80 << 20))
-        trimmer.trim()
-    assert trimmer.calls == 1
-
-
-def test_without_malloc_trim_nothing_happens() -> None:
-    trimmer = Counting()
-    trimmer._malloc_trim = None
-    with mmap.mmap(-1, 96 << 20) as memory:
-        memory.write(b"x" * (96 << 20))
-        trimmer.trim()
-
-
 _LARGE_BLOCKS = """
 import ctypes, os
 from lightning_cxl.memory.host_memory import large_blocks_apart

@@ -130,20 +130,6 @@ def test_every_dtype_can_be_made(host, dtype):
         assert host.memory.tier_at(got.data_ptr()).name == "cxl"
 
 
-def test_the_size_is_exact(host):
-    with host.mode(tier="cxl", role=TensorRole.STAGING):
-        kept = torch.zeros(1000), torch.empty_strided((3, 4), (8, 1))
-    assert host.bytes_of(TensorRole.STAGING) == {"cxl": 4000 + 4 * 20}
-    del kept
-    assert host.bytes_of(TensorRole.STAGING) == {}
-
-
-def test_memory_goes_back_when_the_tensor_dies(host):
-    for _ in range(3):
-        with host.mode(tier="cxl"):
-            assert host.tier(torch.ones(10 * 2**20)) == "cxl"  # 40 MiB of a budget of 64
-
-
 def test_requires_grad_and_autograd_work(host):
     with host.mode(tier="cxl"):
         weight = torch.ones(4, requires_grad=True)
@@ -155,30 +141,6 @@ def test_requires_grad_and_autograd_work(host):
     assert weight.is_leaf and made.is_leaf and copied.grad_fn is not None
     assert weight.grad.tolist() == [1.0, 2.0, 3.0, 4.0]
     assert made.grad.tolist() == [3.0, 5.0, 7.0, 9.0]
-
-
-def test_backward_and_in_place_updates_inside(host):
-    torch.manual_seed(0)
-    expected = nn.Linear(3, 2)
-    torch.manual_seed(0)
-    with host.mode(tier="cxl"):
-        layer = nn.Linear(3, 2)
-        layer(torch.ones(5, 3)).sum().backward()
-        with torch.no_grad():
-            layer.weight -= layer.weight.grad
-    expected(torch.ones(5, 3)).sum().backward()
-    with torch.no_grad():
-        expected.weight -= expected.weight.grad
-    assert torch.equal(layer.weight, expected.weight)
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(host, context):
-    with context(), host.mode(tier="cxl"):
-        made, copied = torch.ones(3), SOURCE.clone()
-        made += 1
-    assert host.tier(made) == host.tier(copied) == "cxl"
-    assert made.is_inference() == copied.is_inference() == (context is torch.inference_mode)
 
 
 def test_deterministic_algorithms_fill_what_is_empty(host):
@@ -283,14 +245,6 @@ def test_tensors_without_plain_memory_are_left_alone(host):
     assert nested.is_nested and nested.unbind()[1].tolist() == [1.0] * 3
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch loads its decompositions so
-def test_forward_mode_differentiation_works(host):
-    with host.mode(tier="cxl", role=TensorRole.COMPUTE_WEIGHTS), torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(torch.full((3,), 2.0), torch.ones(3))
-        value, tangent = torch.autograd.forward_ad.unpack_dual((dual * dual).clone())
-    assert value.tolist() == [4.0] * 3 and tangent.tolist() == [4.0] * 3
-
-
 def test_arithmetic_is_left_alone(host):
     with host.mode(tier="cxl"):
         assert host.tier(SOURCE + SOURCE) is None
@@ -321,15 +275,6 @@ def test_pin_memory_asks_for_page_locked_memory(host):
     assert len(host.pinned) == 2
     assert [host.tier(tensor) for tensor in (made, drawn, like)] == ["cxl"] * 3
     assert torch.equal(copied, IMAGE) and copied.stride() == IMAGE.stride()
-
-
-def test_what_torch_pinned_stays_pinned(host, monkeypatch):
-    monkeypatch.setattr(
-        torch.Tensor, "is_pinned", lambda tensor: True
-    )  # as torch.tensor(..., pin_memory=True) with CUDA
-    with host.mode(tier="cxl"):
-        torch.tensor([1.0])
-    assert len(host.pinned) == 1
 
 
 def test_pin_memory_without_a_device_is_pageable_with_one_warning():

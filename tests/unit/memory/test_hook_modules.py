@@ -1,7 +1,6 @@
 import copy
 import io
 import threading
-import warnings
 
 import pytest
 import torch
@@ -81,17 +80,6 @@ def test_of_tier_and_decorator_the_innermost_decides(host):
     assert [host.tier(t) for t in (net.weight, net.inner, net.child.weight, after)] == ["dram", "cxl", "dram", "cxl"]
 
 
-def test_a_decorator_answers_for_the_role_of_the_mode(host):
-    @tier(weights="dram", activations="cxl")
-    class Cache(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen = torch.zeros(3)
-
-    with host.mode(role=TensorRole.ACTIVATIONS):
-        assert host.tier(Cache().seen) == "cxl"
-
-
 def test_a_decorator_with_an_unknown_tier_names_what_exists(host):
     @tier("hbm")
     class Wrong(nn.Module):
@@ -134,13 +122,6 @@ def test_deepcopy_save_and_load(host):
     assert file.getbuffer().nbytes < 2 * sum(v.numel() * v.element_size() for v in loaded.values()) + 20000
 
 
-def test_share_memory(host):
-    with host.mode(tier="cxl"):
-        made = torch.arange(5.0)
-        made.share_memory_()
-    assert made.is_shared() and made.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-
-
 def test_modes_nest(host):
     with host.mode(tier="cxl"):
         first = torch.ones(3)
@@ -148,15 +129,6 @@ def test_modes_nest(host):
             second = torch.ones(3)
         third = torch.ones(3)
     assert [host.tier(tensor) for tensor in (first, second, third, torch.ones(3))] == ["cxl", "dram", "cxl", None]
-
-
-def test_one_mode_may_be_entered_again(host):
-    mode = host.mode(tier="cxl")
-    with mode, mode:
-        assert host.tier(torch.ones(3)) == "cxl"
-    assert host.tier(torch.ones(3)) is None
-    with mode:
-        assert host.tier(torch.ones(3)) == "cxl"
 
 
 def test_exceptions_end_the_mode_and_leak_nothing(host):
@@ -191,21 +163,3 @@ def test_other_threads_are_not_affected(host):
             thread.join()
         assert host.tier(torch.ones(3)) == "cxl"
     assert inside == {"without": None, "own": "dram"}
-
-
-class Squares(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((2,), float(index**2))
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_data_loader_works_inside(host, num_workers):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-        with host.mode(tier="cxl"):
-            loader = torch.utils.data.DataLoader(Squares(), 2, shuffle=True, num_workers=num_workers)
-            batches = list(loader)
-    assert sorted(torch.cat(batches)[:, 0].tolist()) == [0.0, 1.0, 4.0, 9.0, 16.0, 25.0]

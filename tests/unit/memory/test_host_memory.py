@@ -2,7 +2,6 @@ import mmap
 import os
 import resource
 import signal
-import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,15 +113,6 @@ def test_when_every_tier_is_full_the_error_names_all_of_them_and_nothing_is_held
     assert stats["roles"] == {}
 
 
-def test_error_instead_of_spilling(topology) -> None:
-    memory = HostMemory(topology, budgets={"cxl": MIB}, on_tier_full="error")
-
-    with pytest.raises(
-        TierFullError, match=r"cannot place staging \(2\.0 MiB\) on tier `cxl`: 1\.0 MiB of 1\.0 MiB free\. R"
-    ):
-        memory.allocate(2 * MIB, CXL_FIRST, TensorRole.STAGING)
-
-
 def test_a_failure_does_not_keep_the_spilled_buffer_alive(memory) -> None:
     with pytest.warns(SpillWarning):
         memory.allocate(40 * MIB, CXL_FIRST, ROLE)
@@ -167,14 +157,6 @@ def test_what_is_free_in_gaps_only_is_told_apart(topology) -> None:
     )
     assert str(caught.value).count(" free") == 1
     del living
-
-
-def test_a_tier_without_budget_holds_nothing(topology) -> None:
-    memory = HostMemory(topology, budgets={"cxl": 0})
-
-    for role in (TensorRole.ACTIVATIONS, TensorRole.VARIANCE):
-        with pytest.raises(TierFullError, match="0 B of 0 B free"):
-            memory.allocate(1, Placement(("cxl",)), role)
 
 
 def test_close_refuses_more_and_living_tensors_stay_valid_until_they_die(topology) -> None:
@@ -265,36 +247,12 @@ def test_a_forked_child_has_memory_of_its_own(memory, role) -> None:
     os.close(write_end)
 
 
-def test_threads_share_one_memory(memory) -> None:
-    def work() -> None:
-        for i in range(200):
-            memory.tensor((100 + i,), torch.float32, DRAM, ROLE).fill_(1.0)
-            memory.tensor((100 + i,), torch.float32, DRAM, TensorRole.ACTIVATIONS).fill_(1.0)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert memory.stats()["tiers"]["dram"]["used_bytes"] == 0
-
-
 def test_residency_of_views_counts_only_what_they_show(memory, topology) -> None:
     base = memory.tensor((64, 1024), torch.float32, CXL_FIRST, ROLE)
 
     for view in (base.t(), base[:, ::2], base[3:5, 7:], base[0, :1].expand(9), base[10], base[:0], base.flatten()[1:]):
         expected = view.numel() * 4
         assert residency(view, topology, memory) == ({"cxl": expected} if expected else {})
-
-
-def test_residency_of_other_memory_is_told_by_its_nodes(memory, topology) -> None:
-    plain = torch.ones(1000, 1000)
-    assert residency(plain, topology, memory) == {"dram": 4_000_000}
-    assert residency(plain, topology) == {"dram": 4_000_000}
-    ours = memory.tensor((10,), torch.float32, CXL_FIRST, ROLE)
-    assert residency(ours, topology) == {"dram": 40}  # without the books an emulated tier is its node's
-    assert residency(torch.empty(3, device="meta"), topology) == {"meta": 12}
 
 
 def test_residency_tells_tiers_apart_by_the_nodes_the_kernel_names() -> None:

@@ -1,4 +1,3 @@
-import gc
 import random
 import weakref
 from collections.abc import Sequence
@@ -65,35 +64,6 @@ def test_what_large_buffers_leave_behind_serves_any_size_that_fits() -> None:
     assert upstream.sizes == [8 * MIB]
 
 
-def test_small_requests_do_not_break_up_what_large_ones_need_again() -> None:
-    upstream = Tally()
-    pool = PoolResource(upstream, slab_bytes=MIB)
-    address = pool.allocate(8 * MIB).address
-
-    kept = pool.allocate(1000)
-    assert pool.allocate(8 * MIB).address == address
-    assert upstream.sizes == [8 * MIB, MIB]
-    assert kept.nbytes == 1000
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_lengths_that_change_need_nothing_new_once_the_longest_was_there(seed: int) -> None:
-    """As inputs of units, whose length changes from step to step."""
-    draw = random.Random(seed)
-    upstream = Tally()
-    pool = PoolResource(upstream, slab_bytes=MIB // 16)
-    depth, longest = draw.randint(2, 12), 30
-    kept = [pool.allocate(longest * 4096) for _ in range(depth)]
-    kept.clear()
-    before = len(upstream.sizes)
-
-    for _ in range(20):
-        length = draw.randint(5, longest)
-        kept = [pool.allocate(length * 4096 - 64) for _ in range(depth)]
-        kept.clear()
-    assert len(upstream.sizes) == before <= depth
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_lengths_that_change_beside_gradients_settle(seed: int) -> None:
     """Gradients, whose sizes do not change, come while inputs go, and live on in turns of a few units."""
@@ -131,19 +101,6 @@ def test_free_slabs_do_not_pile_up_beyond_the_peak() -> None:
     used, held = pool.usage()
     assert used == 0
     assert held <= 1.125 * (39 * 5 * MIB // 4 + 4096) + MIB
-
-
-def test_shared_slabs_give_way_to_large_ones() -> None:
-    """As where weights move from memory per parameter to memory per block."""
-    pool = PoolResource(Tally(), slab_bytes=MIB)
-    small = [[pool.allocate(MIB // 8) for _ in range(8)] for _ in range(24)]
-    large = []
-    while small:
-        large.append(pool.allocate(MIB))
-        small.pop()
-        used, held = pool.usage()
-        assert held <= 25 * MIB * 1.5 + MIB
-    assert used == 24 * MIB
 
 
 def test_a_full_upstream_makes_the_pool_give_free_slabs_back_first() -> None:
@@ -217,18 +174,6 @@ def test_closing_keeps_living_buffers_and_frees_each_as_it_dies() -> None:
     buffers.clear()
     assert budget.held_bytes == 0
     assert reference() is None
-
-
-def test_dropping_everything_without_close_leaks_nothing() -> None:
-    upstream, budget = budgeted(64 * MIB)
-    pool = PoolResource(upstream)
-    buffer = pool.allocate(10 * MIB)
-    del pool
-    assert budget.held_bytes == 10 * MIB
-    del buffer
-    gc.collect()
-
-    assert budget.held_bytes == 0
 
 
 def test_a_failed_budget_request_counts_nothing() -> None:

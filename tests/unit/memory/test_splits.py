@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_cxl.errors import SpillWarning, TierFullError
 from lightning_cxl.machine.topology import Node, Tier, TierKind, Topology
-from lightning_cxl.memory.host_memory import HostMemory, residency
+from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.memory.resource import Buffer, NumaResource, PinnedResource, Span, StripedResource
 from lightning_cxl.native._numa import Mapping, page_nodes
 from lightning_cxl.placement.placement import Placement, TensorRole
@@ -132,14 +132,6 @@ def test_small_requests_add_up_to_the_shares(memory, nbytes) -> None:
     counts = by_tier(buffers)
     assert counts["cxl"] == pytest.approx(30 * MIB, abs=2 * STRIPE + nbytes)
     assert used(memory) == counts
-
-
-def test_free_bytes_count_what_each_tier_really_holds(memory) -> None:
-    kept = memory.allocate(64 * MIB, SPLIT, ROLE)
-    assert memory.free_bytes() == {"dram": 144 * MIB, "cxl": 48 * MIB, "far": 64 * MIB}
-    del kept  # the pool keeps it, and gives it to whoever asks
-    assert memory.free_bytes() == {"dram": 192 * MIB, "cxl": 64 * MIB, "far": 64 * MIB}
-    assert memory.allocate(192 * MIB, Placement(("dram",)), ROLE).nbytes == 192 * MIB
 
 
 @settings(max_examples=25, deadline=None)
@@ -269,16 +261,6 @@ def test_every_byte_answers_with_its_own_tier(memory, machine) -> None:
     assert sum(size for _, size in ranges) == 20 * MIB
 
 
-def test_residency_tells_the_tiers_of_a_split_on_one_node_apart() -> None:
-    topology = Topology.fake(dram=("1GiB",), cxl=())  # `cxl` is backed by DRAM
-    leaf = lambda tier, inherit: NumaResource(tier.name, 0, topology, inherit=inherit)  # noqa: E731
-    memory = HostMemory(topology, leaf=leaf)
-    tensor = memory.tensor((16 * MIB,), torch.uint8, SPLIT, ROLE)
-
-    assert residency(tensor, topology, memory) == {"dram": 12 * MIB, "cxl": 4 * MIB}
-    assert residency(tensor[: 7 * MIB], topology, memory)["cxl"] in (MIB, STRIPE, 0)
-
-
 def test_tiers_on_the_same_node_do_not_count_its_free_memory_twice() -> None:
     topology = Topology.fake(dram=("1GiB",), cxl=())
     leaf = lambda tier, inherit: NumaResource(  # noqa: E731
@@ -301,30 +283,3 @@ def test_is_placed_compares_what_was_wanted(memory) -> None:
     assert memory.is_placed(alone.data_ptr(), Placement(("cxl", "dram")))
     assert not memory.is_placed(alone.data_ptr(), SPLIT)
     assert not memory.is_placed(torch.ones(3).data_ptr(), SPLIT)
-
-
-def test_what_a_full_tier_drove_away_is_not_placed(memory) -> None:
-    kept = memory.allocate(64 * MIB, Placement(("cxl",)), TensorRole.STAGING)
-    with pytest.warns(SpillWarning):
-        tensor = memory.tensor((8 * MIB,), torch.float32, SPLIT, ROLE)
-
-    assert not memory.is_placed(tensor.data_ptr(), SPLIT)
-    assert kept.nbytes == 64 * MIB
-
-
-def test_stripes_of_all_tiers_and_splits_together_fit_the_kernels_table() -> None:
-    """256 GiB and twice 512 GiB: 1280 GiB in 32768 stripes."""
-    topology = Topology.fake(dram=("256GiB",), cxl=("512GiB", "512GiB"))
-    made: list[int] = []
-
-    class Noting(StripedResource):
-        def __init__(self, children, stripe_bytes, **options) -> None:
-            made.append(stripe_bytes)
-            super().__init__(children, stripe_bytes, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_cxl.memory.host_memory.StripedResource", Noting)
-        memory = HostMemory(topology)
-        with pytest.raises(TierFullError):
-            memory.allocate(2**60, SPLIT, ROLE)
-    assert set(made) == {40 * MIB}

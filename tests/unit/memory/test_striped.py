@@ -41,13 +41,6 @@ def test_stripes_follow_the_weights() -> None:
     assert page_nodes(buffer.address, buffer.nbytes) == {0: 64 * MIB}
 
 
-def test_small_ranges_take_turns() -> None:
-    resource = StripedResource([(Card(1), 1.0), (Card(2), 1.0)])
-    buffers = [resource.allocate(4096) for _ in range(10)]
-
-    assert sum((bytes_by_card(b.spans) for b in buffers), Counter()) == {1: 5 * 4096, 2: 5 * 4096}
-
-
 def test_a_nearly_full_card_gets_only_what_it_holds() -> None:
     buffer = StripedResource([(Card(1, free=5 * MIB), 1.0), (Card(2), 1.0)]).allocate(32 * MIB)
 
@@ -72,15 +65,6 @@ def test_when_all_are_full_nothing_stays_backed() -> None:
 @pytest.mark.parametrize("capacity, expected", [(0, 2), (2**30, 2), (64 * 2**30, 2), (2**40, 32), (2**40 + 1, 34)])
 def test_stripes_grow_with_the_tier_so_that_the_kernel_can_count_them(capacity: int, expected: int) -> None:
     assert stripe_bytes_for(capacity) == expected * MIB
-
-
-def test_nonsense_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one child"):
-        StripedResource([])
-    with pytest.raises(ValueError, match="above zero"):
-        StripedResource([(Card(1), 0.0)])
-    with pytest.raises(ValueError, match="multiple of 2097152"):
-        StripedResource([(Card(1), 1.0)], stripe_bytes=4096)
 
 
 def test_a_turn_comes_when_all_before_it_are_full() -> None:

@@ -262,12 +262,6 @@ def test_a_forked_child_which_has_no_threads_is_told_so(engine):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
-def test_a_transfer_without_bytes_is_done(engine):
-    transfer = engine.read([])
-    transfer.wait_host()
-    assert transfer.done()
-
-
 def test_what_follows_another_transfer_is_done_where_closing_was_interrupted(engine, system, monkeypatch):
     system.shut()
     first = engine.write(pieces([memory_of(BLOCK)]))

@@ -10,7 +10,6 @@ import time
 import pytest
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
-from lightning_cxl.storage.drive import Folder
 from lightning_cxl.storage.store import Store
 from tests.faulty_system import FAULTS, FaultySystem, LoggingSystem
 from tests.storage_cases import BLOCK, BUDGET, CHUNK, bytes_of, fill, folders, get, memory_of, put
@@ -218,17 +217,6 @@ def test_an_error_says_path_offset_and_errno_each_time(tmp_path):
     assert transfer.done()
     assert get(store, record) == contents
     store.close()
-
-
-def test_an_error_when_a_small_file_is_closed_says_its_path(tmp_path):
-    system = FaultySystem()
-    folder = Folder(tmp_path, system)
-    (tmp_path / "small").write_bytes(b"1")
-    system.fault, system.at = "EIO", len(system.calls) + 3  # it is opened, measured, read and closed
-    with pytest.raises(StorageError, match=r"cannot read .*small"):
-        folder.read("small")
-    assert system.calls[-1] == "close"
-    folder.close()
 
 
 def test_a_record_whose_write_failed_cannot_be_read_until_it_is_written_again(tmp_path):

@@ -1,7 +1,6 @@
 """Folders and devices of a store: whose they are, and what is refused."""
 
 import errno
-import json
 import logging
 import os
 import stat
@@ -177,13 +176,6 @@ def test_a_block_device_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is no folder"):
         Store([tmp_path / "file"], budget_bytes=BUDGET)
-
-
-def test_the_part_file_names_home_and_store(tmp_path):
-    paths = folders(tmp_path, 2)
-    committed(paths)
-    part = json.loads((paths[1] / "lightning_cxl-part.json").read_text())
-    assert part["home"] == str(paths[0]) and (paths[1] / f"lightning_cxl-{part['store']}-1.data").exists()
 
 
 @pytest.mark.parametrize("num_drives", [1, 2])

@@ -2,12 +2,10 @@
 
 import errno
 import os
-import re
 import signal
 import stat
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -101,48 +99,6 @@ def test_the_window_outlives_the_store_and_its_file(opened, tmp_path):
     assert not list(tmp_path.rglob("*.data"))
     del store, record
     assert bytes(tensor.numpy()) == contents
-
-
-def anonymous_bytes(buffer):
-    """Return the memory of a mapping that is neither file nor shared, as the kernel counts it."""
-    found, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(span[1], 16) < buffer.address + buffer.nbytes and int(span[2], 16) > buffer.address
-        elif inside and line.startswith(("Anonymous:", "Private_Dirty:")):
-            found += int(line.split()[1]) << 10
-    return found
-
-
-def test_windows_take_no_memory_of_the_process(opened):
-    store = opened(2)
-    record = store.reserve("state", 4 << 20)
-    window = store.window(record)
-    for seed in range(2):
-        contents = put(store, record, seed)
-        assert bytes_of(window) == contents
-    assert anonymous_bytes(window) == 0
-    window.tensor((1,), torch.uint8)[0] = 1
-    assert anonymous_bytes(window) > 0  # so the count above counts
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_window_is_not_there_in_a_forked_child(opened):
-    store = opened()
-    record = store.reserve("state", BLOCK)
-    window = store.window(record)
-    put(store, record, 1)
-    child = os.fork()
-    if child == 0:
-        try:
-            inside = any(
-                int(line.split("-")[0], 16) <= window.address < int(line.split("-")[1].split()[0], 16)
-                for line in Path("/proc/self/maps").read_text().splitlines()
-            )
-            os._exit(int(inside))
-        finally:
-            os._exit(2)
-    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_reads_and_writes_that_are_not_waited_for_keep_their_order(opened):
@@ -253,17 +209,6 @@ def test_memory_must_be_large_enough_and_aligned(opened):
             store.write(record, wrong)
     with pytest.raises(StorageError, match="nothing was written"):
         store.read(record, memory)
-
-
-def test_what_was_written_is_counted(opened):
-    store = opened(2)
-    record = store.reserve("state", 2 * BLOCK)
-    put(store, record, 1)
-    get(store, record)
-    assert store.stats() == {
-        "reserved_bytes": 2 * BLOCK, "budget_bytes": BUDGET,
-        "read_bytes": 2 * BLOCK, "written_bytes": 2 * BLOCK, "num_reads": 2, "num_writes": 2,
-    }  # fmt: skip
 
 
 def test_bytes_that_changed_on_the_drive_are_found(opened, tmp_path):

@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-import weakref
 
 import pytest
 import torch
@@ -19,34 +18,11 @@ from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.on_ssd import NUM_INPUT_SLOTS, InputsOnSsd
 from lightning_cxl.streaming.units import find_units
 from lightning_cxl.transfer.engine import HostEngine
-from tests.storage_cases import BLOCK, data_file, memory_of
+from tests.storage_cases import BLOCK, Gate, data_file, memory_of
 
 FEATURES = 64
 NUM_BLOCKS = 5
 INPUT_BYTES = 16 * FEATURES * 4  # one block of a drive; where the source is not aligned, two
-
-
-class Gate(System):
-    """Lets reads and writes wait until they are let through, takes its time, or fails."""
-
-    def __init__(self):
-        self.is_open = threading.Event()
-        self.is_open.set()
-        self.fails = None
-        self.write_seconds = 0.0
-
-    def preadv(self, fd, views, offset):
-        return self._call("read", super().preadv, fd, views, offset)
-
-    def pwritev(self, fd, views, offset):
-        time.sleep(self.write_seconds)
-        return self._call("write", super().pwritev, fd, views, offset)
-
-    def _call(self, what, function, *args):
-        assert self.is_open.wait(20)
-        if self.fails == what:
-            raise OSError(5, "Input/output error")
-        return function(*args)
 
 
 class Block(nn.Module):
@@ -171,24 +147,6 @@ def test_where_sizes_are_not_known_the_first_input_says_how_large_buffers_are(tm
     rig.close()
 
 
-def test_a_forward_waits_for_a_write_when_all_buffers_are_taken(on_host, monkeypatch):
-    asked, take = [], BufferPool.take
-
-    def noted(pool, sizes, **options):
-        asked.append(sizes)
-        return take(pool, sizes, **options)
-
-    monkeypatch.setattr(BufferPool, "take", noted)
-    on_host.gate.is_open.clear()
-    forward = threading.Thread(target=on_host.loss)
-    forward.start()
-    forward.join(0.1)
-    assert forward.is_alive() and on_host.allocated == [4 * BLOCK]
-    assert len(asked) <= 4 * NUM_BLOCKS  # it waits, and does not ask again and again
-    on_host.gate.is_open.set()
-    forward.join()
-
-
 def test_a_late_write_is_not_overtaken_by_a_read(tmp_path, engine, memory):
     rig = Rig(tmp_path, engine, memory, num_buffers=2 * NUM_BLOCKS)
     expected = [rig.expected(seed) for seed in range(2)]
@@ -282,21 +240,6 @@ def test_an_error_of_a_write_that_nobody_reads_is_nobodys(two):
     two.store.close()
 
 
-def test_an_error_of_another_kind_is_that_of_one_image_as_well(two, monkeypatch):
-    expected = two.expected(1)
-
-    def no_memory(*_args):
-        raise MemoryError("no memory for a chunk")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(two.gate, "pwritev", no_memory)
-        loss = two.loss()
-        with pytest.raises(StorageError, match=r"not whole.*no memory for a chunk"):
-            loss.backward()
-        del loss
-    assert_same(two.grads(1), expected)
-
-
 def test_a_retained_graph_is_read_again(two):
     expected = two.expected()
     loss = two.loss()
@@ -379,24 +322,6 @@ def test_a_copy_that_fails_later_is_an_error_of_whoever_reads(on_host, monkeypat
         loss.backward()
 
 
-def test_a_copy_that_fails_later_keeps_nothing(on_host, monkeypatch):
-    class Failed:
-        wait_host = fail
-
-    place = on_host.place(BLOCK, "unit")
-    gone = weakref.ref(place)
-    gc.disable()
-    try:
-        with monkeypatch.context() as patched:
-            patched.setattr(HostEngine, "d2h", lambda *_args, **_options: Failed())
-            place.store(torch.zeros(BLOCK // 4), 0)
-        on_host.inputs.close()
-        del place
-        assert gone() is None
-    finally:
-        gc.enable()
-
-
 def test_a_job_whose_request_is_interrupted_keeps_no_buffer(on_host, monkeypatch):
     expected, submit = on_host.expected(), Swapper.submit
 
@@ -414,14 +339,6 @@ def test_a_job_whose_request_is_interrupted_keeps_no_buffer(on_host, monkeypatch
     if again.is_alive():
         on_host.inputs.swapper._threads.clear()  # their end would be waited for
     assert not again.is_alive()
-
-
-def test_one_tensor_given_to_two_units_is_stored_once(two):
-    device = two.engine.device
-    x = two.net.stem(torch.ones(16, FEATURES, device=device))
-    loss = (two.net.blocks[0](x) + two.net.blocks[1](x)).sum()
-    assert two.offload.stats()["num_saved"] == 1
-    loss.backward()
 
 
 def test_a_backward_after_the_run_is_refused(two):

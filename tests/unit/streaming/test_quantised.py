@@ -56,7 +56,7 @@ def test_state_goes_with_the_bytes():
     assert all((tensor.view(-1).view(torch.uint8) == 255).all() for tensor in (module.weight.data, *state_of(module)))
     slot.copy_(unit.pieces[0].flat)
     assert all(map(torch.equal, (module.weight.data, *state_of(module)), before))
-    unit.leave()
+    unit.exit()
     slot.fill_(0)
     assert all(map(torch.equal, (module.weight.data, *state_of(module)), before))
     assert module.weight.quant_state.state2.offset is None
@@ -74,7 +74,7 @@ def test_bytes_that_a_forward_replaces_are_an_error_not_garbage():
     unit.enter(torch.zeros(unit.nbytes, dtype=torch.uint8))
     module.weight.data = torch.zeros(96, 1, dtype=torch.uint8)
     with pytest.raises(UnsupportedError, match="replaced the bytes of 1 quantised weights"):
-        unit.leave()
+        unit.exit()
     assert module.weight.data_ptr() == unit.pieces[0].flat.data_ptr()
 
 
@@ -87,7 +87,7 @@ def test_a_parameter_that_its_module_has_replaced_by_its_like_is_put_back():
     slot.copy_(unit.pieces[0].flat)
     unit.enter(slot)
     module.weight = nn.Parameter(module.weight.data, requires_grad=False)
-    unit.leave()
+    unit.exit()
     slot.fill_(0)
     assert module.weight is own
     assert torch.equal(module.weight.data, before)

@@ -51,27 +51,12 @@ def test_declared_blocks_win_and_embeddings_are_no_units():
     assert names(nn.ModuleDict({"model": Declared(1)})) == ["model.layers.0"]
 
 
-def test_declared_blocks_outside_of_containers_are_found():
-    class Single(nn.Module):
-        _no_split_modules = frozenset({"Layer"})
-
-        def __init__(self):
-            super().__init__()
-            self.only = Layer()
-
-    assert names(Single()) == ["only"]
-
-
 def test_declaring_none_falls_back_to_the_largest_stack():
     model = Pair()
     model._no_split_modules = None
     assert names(model) == ["large.0", "large.1", "large.2"]
     model._no_split_modules = ["Elsewhere"]
     assert names(model) == ["large.0", "large.1", "large.2"]
-
-
-def test_the_root_may_be_the_stack():
-    assert names(nn.Sequential(Block(), Block())) == ["0", "1"]
 
 
 @pytest.mark.parametrize(
@@ -97,11 +82,6 @@ def test_outermost_wins_and_the_root_is_matched_by_class_only():
     assert names(Pair(), ["Block", "large"]) == [f"small.{i}" for i in range(5)] + ["large"]
     assert names(Pair(), "*") == ["small", "large", "head"]
     assert names(Pair(), "Pair") == [""]
-
-
-def test_a_module_under_two_names_is_one_unit():
-    block = Block()
-    assert names(nn.ModuleList([block, block]), "Block") == ["0"]
 
 
 def test_what_matches_nothing_is_an_error_that_names_what_exists():

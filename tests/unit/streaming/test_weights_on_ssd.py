@@ -1,6 +1,5 @@
 """Weights on SSD go through host buffers: right bytes, in order, with a hard cap, and nothing of a user's is lost."""
 
-import os
 import threading
 import time
 
@@ -11,37 +10,16 @@ from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.host_memory import has_private_pages
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
-from lightning_cxl.storage.drive import StorageTransfer, System
+from lightning_cxl.storage.drive import StorageTransfer
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.streaming.on_ssd import WeightsOnSsd
 from lightning_cxl.streaming.unit_weights import InMemory, Piece, Slot
 from lightning_cxl.transfer.engine import HostEngine
+from tests.storage_cases import Gate
 
 SIZES = [8192, 20_000, 4096, 12_288, 20_000]
 LARGEST = 20_480
-
-
-class Gate(System):
-    """Lets reads and writes wait until they are let through, or fail."""
-
-    def __init__(self):
-        self.is_open = threading.Event()
-        self.is_open.set()
-        self.fails = False
-
-    def _pass(self):
-        assert self.is_open.wait(20)
-        if self.fails:
-            raise OSError(5, "Input/output error")
-
-    def preadv(self, fd, views, offset):
-        self._pass()
-        return super().preadv(fd, views, offset)
-
-    def pwritev(self, fd, views, offset):
-        self._pass()
-        return super().pwritev(fd, views, offset)
 
 
 class Weights:
@@ -108,15 +86,6 @@ def test_homes_show_what_they_were_filled_with_and_copies_have_it(weights):
         assert not weights.is_private(index)
 
 
-def test_buffers_never_take_more_than_their_cap(tmp_path):
-    made = Weights(tmp_path, 2)
-    copies = [made.fetch(index) for _ in range(5) for index in range(len(SIZES))]
-    for _, fetch in copies:
-        fetch.wait_host()
-    assert made.allocated == [2 * LARGEST]
-    made.close()
-
-
 def test_what_was_dropped_writes_to_nothing(two):
     two.gate.is_open.clear()
     into, fetch = two.fetch(1)
@@ -167,14 +136,6 @@ def test_what_a_user_writes_is_copied_and_then_written(two, unseen):
     assert into[7_000] == 200
 
 
-def test_a_window_that_nobody_wrote_to_is_not_written(two):
-    before = two.store.stats()["written_bytes"]
-    float(two.shown(1).sum())
-    two.homes[1].begin_access()
-    two.homes[1].end_access()
-    assert two.store.stats()["written_bytes"] == before
-
-
 def test_windows_that_are_written_one_after_the_other_keep_little_in_memory(two):
     """As a checkpoint is loaded."""
     for index in range(len(SIZES)):
@@ -218,14 +179,14 @@ def test_settled_is_what_was_written_last(two):
 
 
 def test_an_error_is_told_to_whoever_waits_each_time_and_the_next_read_is_another_one(two):
-    two.gate.fails = True
+    two.gate.fails = "both"
     _, fetch = two.fetch(0)
     for wait in (fetch.wait, fetch.wait_host, fetch.wait):
         with pytest.raises(StorageError, match="cannot read") as caught:
             wait()
         assert caught.value.errno == 5
     assert fetch.done()
-    two.gate.fails = False
+    two.gate.fails = None
     for _ in range(6):  # more often than there are buffers
         into, fetch = two.fetch(0)
         fetch.wait()
@@ -235,10 +196,10 @@ def test_an_error_is_told_to_whoever_waits_each_time_and_the_next_read_is_anothe
 def test_a_write_that_fails_gives_its_buffer_back(two):
     for _ in range(6):
         two.shown(0).fill_(9)
-        two.gate.fails = True
+        two.gate.fails = "both"
         with pytest.raises(StorageError, match="cannot write"):
             two.homes[0].end_access()
-        two.gate.fails = False
+        two.gate.fails = None
         with two.homes[0].filling() as slot:
             slot.tensor((SIZES[0],), torch.uint8).fill_(8)
     assert bool((two.shown(0) == 8).all())
@@ -363,24 +324,6 @@ def test_a_request_that_is_interrupted_copies_nothing(tmp_path, monkeypatch):
     made.close()
 
 
-def test_a_copy_that_fails_is_the_trouble_of_whoever_waits_for_it(tmp_path):
-    engine = LateEngine()
-    made = Weights(tmp_path, 1, engine)
-    for _ in range(3):  # more often than there are buffers
-        engine.fails = True
-        _, failing = made.fetch(1)
-        with pytest.raises(RuntimeError, match="device has failed"):
-            failing.wait_host()
-        engine.fails = False
-        into, fetch = made.fetch(4)
-        engine.lets_through.set()
-        fetch.wait_host()
-        assert torch.equal(into, made.values[4])
-        engine.lets_through.clear()
-    engine.lets_through.set()
-    made.close()
-
-
 @pytest.mark.parametrize("num_buffers", [8.0, 0.3])
 def test_a_read_that_cannot_begin_is_an_error_of_its_copy_alone(tmp_path, monkeypatch, num_buffers):
     weights = Weights(tmp_path, num_buffers)
@@ -402,21 +345,6 @@ def test_a_read_that_cannot_begin_is_an_error_of_its_copy_alone(tmp_path, monkey
                 fetch.wait()
                 assert torch.equal(into, weights.values[index])
     weights.close()
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_is_told_that_it_has_no_thread(two):
-    two.gate.is_open.clear()
-    for _ in range(3):  # all buffers are taken, so that nothing is read in the child
-        two.fetch(1)
-    child = os.fork()
-    if child == 0:
-        try:
-            two.fetch(1)
-            os._exit(5)
-        except StorageError as error:
-            os._exit(3 if "forked" in str(error) else 4)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
 def test_windows_outlive_everything(tmp_path):
@@ -455,13 +383,13 @@ def test_a_late_copy_does_not_overwrite_the_next_unit(two):
 def test_a_unit_that_could_not_be_read_is_fetched_again(two):
     unit = Unit(two.shown(1), two.homes[1])
     slot = Slot(HostEngine(), SIZES[1])
-    two.gate.fails = True
+    two.gate.fails = "both"
     slot.fetch(unit, ())
     assert slot.is_image_of(unit)
     with pytest.raises(StorageError):
         slot.wait()
     assert not slot.is_image_of(unit)
-    two.gate.fails = False
+    two.gate.fails = None
     slot.fetch(unit, ())
     slot.wait()
     assert torch.equal(slot.memory, two.values[1])
