@@ -35,8 +35,8 @@ waits::
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.host_memory import aligned_nbytes, copy_bytes, has_private_pages
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.sharding.host_shard import HostShard
-from lightning_cxl.storage.store import Area, Record, Store
+from lightning_cxl.storage.store import Area, Record
 from lightning_cxl.storage.swap import Swapper, uninterrupted
 from lightning_cxl.torch_private import gathered_together, put_shard
 from lightning_cxl.transfer.engine import Transfer, TransferEngine
@@ -55,18 +55,18 @@ from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 
 class Fetch:
-    """A copy of a record to the device; a job of a swapper, and a `Transfer`."""
+    """A copy of a record to the device, which has been requested; a job of a swapper, and a `Transfer`."""
 
     def __init__(
         self,
         source: "WeightRecord | InputOnSsd",
-        store: Store,
+        swapper: Swapper,
         engine: TransferEngine,
         destination: torch.Tensor,
         after: list[Transfer],
     ) -> None:
         self._source = source
-        self._store = store
+        self._store = swapper.store
         self._engine = engine
         self._destination: torch.Tensor | None = destination
         self._after = after
@@ -75,14 +75,11 @@ class Fetch:
         self._lock = threading.Lock()  # held while the copy is started
         self._is_dropped = False
         self._is_started = threading.Event()
-
-    def submit(self, swapper: Swapper) -> "Fetch":
         try:
-            swapper.submit(self._source.record.padded_nbytes, self)
+            swapper.submit(source.record.padded_nbytes, self)
         except BaseException:
             self.drop()  # whose destination is not kept for it
             raise
-        return self
 
     def wait(self) -> None:
         """Let device work queued from here on run after the copy; blocks the host until the copy has been started."""
@@ -145,17 +142,14 @@ class WeightRecord:
         self.window = self.buffer = window
         self._weights = weights
 
-    @contextmanager
-    def filling(self) -> Iterator[Buffer]:
-        """Yield a buffer, which becomes the record's bytes."""
-        with self._weights.swapper.overwrite(self.record) as buffer:
-            yield buffer
+    def filling(self) -> AbstractContextManager[Buffer]:
+        """Return a region in which a buffer is filled, which becomes the record's bytes."""
+        return self._weights.swapper.overwrite(self.record)
 
     def fetch(
         self, engine: TransferEngine, flat: torch.Tensor, destination: torch.Tensor, after: list[Transfer]
     ) -> Fetch:
-        weights = self._weights
-        return Fetch(self, weights.store, weights.engine, destination, after).submit(weights.swapper)
+        return Fetch(self, self._weights.swapper, self._weights.engine, destination, after)
 
     def wait_until_readable(self) -> None:
         pass  # it is filled before anything else
@@ -167,13 +161,21 @@ class WeightRecord:
             write.wait_host()
 
     def begin_access(self) -> None:
-        self._weights.may_be_written(self)
+        """Note that the window may be written to from now on."""
+        self._weights.begin_access(self)
 
+    @uninterrupted
     def end_access(self) -> None:
-        self._weights.write_back(self)
+        """Write back what was written to the window, and drop its private pages. Nothing writes to it meanwhile."""
+        self.begin_update()
+        self.settle()  # the end of a write drops the private pages that it has in it
+        if self.is_dirty():
+            with self._weights.swapper.overwrite(self.record) as buffer:
+                copy_bytes(self.window, buffer)
 
-    def update_begins(self) -> None:
-        self._weights.forget(self)
+    def begin_update(self) -> None:
+        """Note that an update brings what was written to the window."""
+        self._weights.maybe_dirty.pop(self, None)
 
     def is_dirty(self) -> bool:
         return has_private_pages(self.window.address, self.window.nbytes)
@@ -194,33 +196,19 @@ class WeightsOnSsd:
         self.swapper = swapper
         self.store = swapper.store
         self.engine = engine
-        self._lock = threading.RLock()
-        self._maybe_dirty: dict[WeightRecord, None] = {}
+        self.maybe_dirty: dict[WeightRecord, None] = {}
 
     def reserve(self, name: str, nbytes: int) -> WeightRecord:
         record = self.store.reserve(name, nbytes, keeps=False)  # weights are in the files of checkpoints
         return WeightRecord(self, record, self.store.window(record))
 
     @uninterrupted
-    def may_be_written(self, home: WeightRecord) -> None:
-        """Learn that a window may be written to from now on; write back those before it, where they are large."""
-        self._maybe_dirty[home] = None
-        if sum(each.window.nbytes for each in self._maybe_dirty) > self.swapper.cap_bytes:
-            for each in [each for each in self._maybe_dirty if each is not home]:
-                self.write_back(each)
-
-    @uninterrupted
-    def write_back(self, home: WeightRecord) -> None:
-        """Write what was written to a window, and drop its private pages. Nothing else writes to it meanwhile."""
-        self.forget(home)
-        home.settle()  # the end of a write drops the private pages that it has in it
-        if home.is_dirty():
-            with self.swapper.overwrite(home.record) as buffer:
-                copy_bytes(home.window, buffer)
-
-    def forget(self, home: WeightRecord) -> None:
-        """Learn that an update brings what was written to a window."""
-        self._maybe_dirty.pop(home, None)
+    def begin_access(self, accessed: WeightRecord) -> None:
+        """Note that a window may be written to; write back those before it, where they are large."""
+        self.maybe_dirty[accessed] = None
+        if sum(each.window.nbytes for each in self.maybe_dirty) > self.swapper.cap_bytes:
+            for each in [each for each in self.maybe_dirty if each is not accessed]:
+                each.end_access()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -281,7 +269,7 @@ class InputOnSsd:
         if inputs.is_closed:
             raise StorageError("an input of a unit was on tier `ssd`, and the run that had it there is over")
         into, after = destination.view(torch.uint8), [inputs.engine.mark()]
-        return Fetch(self, inputs.swapper.store, inputs.engine, into, after).submit(inputs.swapper)
+        return Fetch(self, inputs.swapper, inputs.engine, into, after)
 
     def wait_until_readable(self) -> None:
         """Return when the write has begun; its job has a buffer, since it came before any that reads."""

@@ -151,7 +151,7 @@ class InMemory:
     def _ignore(self) -> None:
         pass  # updates write here, so there is nothing to wait for
 
-    settle = begin_access = end_access = update_begins = _ignore
+    settle = begin_access = end_access = begin_update = _ignore
 
 
 Home = InMemory | WeightRecord
@@ -292,7 +292,7 @@ class UnitWeights:
         """
         self.wait()
         for piece in self.pieces:
-            piece.home.update_begins()
+            piece.home.begin_update()
         running = [update]  # of this update alone: what ends an earlier one may come late
         self._update, self._running = update, running
         update.add_done_callback(lambda _: running.clear())

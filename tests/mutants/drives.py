@@ -74,7 +74,7 @@ MUTATIONS = {
         Mutation("a buffer is free when its copy is done", "streaming: Fetch.run", DELETE, "_copy wait_host"),
         Mutation("a copy waits for its read", "streaming: Fetch.run", DELETE, "read wait_host"),
         Mutation("an error returns the buffer", "storage: Swapper._run_next", DELETE, "_free"),
-        Mutation("a window is written back behind the update", "streaming: WeightsOnSsd.write_back", DELETE, "settle"),
+        Mutation("a window is written back behind the update", "streaming: WeightRecord.end_access", DELETE, "settle"),
     ),
     "integration/test_weights_on_ssd.py::test_damaged_weights_are_not_saved": (
         Mutation("weights are verified before they are copied", "run: StateOnSsd.check_weights", DELETE, "verify"),

@@ -152,7 +152,7 @@ def test_what_an_update_brings_is_not_written_back(two):
     """An update has begun since the look: what the window shows is about to be old."""
     two.homes[0].begin_access()
     two.shown(0).fill_(77)
-    two.homes[0].update_begins()
+    two.homes[0].begin_update()
     before = two.store.stats()["written_bytes"]
     for index in (1, 3, 4):
         two.homes[index].begin_access()
