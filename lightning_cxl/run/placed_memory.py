@@ -22,7 +22,7 @@ from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.shards import local, sharded_like
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.streaming.on_ssd import InputOnSsd, WeightRecord
-from lightning_cxl.streaming.unit_weights import Home, InMemory
+from lightning_cxl.streaming.unit_weights import HostCopy, InMemory
 
 _TRIM_BYTES = 64 * 2**20  # of state that has moved
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
@@ -151,7 +151,7 @@ class PlacedMemory:
                     where = self.placements.place(other, TensorRole.ACTIVATIONS, nbytes)
                     self.placements.count(TensorRole.ACTIVATIONS, nbytes, where)
 
-    def piece(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> Home:
+    def piece(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> HostCopy:
         """Return a home for the weights of several parameters that belong on the same tier.
 
         Memory that earlier moves of weights have left is given back first: its stack is no longer in use.

@@ -333,7 +333,7 @@ class Places:
         self._files: dict[int, tuple[Folder, Path]] = {}  # by the number of their drive
         with contextlib.ExitStack() as stack:
             folders = self._lock(stack, paths)
-            self.home = folders[0]
+            self.main = folders[0]
             self.found = self._read_manifest(keeps)
             self.files_stay = self.found is not None
             self.store_id = self.found.store_id if self.found else secrets.token_hex(8)
@@ -354,15 +354,15 @@ class Places:
         return folders
 
     def _read_manifest(self, keeps: bool) -> Manifest | None:
-        contents = self.home.read(MANIFEST)
+        contents = self.main.read(MANIFEST)
         if contents is None:
             return None
-        found = decode(contents, self.home.path / MANIFEST)
+        found = decode(contents, self.main.path / MANIFEST)
         if not keeps:
-            raise ConfigError(f"`{self.home.path}` holds {found.said()}, and this run keeps none. {WHAT_TO_DO}")
+            raise ConfigError(f"`{self.main.path}` holds {found.said()}, and this run keeps none. {WHAT_TO_DO}")
         if len(found.drives) != len(self.paths):
             raise ConfigError(
-                f"`{self.home.path}` holds {found.said()} on {len(found.drives)} drives ({', '.join(found.drives)}), "
+                f"`{self.main.path}` holds {found.said()} on {len(found.drives)} drives ({', '.join(found.drives)}), "
                 f"and this run has {len(self.paths)}. {WHAT_TO_DO}"
             )
         return found
@@ -412,7 +412,7 @@ class Places:
         folder.sync()
 
     def _part(self, drive: int) -> bytes:
-        return json.dumps({"store": self.store_id, "drive": drive, "home": str(self.home.path.resolve())}).encode()
+        return json.dumps({"store": self.store_id, "drive": drive, "home": str(self.main.path.resolve())}).encode()
 
     def keep_files(self) -> None:
         """Say that files stay at `close`, and note in other folders whose they are."""
@@ -424,11 +424,11 @@ class Places:
                 folder.publish(PART)
         self.files_stay = True
 
-    def mark_home(self) -> None:
+    def mark_main(self) -> None:
         """Note, once the manifest is there, that there is one: if it gets lost, the data must not be deleted."""
-        if self.home.read(PART) is None:
-            self.home.write_new(PART, self._part(0))
-            self.home.publish(PART)
+        if self.main.read(PART) is None:
+            self.main.write_new(PART, self._part(0))
+            self.main.publish(PART)
 
     def _leave(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
@@ -480,14 +480,14 @@ class Generations:
                 raise ConfigError(f"{self._holds()}, which has no record `{name}`. {WHAT_TO_DO}")
 
     def _holds(self) -> str:
-        return f"`{self._places.home.path}` holds {self._manifest(self.kept, ()).said()}"
+        return f"`{self._places.main.path}` holds {self._manifest(self.kept, ()).said()}"
 
     def get(self, number: int) -> Generation:
         for generation in self.kept:
             if generation.number == number:
                 return generation
         known = ", ".join(str(generation.number) for generation in self.kept) or "none"
-        raise CheckpointError(f"`{self._places.home.path}` holds no generation {number}; it holds: {known}")
+        raise CheckpointError(f"`{self._places.main.path}` holds no generation {number}; it holds: {known}")
 
     def free_version(self, record: Record) -> int:
         """Return the version that takes the next write."""
@@ -522,13 +522,13 @@ class Generations:
             self._replace([generation], records)
 
     def _replace(self, kept: list[Generation], records: Iterable[Record], new: Generation | None = None) -> None:
-        self._places.home.write_new(MANIFEST, self._manifest(kept, records).encode())
+        self._places.main.write_new(MANIFEST, self._manifest(kept, records).encode())
         self._places.keep_files()
         if new is not None:
             self._unsure.append(new)
-        self._places.home.publish(MANIFEST)
+        self._places.main.publish(MANIFEST)
         self.kept, self._unsure = kept, []
-        self._places.mark_home()
+        self._places.mark_main()
 
     def _manifest(self, kept: list[Generation], records: Iterable[Record]) -> Manifest:
         known = {record.name: (record.nbytes, record.versions) for record in records}
@@ -624,7 +624,7 @@ class Store:
     def _check_budget(self, name: str, nbytes: int) -> None:
         if nbytes > (left := self._budget_bytes - self._reserved_bytes):
             raise TierFullError(
-                f"cannot place {format_bytes(nbytes)} for `{name}` in `{self._places.home.path}`: {format_bytes(left)} "
+                f"cannot place {format_bytes(nbytes)} for `{name}` in `{self._places.main.path}`: {format_bytes(left)} "
                 f"of {format_bytes(self._budget_bytes)} free. Raise the budget, or place less there."
             )
 
@@ -775,7 +775,7 @@ class Store:
             missing = [record.name for record in kept if record.name not in chosen.records]
             if missing:
                 raise CheckpointError(
-                    f"generation {generation} in `{self._places.home.path}` has no record `{missing[0]}`"
+                    f"generation {generation} in `{self._places.main.path}` has no record `{missing[0]}`"
                 )
             with contextlib.suppress(StorageError):  # a write that failed does not matter any more
                 self._engine.wait()
@@ -800,7 +800,7 @@ class Store:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StorageError(f"the storage in `{self._places.home.path}` is closed")
+            raise StorageError(f"the storage in `{self._places.main.path}` is closed")
 
 
 # ----------------------------------------------------------------------------------------------------

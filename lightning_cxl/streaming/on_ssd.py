@@ -331,7 +331,7 @@ class _Offload:
 #
 # [Note: Shards on SSD]
 # With several processes, and a device apart, each process has its shards of a unit in one record, in folders of its
-# own. The record is a home as with one process ([Note: Weights on SSD]), and shards are as in
+# own. The record is as with one process ([Note: Weights on SSD]), and shards are as in
 # [Note: Shards on the host]: what they have on the host is the record's window.
 #
 # * Gather. FSDP2 asks the shards of a unit one after the other. The first one brings the record to the device, through
@@ -351,9 +351,9 @@ class ShardsOnSsd:
     """Moves shards to a record, and from there to the device. See [Note: Shards on SSD]."""
 
     def __init__(
-        self, home: WeightRecord, engine: TransferEngine, model: nn.Module, parameters: Sequence[nn.Parameter]
+        self, record: WeightRecord, engine: TransferEngine, model: nn.Module, parameters: Sequence[nn.Parameter]
     ) -> None:
-        self._home = home
+        self._record = record
         self._engine = engine
         self._nbytes = 0
         self._shards: list[HostShard] = []
@@ -369,7 +369,7 @@ class ShardsOnSsd:
     @torch.no_grad()
     def _move(self, groups: Sequence[Sequence[Any]]) -> None:
         moved = []
-        with self._home.filling() as memory:
+        with self._record.filling() as memory:
             for group in groups:
                 begins = []
                 for managed in group:
@@ -377,7 +377,7 @@ class ShardsOnSsd:
                     shard.settle()
                     filled, shown = (
                         place.slice(self._nbytes, shard.host.nbytes).tensor((shard.numel(),), shard.dtype)
-                        for place in (memory, self._home.buffer)
+                        for place in (memory, self._record.buffer)
                     )
                     filled.copy_(shard.host.reshape(-1))
                     moved.append((managed, shard, shown))
@@ -390,7 +390,7 @@ class ShardsOnSsd:
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         """Return the part of one shard; see `Drives`."""
-        begin = host.data_ptr() - self._home.buffer.address
+        begin = host.data_ptr() - self._record.buffer.address
         if self._arrived is None or begin not in self._awaited:
             self._arrived = self._fetch()
             self._awaited = set(self._together[begin])
@@ -402,21 +402,21 @@ class ShardsOnSsd:
 
     def _fetch(self) -> torch.Tensor:
         if self._is_written:
-            self._home.end_access()
+            self._record.end_access()
             self._is_written = False
         arrived = torch.empty(self._nbytes, dtype=torch.uint8, device=self._engine.device)
-        shown = self._home.buffer.tensor((self._nbytes,), torch.uint8)
-        self._home.fetch(self._engine, shown, arrived, [self._engine.mark()]).wait()
+        shown = self._record.buffer.tensor((self._nbytes,), torch.uint8)
+        self._record.fetch(self._engine, shown, arrived, [self._engine.mark()]).wait()
         return arrived
 
     def settle(self) -> None:
         """Return when the window shows what was written last."""
-        self._home.settle()
+        self._record.settle()
 
     def written(self) -> None:
         """Write what someone has written to the window, at the next gather at the latest."""
         self._is_written = True
-        self._home.begin_access()
+        self._record.begin_access()
 
     def close(self) -> None:
         """Let shards be copied from the window, without the record's drives. Idempotent."""

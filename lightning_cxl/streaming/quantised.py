@@ -10,14 +10,14 @@ the parameter, so that no library is imported; a kind that is not quantised yet 
 Three things that layers of bitsandbytes do would go wrong in a run, which therefore prepares them (`prepare_layers`):
 
 * Their backward reads the weight through tensors that the forward has left in the graph or in a state object, not
-  through autograd's saved tensors. By then other weights lie there, or those at home: it gets what the parameter shows
-  at that moment. And nothing would make torch compute the unit again before: where the last layer of a unit has no
+  through autograd's saved tensors. By then other weights lie there, or those on the host: it gets what the parameter
+  shows at that moment. And nothing would make torch compute the unit again before: where the last layer of a unit has no
   adapter, its backward is the first of the unit and reads no saved tensor. So each layer saves one, without elements,
   which is asked for before the layer's backward. Only layers whose weights stream need this.
 * An 8-bit layer keeps its input in the graph, past the hooks of a checkpoint, although only the gradient of its weight
   needs it, which is never asked for. Recomputed units would free nothing. It is dropped.
 * When the CPU evaluates and has AVX-512 BF16, a layer puts its 4-bit weight in another order, in memory of its own, and
-  cannot train with it any more. It is kept from that: the bytes stay at home, training goes on after a validation, and
+  cannot train with it any more. It is kept from that: the bytes stay there, training goes on after a validation, and
   evaluation computes as training does.
 """
 

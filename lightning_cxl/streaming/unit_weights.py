@@ -154,15 +154,15 @@ class InMemory:
     settle = begin_access = end_access = begin_update = _ignore
 
 
-Home = InMemory | WeightRecord
+HostCopy = InMemory | WeightRecord
 """Bytes that parameters show while their unit does not compute."""
 _not_inherited: "WeakKeyDictionary[nn.Module, tuple[str, set[int]]]" = WeakKeyDictionary()
 """The unit of each module, and where its parameters lie in memory that forked children do not have."""
 _METADATA = frozenset(("device", "dim", "dtype", "ndim", "nelement", "numel", "requires_grad", "shape", "size"))
 
 
-AllocateWeights = Callable[[int, Sequence[nn.Parameter]], Home]
-"""Gives a home of at least that many bytes, where the policy places these weights."""
+AllocateWeights = Callable[[int, Sequence[nn.Parameter]], HostCopy]
+"""Gives memory of at least that many bytes, where the policy places these weights."""
 
 
 class Place(NamedTuple):
@@ -171,20 +171,20 @@ class Place(NamedTuple):
     module: nn.Module
     parameter: nn.Parameter
     offsets: dict[str, int]  # in a slot
-    homes: dict[str, torch.Tensor]  # each has a storage of its own, so that saving one parameter saves just that
+    on_host: dict[str, torch.Tensor]  # each has a storage of its own, so that saving one parameter saves just that
 
     @property
-    def home(self) -> torch.Tensor:
-        return self.homes[DATA]
+    def host(self) -> torch.Tensor:
+        return self.on_host[DATA]
 
     @property
     def is_quantised(self) -> bool:
         return len(companions(self.module, self.parameter)) > 0
 
     def show(self, slot: torch.Tensor | None = None) -> None:
-        tensors = self.homes
+        tensors = self.on_host
         if slot is not None:
-            tensors = {key: _in_slot(slot, self.offsets[key], home) for key, home in tensors.items()}
+            tensors = {key: _in_slot(slot, self.offsets[key], host) for key, host in tensors.items()}
         show(self.module, self.parameter, tensors)
 
     def put_back(self, slot: torch.Tensor) -> bool:
@@ -207,7 +207,7 @@ class Piece(NamedTuple):
 
     offset: int
     flat: torch.Tensor
-    home: Home
+    host: HostCopy
 
 
 class UnitWeights:
@@ -233,7 +233,7 @@ class UnitWeights:
         self.is_accessed = False
         """Whether the user's code has accessed parameters, and may write to them."""
         self.readers: Sequence[Transfer] = ()
-        """The latest copies of the homes, which may still be under way; those before them are done by then."""
+        """The latest copies to the device, which may still be in flight; those before them are done by then."""
         self._num_accesses = 0
         self._listener: UnitListener = NoListener()
         self._update: Future[None] | None = None
@@ -250,49 +250,51 @@ class UnitWeights:
     @torch.no_grad()
     def _move(self, parameters: Sequence[nn.Parameter], allocate: AllocateWeights) -> None:
         module_of = owners_in(self.module)
-        home = allocate(piece_nbytes(self.module, parameters), parameters)
+        host = allocate(piece_nbytes(self.module, parameters), parameters)
         moved: list[Place] = []
-        with home.filling() as memory:
+        with host.filling() as memory:
             end = 0
             for parameter in parameters:
                 each = Place(module_of[id(parameter)], parameter, {}, {})
                 for key, tensor in tensors_of(each.module, parameter).items():
-                    new, each.homes[key] = (
+                    new, each.on_host[key] = (
                         laid_out_as(place.slice(end, tensor.nbytes).tensor((tensor.numel(),), tensor.dtype), tensor)
-                        for place in (memory, home.buffer)
+                        for place in (memory, host.buffer)
                     )
-                    each.homes[key] = each.homes[key].data  # no view, whose base would hold the memory: see `take_in`
+                    each.on_host[key] = each.on_host[
+                        key
+                    ].data  # no view, whose base would hold the memory: see `take_in`
                     new.copy_(tensor.detach())
                     each.offsets[key] = self.nbytes + end
                     end += aligned_nbytes(tensor)
-                if memory is home.buffer:
+                if memory is host.buffer:
                     each.show()  # at once: what it leaves goes back
                 moved.append(each)
         for each in moved:
             each.show()
-            if not (isinstance(home, InMemory) and home.is_inherited) and each.parameter.numel():
-                self._not_inherited.add(each.home.data_ptr())
+            if not (isinstance(host, InMemory) and host.is_inherited) and each.parameter.numel():
+                self._not_inherited.add(each.host.data_ptr())
         self.places += moved
-        self.pieces.append(Piece(self.nbytes, home.buffer.tensor((end,), torch.uint8), home))
+        self.pieces.append(Piece(self.nbytes, host.buffer.tensor((end,), torch.uint8), host))
         self.nbytes += end
 
     @property
     def memory_bytes(self) -> int:
-        return sum(flat.numel() for _, flat, home in self.pieces if isinstance(home, InMemory))
+        return sum(flat.numel() for _, flat, host in self.pieces if isinstance(host, InMemory))
 
     def attach(self, listener: UnitListener) -> None:
         """Tell `listener` of accesses to the parameters from now on."""
         self._listener = listener
 
     def begin_update(self, update: "Future[None]") -> None:
-        """Let whoever needs the weights wait for an update of the homes. See [Note: Awaited parameters].
+        """Let readers of the weights wait for an update of them. See [Note: Awaited parameters].
 
         Args:
-            update: ends when the homes have been written; its error is raised where it is waited for.
+            update: ends when they have been written; its error is raised where it is waited for.
         """
         self.wait()
         for piece in self.pieces:
-            piece.home.begin_update()
+            piece.host.begin_update()
         running = [update]  # of this update alone: what ends an earlier one may come late
         self._update, self._running = update, running
         update.add_done_callback(lambda _: running.clear())
@@ -312,10 +314,10 @@ class UnitWeights:
             self._update = None
 
     def settle(self) -> None:
-        """Return when the homes have their new values and show them."""
+        """Return when the parameters show what the latest update has made."""
         self.wait()
         for piece in self.pieces:
-            piece.home.settle()
+            piece.host.settle()
 
     def watch(self) -> None:
         """Notice accesses to the parameters through their modules from now on."""
@@ -341,10 +343,10 @@ class UnitWeights:
         self._listener.complete_for_access()
         self.wait_for_readers()  # what the device has still to compute, it computes with the weights of now
         for piece in self.pieces:
-            piece.home.begin_access()
+            piece.host.begin_access()
 
     def wait_for_readers(self) -> None:
-        """Return when no copy of the homes is under way."""
+        """Return when no copy to the device is in flight."""
         for transfer in self.readers:
             with suppress(StorageError):  # for whoever uses the copy
                 transfer.wait_host()
@@ -360,27 +362,27 @@ class UnitWeights:
         self.take_in()
         if not self.is_updating():
             for piece in self.pieces:
-                piece.home.end_access()
+                piece.host.end_access()
         self.is_accessed = False
         self.watch()
 
     @torch.no_grad()
     def take_in(self) -> None:
-        """Take over what someone has put in the place of a parameter's data since it was home."""
+        """Take over what someone has put in the place of a parameter's data."""
         for place in self.places:
-            parameter, home = place.parameter, place.home
+            parameter, host = place.parameter, place.host
             data = plain_data(parameter)
-            if data.data_ptr() == home.data_ptr() and (data.shape, data.stride()) == (home.shape, home.stride()):
+            if data.data_ptr() == host.data_ptr() and (data.shape, data.stride()) == (host.shape, host.stride()):
                 continue
-            if (data.shape, data.dtype, data.device) != (home.shape, home.dtype, home.device):
+            if (data.shape, data.dtype, data.device) != (host.shape, host.dtype, host.device):
                 raise UnsupportedError(
-                    f"a parameter of unit `{self.name}` was {tuple(home.shape)} {home.dtype} on the host and is now "
+                    f"a parameter of unit `{self.name}` was {tuple(host.shape)} {host.dtype} on the host and is now "
                     f"{tuple(data.shape)} {data.dtype} on `{data.device}`: where weights stream, convert the model "
                     "before the run, or set `stream_weights=False`. A model that something else is to train must be "
                     "let go of before (`trainer.end()`, `accelerator.free_memory()`, `fabric.strategy.teardown()`)"
                 )
-            home.untyped_storage()  # the first access, which counts from then on
-            if not is_only_holder(home):
+            host.untyped_storage()  # the first access, which counts from then on
+            if not is_only_holder(host):
                 raise UnsupportedError(
                     f"the data of a parameter of unit `{self.name}` was replaced (`p.data = ...`) while your code "
                     "holds the `p.data` of before, as averages do that are swapped in. Where weights stream, both "
@@ -388,7 +390,7 @@ class UnitWeights:
                 )
             self.wait_for_readers()  # one may have been fetched ahead, which is old now
             self.settle()
-            set_plain_data(parameter, home)
+            set_plain_data(parameter, host)
             parameter.copy_(data)
 
     def enter(self, slot: torch.Tensor) -> None:
@@ -407,8 +409,8 @@ class UnitWeights:
         finally:
             for place, grad in hidden:
                 shown = plain_data(place.parameter)
-                if grad.device == place.home.device:
-                    set_plain_data(place.parameter, place.home)  # torch takes a gradient beside its weight only
+                if grad.device == place.host.device:
+                    set_plain_data(place.parameter, place.host)  # torch takes a gradient beside its weight only
                 # else it came before its unit was entered, and `exit` refuses it
                 set_plain_grad(place.parameter, grad)
                 set_plain_data(place.parameter, shown)
@@ -421,7 +423,7 @@ class UnitWeights:
         unclaimed = []
         for place in self.places:
             place.show()
-            if (grad := plain_grad(place.parameter)) is not None and grad.device != place.home.device:
+            if (grad := plain_grad(place.parameter)) is not None and grad.device != place.host.device:
                 set_plain_grad(place.parameter, None)
                 unclaimed.append(place.parameter)
         if unclaimed:
@@ -484,18 +486,18 @@ def tensors_by_parameter(module: nn.Module) -> dict[int, list[torch.Tensor]]:
     return {id(p): list(tensors_of(module_of[id(p)], p).values()) for p in module.parameters()}
 
 
-def _in_slot(slot: torch.Tensor, offset: int, home: torch.Tensor) -> torch.Tensor:
-    flat = slot[offset : offset + home.nbytes].view(home.dtype)
-    return flat.as_strided(home.shape, home.stride())
+def _in_slot(slot: torch.Tensor, offset: int, host: torch.Tensor) -> torch.Tensor:
+    flat = slot[offset : offset + host.nbytes].view(host.dtype)
+    return flat.as_strided(host.shape, host.stride())
 
 
 # ----------------------------------------------------------------------------------------------------
 # Weights of units live on the host and entry the device: fetched ahead of the unit that computes next.
 #
 # [Note: Residency of a unit]
-# A streamed parameter shows (``p.data``) its home, a piece of host memory, except while its unit computes; then it
+# A streamed parameter shows (``p.data``) a piece of host memory, except while its unit computes; then it
 # shows a slot on the device that holds a copy. Optimizers, checkpoints and the user's own code between units therefore
-# always find the weights on the host, and only the home is ever written.
+# always find the weights on the host, and only these are ever written.
 #
 # * Enter: a unit's forward starts. Its slot is the one that has a copy of these very weights, or gets one now. A step,
 #   a loaded checkpoint or any other write makes copies old: versions count writes in place, and
@@ -541,9 +543,9 @@ class Slot:
         """
         before = [self._users, *self.drop()]  # these, if they have brought what was not needed
         self.unit, self._transfers = None, []
-        for offset, flat, home in unit.pieces:
+        for offset, flat, host in unit.pieces:
             into = self.memory[offset : offset + flat.numel()]
-            self._transfers.append(home.fetch(self._engine, flat, into, before))
+            self._transfers.append(host.fetch(self._engine, flat, into, before))
         self.unit, self._versions = unit, versions  # only now: a copy that cannot be started leaves nobody's weights
         unit.readers = self._transfers
 
@@ -687,7 +689,7 @@ class ParamStreamer:
 
     def release(self, keep: UnitWeights | None = None) -> None:
         """Exit every unit except `keep`: the backward of these units is over."""
-        with ExitStack() as exits:  # last in, first out; one that fails does not keep the others from coming home
+        with ExitStack() as exits:  # last in, first out; one that fails does not keep the others from coming back
             for unit, _ in reversed(list(self._entered.values())):
                 if unit is not keep:
                     exits.callback(self._end, unit)
@@ -722,7 +724,7 @@ class ParamStreamer:
             self._latest = None  # and nothing ahead, until a unit is entered
 
     def detach(self) -> None:
-        """Give the units their own forward back, with all weights at home, and the slots' memory. Idempotent."""
+        """Give the units their own forward back, with all weights on the host, and the slots' memory. Idempotent."""
         with ExitStack() as exits:
             exits.callback(self._let_go)
             for unit, _ in list(self._entered.values()):

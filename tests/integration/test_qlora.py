@@ -222,7 +222,7 @@ def test_frozen_blocks_are_copied_in_once_a_pass_and_never_out(folder, copies, u
 
     def bytes_of_frozen():
         places = [place for unit in units for place in unit.places if place.is_quantised]
-        homes = [home for place in places for home in place.homes.values()]
+        homes = [each for place in places for each in place.on_host.values()]
         return [home.reshape(-1).view(torch.uint8).clone() for home in homes]
 
     class Counting(QLoRA):

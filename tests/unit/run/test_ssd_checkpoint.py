@@ -235,7 +235,7 @@ def test_the_names_of_new_folders_of_a_checkpoint_lie_on_the_disk(tmp_path, monk
 
 def settle_fails_once(run, monkeypatch):
     """Let the disk be full for the manifest of the next `settle`."""
-    home, write_new = run.state.store._places.home, Folder.write_new
+    main, write_new = run.state.store._places.main, Folder.write_new
     settle = Store.settle
 
     def fails(store, number):
@@ -246,7 +246,7 @@ def settle_fails_once(run, monkeypatch):
 
     def full(folder, name, contents):
         write_new(folder, name, contents[:10])
-        raise StorageError("cannot write", path=home.path / name, errno=28)
+        raise StorageError("cannot write", path=main.path / name, errno=28)
 
     monkeypatch.setattr(Store, "settle", fails)
 

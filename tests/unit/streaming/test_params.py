@@ -194,7 +194,7 @@ def test_outside_of_their_computation_parameters_show_the_host(engine):
     before = {name: p.clone() for name, p in model.named_parameters()}
     strides = {name: p.stride() for name, p in model.named_parameters()}
     streamed = Streamed(engine, model)
-    homes = {id(place.parameter): place.home.data_ptr() for unit in streamed.units for place in unit.places}
+    homes = {id(place.parameter): place.host.data_ptr() for unit in streamed.units for place in unit.places}
     assert len(homes) == 5 * 5
     model(batch(0, model.first)).backward()
     streamed.finish()
@@ -289,7 +289,7 @@ def test_an_exception_in_a_forward_brings_the_weights_home(engine):
     with pytest.raises(ZeroDivisionError):
         model(torch.randn(4, WIDTH))
     for unit in streamed.units:
-        assert all(place.parameter.data_ptr() == place.home.data_ptr() for place in unit.places)
+        assert all(place.parameter.data_ptr() == place.host.data_ptr() for place in unit.places)
     handle.remove()
     assert streamed.train(2) == plain(engine, make(3), 2)
     streamed.close()
@@ -552,7 +552,7 @@ def test_weights_exchanged_for_one_forward(engine):
     for mine, other in zip(*found, strict=True):
         assert torch.equal(mine.cpu(), other.cpu())
     for place in [place for unit in streamed.units for place in unit.places]:
-        assert place.parameter.data_ptr() == place.home.data_ptr()
+        assert place.parameter.data_ptr() == place.host.data_ptr()
 
 
 def test_transforms_of_torch_func_are_refused(engine):
