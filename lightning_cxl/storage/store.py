@@ -337,7 +337,7 @@ class Places:
             self.found = self._read_manifest(keeps)
             self.files_stay = self.found is not None
             self.store_id = self.found.store_id if self.found else secrets.token_hex(8)
-            stack.push(self._leave)
+            stack.push(self._remove_files)
             for index, folder in enumerate(folders):
                 self._open_drive(stack, index, folder)
             self._opened = stack.pop_all()
@@ -430,20 +430,16 @@ class Places:
             self.main.write_new(PART, self._part(0))
             self.main.publish(PART)
 
-    def _leave(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+    def _remove_files(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
-            self._remove_files()
+            for folder, path in () if self.files_stay else self._files.values():
+                folder.remove(path)
+                folder.remove(folder.path / PART)
         except StorageError as another:
             if error is None:
                 raise
             # users need the first error; the next store here removes the files
             log.warning(f"the error that ended the storage was not the only one: {another}")
-
-    def _remove_files(self) -> None:
-        if not self.files_stay:
-            for folder, path in self._files.values():
-                folder.remove(path)
-                folder.remove(folder.path / PART)
 
     def close(self) -> None:
         self._opened.close()

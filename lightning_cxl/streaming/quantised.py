@@ -11,7 +11,7 @@ Three things that layers of bitsandbytes do would go wrong in a run, which there
 
 * Their backward reads the weight through tensors that the forward has left in the graph or in a state object, not
   through autograd's saved tensors. By then other weights lie there, or those on the host: it gets what the parameter
-  shows at that moment. And nothing would make torch compute the unit again before: where the last layer of a unit has no
+  shows at that moment. Nothing would make torch compute the unit again before: where the last layer of a unit has no
   adapter, its backward is the first of the unit and reads no saved tensor. So each layer saves one, without elements,
   which is asked for before the layer's backward. Only layers whose weights stream need this.
 * An 8-bit layer keeps its input in the graph, past the hooks of a checkpoint, although only the gradient of its weight
