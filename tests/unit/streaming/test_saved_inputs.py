@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cxl.memory.host_memory import storage_extent
@@ -38,6 +38,7 @@ def layouts(draw):
     return tensor
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_the_image_is_exact(tensor):
     memory, saved, engine = RecyclingMemory(), SavedBytes(), HostEngine()
