@@ -1,1 +1,1 @@
-"""Bytes with a known home: resources, pools, and the hook that makes torch allocate through them."""
+"""Bytes on a known tier: resources, pools, and the hook that makes torch allocate through them."""

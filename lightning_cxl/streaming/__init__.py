@@ -1,1 +1,1 @@
-"""Units: their weights on the device while they compute, and their inputs on the host until backward."""
+"""Units: their weights on the device while they compute, their inputs on the host until backward."""

@@ -521,9 +521,6 @@ def _in_slot(slot: torch.Tensor, offset: int, host: torch.Tensor) -> torch.Tenso
 # A unit whose forward must be differentiated without a recompute keeps views of the slot in its graph, which would show
 # other weights later. That is refused.
 
-# ----------------------------------------------------------------------------------------------------
-# `SlotRing`: a few pieces of device memory that the weights of units take turns in.
-
 
 class Slot:
     """One piece of device memory, and the unit whose weights it holds."""

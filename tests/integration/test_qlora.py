@@ -328,9 +328,9 @@ def quantised(kind, width=64):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_a_kernel_reads_is_in_the_slot(kind, monkeypatch):
-    """While a unit computes all its tensors lie in one slot; in between all of them lie in its home."""
+    """While a unit computes all its tensors lie in one slot; in between all of them lie in its host copy."""
     inside, outside = [], []
-    enter, leave = UnitWeights.enter, UnitWeights.leave
+    enter, leave = UnitWeights.enter, UnitWeights.exit
 
     def is_within(tensor, memory):
         start = memory.data_ptr()
@@ -345,7 +345,7 @@ def test_everything_a_kernel_reads_is_in_the_slot(kind, monkeypatch):
         outside.extend(is_within(tensor, unit.pieces[0].flat) for tensor in all_tensors(unit.module))
 
     monkeypatch.setattr(UnitWeights, "enter", entered)
-    monkeypatch.setattr(UnitWeights, "leave", left)
+    monkeypatch.setattr(UnitWeights, "exit", left)
     train(lambda: quantised(kind), offload(**EXACT), task=LlamaTask, steps=2)
     assert inside and all(inside) and outside and all(outside)
 
