@@ -4,6 +4,7 @@ Lightning has one run after the other. A loop of the user's own has one run for 
 that is trained and one that is frozen.
 """
 
+import logging
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -17,11 +18,14 @@ from lightning_cxl.config import SSD, OffloadConfig
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.machine.binding import Gather, RankBinding, bind_rank
 from lightning_cxl.machine.topology import Topology
+from lightning_cxl.memory.hook import active
 from lightning_cxl.planning.policies import check_policy
 from lightning_cxl.run.run import FinishedRun, Host, Run
 from lightning_cxl.storage.drive import remove_left
 from lightning_cxl.text import format_bytes, table_lines
 from lightning_cxl.weights.load import refuse_unready
+
+log = logging.getLogger(__name__)
 
 # ----------------------------------------------------------------------------------------------------
 # Planned and measured bytes per tier and role: the dict behind `strategy.report()` and its one-screen text.
@@ -186,7 +190,14 @@ class Session:
     def open(self, device: torch.device) -> None:
         """Let `lightning_cxl.empty` use the memory of this session from now on."""
         self._last_report = None
-        self.active.enter_context(self.host_on(device).activate())
+        host, other = self.host_on(device), active()
+        if other is not None and other.memory is not host.memory:
+            used = sum(tier["used_bytes"] for tier in other.memory.stats()["tiers"].values())
+            log.warning(
+                f"another training is open, and holds {format_bytes(used)} of host memory until "
+                "`accelerator.free_memory()`, `fabric.strategy.teardown()` or `trainer.end()`"
+            )
+        self.active.enter_context(host.activate())
 
     def start(self, model: nn.Module, optimizers: Sequence[Optimizer], loop: Loop) -> Run:
         """List and decide everything, then build the run; optimizers are not adopted yet. See [Note: One inventory]."""

@@ -37,7 +37,6 @@ from lightning_cxl.streaming.unit_weights import peek
 from lightning_cxl.torch_private import (
     MOVE,
     UNSCALE,
-    forward_pre_hooks,
     leave_to_python,
     mark_as_called,
     set_compiler,
@@ -147,12 +146,13 @@ class UserLoop:
         """Place a model, and adopt the optimizers of its parameters. See [Note: Adoption].
 
         A model that was prepared without optimizers, and comes again with some, is placed anew. One that another loop
-        has prepared stays with that loop, as long as it only computes here.
+        has prepared stays with that loop as long as it only computes here; with optimizers it is trained here from now
+        on.
         """
-        before, is_elsewhere = self._prepared.get(id(model)), any(loop is not self for loop in _loops_of(model))
-        if not optimizers and (before is not None or is_elsewhere):
+        before = self._prepared.get(id(model))
+        if not optimizers and any(trained is model for trained, _ in _trainings_of(model)):
             return []  # it computes already
-        if is_elsewhere or (before is not None and before.run.optimizers):
+        if before is not None and before.run.optimizers:
             raise UnsupportedError(
                 f"{type(model).__name__} is part of a training that goes on. To train it with new optimizers, end that "
                 "training first: `accelerator.free_memory()`, `fabric.strategy.teardown()` or `trainer.end()`. A model "
@@ -160,6 +160,7 @@ class UserLoop:
             )
         _check_owner(model, optimizers)
         self._check_apart(model)
+        end_earlier_trainings(model, self)
         if before is not None:
             self._end(model)
         if self.session.host is None:
@@ -409,9 +410,23 @@ class UserLoop:
         return UserLoop, (self.session, self.device, self.loop)
 
 
-def _loops_of(model: nn.Module) -> list[UserLoop]:
-    """Return the loops that have a run of a model."""
-    return [each.loop for each in forward_pre_hooks(model) if isinstance(each, _Forward) and each.loop.knows(model)]
+def end_earlier_trainings(model: nn.Module, loop: UserLoop | None = None) -> None:
+    """End the runs that loops other than `loop` have of a model or its parts: a cell of a notebook runs again."""
+    for trained, other in set(_trainings_of(model)):
+        if other is not loop and other.knows(trained):
+            other.end_run(trained)
+            log.info(
+                f"the training that {type(trained).__name__} was part of has ended, because a new one begins: the "
+                "weights stay, the state of its optimizers does not go on"
+            )
+
+
+def _trainings_of(model: nn.Module) -> Iterator[tuple[nn.Module, UserLoop]]:
+    for module in model.modules():
+        move = vars(module).get(MOVE)
+        owner = move.owner() if isinstance(move, _Move) else None
+        if owner is not None:
+            yield owner
 
 
 class _Move(ReplacedMethod):
@@ -422,10 +437,15 @@ class _Move(ReplacedMethod):
         self._model = model
         self._loop = loop
 
+    def owner(self) -> tuple[nn.Module, UserLoop] | None:
+        """Return the model that is trained, and its loop; None after its end."""
+        return (self._model, self._loop) if self._loop.knows(self._model) else None
+
     def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **keywords: Any) -> Any:
-        model, loop = self._model, self._loop
-        if not loop.knows(model):
+        owner = self.owner()
+        if owner is None:
             return self._plain(fn, *args, **keywords)
+        model, loop = owner
         here = torch.zeros(1, device=loop.device)
         there = fn(here).device
         if there != here.device:

@@ -50,6 +50,7 @@ from lightning_cxl.run.cutting import cut_for, cut_state
 from lightning_cxl.run.run import Host, Run
 from lightning_cxl.run.sharded_checkpoint import TIED, AsyncSaves, is_sharded_checkpoint, optimizer_tensors, save
 from lightning_cxl.run.state_on_ssd import KEY, StateOnSsd, check_together
+from lightning_cxl.run.user_loop import end_earlier_trainings
 from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.torch_private import UNSCALE, step_hooks
 from lightning_cxl.weights.load import refuse_unready
@@ -143,6 +144,7 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Place the model, then adopt its optimizers; on failure nothing of it stays behind."""
         assert self.accelerator is not None and self.model is not None
+        end_earlier_trainings(self.model)
         try:
             self._session.open(self.root_device)
             self.accelerator.setup(trainer)
