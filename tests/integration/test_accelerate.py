@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 import torch
-from accelerate.utils import DistributedType, find_executable_batch_size
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -192,30 +192,6 @@ def test_a_generator_against_a_discriminator(together):
     assert len(accelerator.report()["optimizers"]) == 2
 
 
-def test_a_frozen_model_beside_one_that_is_trained():
-    """As in DPO, or in distillation."""
-
-    def run(accelerator):
-        model, optimizer = made()
-        torch.manual_seed(9)
-        frozen = TinyTransformer(dropout=0.0).requires_grad_(False).eval()
-        model, optimizer, data, frozen = accelerator.prepare(model, optimizer, token_data(3), frozen)
-        torch.manual_seed(6)
-        losses = []
-        for tokens, _ in data:
-            with torch.no_grad():
-                target = frozen(tokens).softmax(-1)
-            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), target.flatten(0, 1))
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses, weights_of(accelerator, model)
-
-    accelerator = compare(run)
-    assert accelerator.report()["num_parameters"] == 2 * accelerator.report()["num_trainable"]
-
-
 @pytest.mark.parametrize("options", [{}, {"cpu_adam": True}], ids=["torch", "CPUAdam"])
 def test_the_same_objects_again_after_free_memory(options):
     def run(accelerator):
@@ -235,35 +211,6 @@ def test_the_same_objects_again_after_free_memory(options):
     ours = run(accelerator)
     accelerator.free_memory()
     assert_close(plain, ours)
-
-
-def test_the_batch_size_that_fits():
-    def run(accelerator):
-        tried, result = [], []
-
-        @find_executable_batch_size(starting_batch_size=4, reduce_batch_size_fn=lambda: sizes.pop(0))
-        def inner(batch_size):
-            tried.append(batch_size)
-            accelerator.free_memory()
-            model, optimizer = made()
-            model, optimizer, data = accelerator.prepare(model, optimizer, token_data(3, batch_size))
-            if batch_size > 2:
-                for batch in data:
-                    loss = loss_of(model, batch)
-                    loss.register_hook(out_of_memory)
-                    accelerator.backward(loss)
-            result[:] = plain_steps(accelerator, model, optimizer, data)
-
-        sizes = [3, 2]
-        inner()
-        assert tried == [4, 3, 2]
-        return tuple(result)
-
-    compare(run)
-
-
-def out_of_memory(_):
-    raise torch.OutOfMemoryError("The device is out of memory.")
 
 
 @pytest.mark.parametrize("kind", ["generator", "list", "tensor", "of the optimizer", "twice"])

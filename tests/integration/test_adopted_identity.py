@@ -71,17 +71,6 @@ def test_an_adopted_optimizer_is_the_users_class_and_cpu_adam(name):
     assert line.startswith(f"{CLASSES[name].__name__} by CPUAdam on the host")
 
 
-def test_the_users_own_cpu_adam_keeps_its_name():
-    class Own(Task):
-        def configure_optimizers(self):
-            return lightning_cxl.CPUAdam(self.parameters(), lr=1e-3)
-
-    trainer = make_trainer("cxl_offload", max_steps=1)
-    trainer.fit(Own(TinyTransformer()), token_data())
-    assert type(trainer.optimizers[0]) is lightning_cxl.CPUAdam
-    assert trainer.strategy.report()["optimizers"][0].startswith("CPUAdam on the host")
-
-
 @pytest.mark.parametrize("transport", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
 @pytest.mark.parametrize("state", ["fp32", "8bit"])
 def test_copies_and_pickles_go_on_as_the_original(transport, state):
@@ -105,17 +94,3 @@ def test_copies_and_pickles_go_on_as_the_original(transport, state):
         results.append([p.detach().clone() for group in optimizer.param_groups for p in group["params"]])
     for other in results[:-1]:
         assert all(torch.equal(a, b) for a, b in zip(other, results[-1], strict=True))
-
-
-def test_an_adopted_optimizer_is_adopted_again():
-    """A user may return the optimizer of one run from `configure_optimizers` of the next."""
-    module = Task(TinyTransformer(), scheduler=False)
-    trainer = make_trainer("cxl_offload", max_steps=2)
-    trainer.fit(module, token_data())
-    (first,) = trainer.optimizers
-    module.configure_optimizers = lambda: first
-    again = make_trainer("cxl_offload", max_steps=2)
-    again.fit(module, token_data())
-    assert type(again.optimizers[0]) is type(first)
-    step = next(iter(again.optimizers[0].state.values()))["step"]
-    assert step == 4, "it goes on with the state it had"

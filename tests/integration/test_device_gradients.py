@@ -354,22 +354,6 @@ def test_weights_that_stay_are_as_they_were_until_the_backward_is_over(monkeypat
     assert_same(fit(offload(**IGNORE), **arguments), fit(offload(overlap_step=False), **arguments))
 
 
-class BackwardBefore(Task):
-    """A backward of its own in the training step, before the one that Lightning runs."""
-
-    def training_step(self, batch, batch_idx):
-        self.optimizers().zero_grad()
-        self.loss(batch).backward()
-        return super().training_step(batch, batch_idx)
-
-    def optimizer_zero_grad(self, *_):
-        pass
-
-
-def test_a_backward_before_lightnings_own_is_part_of_the_step():
-    assert_same(fit(offload(**IGNORE), task=BackwardBefore), fit(offload(overlap_step=False), task=BackwardBefore))
-
-
 class BackwardTwice(Task):
     """A hook runs the backward that Lightning is about to run, when a step's updates may begin already."""
 
@@ -479,20 +463,6 @@ def test_a_second_step_waits_for_the_copies_of_the_first(options, late):
     ours = fit(offload(**options), task=StepsTwice)
     training_device.make_late("nothing")
     assert_same(ours, fit(offload(**options, stream_weights=False), task=StepsTwice))
-
-
-def test_masters_that_are_copied_to_the_device_are_page_locked():
-    class Looks(Task):
-        def on_train_end(self):
-            masters = self.trainer.strategy.run.masters
-            self.pinned = {
-                pair.name: pair.master.is_pinned()
-                for pair in masters
-                if not pair.is_shared and "unused" not in pair.name
-            }
-
-    module, _ = fit(offload(), task=Looks)
-    assert len(module.pinned) == 4 and all(module.pinned.values()), module.pinned
 
 
 # -- two uses of a unit, one after the other ---------------------------------------------------------------------------

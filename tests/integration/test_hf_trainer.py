@@ -280,21 +280,6 @@ def test_an_existing_trainer(tmp_path):
         lightning_cxl.transformers.offload(trainer)
 
 
-def test_options_come_from_a_file(tmp_path):
-    path = tmp_path / "offload.yaml"
-    path.write_text("state: bf16\n")
-    trainer = make_trainer(tmp_path, str(path))
-    trainer.train()
-    assert "bf16 state" in trainer.report()["optimizers"][0]
-    finish(trainer)
-    existing = make_trainer(tmp_path)
-    with pytest.raises(ConfigError, match="give one of them"):
-        lightning_cxl.transformers.offload(existing, str(path), state="bf16")
-    lightning_cxl.transformers.offload(existing, str(path))
-    assert existing.accelerator.offload.session.config.state == "bf16"
-    finish(existing)
-
-
 def test_a_trainer_that_has_trained_is_refused(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.train()

@@ -9,7 +9,6 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
 import lightning_cxl
-from lightning_cxl.config import SsdOptions
 from lightning_cxl.optim.kernels import split
 from tests.integration.training import EXACT, make_trainer, offload, train
 from tests.models import Task, TinyTransformer, token_data
@@ -159,22 +158,3 @@ def test_lightning_cli_yaml(tmp_path, monkeypatch, strategy):
     if "init_args" in strategy:
         assert chosen.config.budgets() == {"dram": 1 << 30} and chosen.config.num_threads == 1
         assert chosen.report()["tiers"]["dram"]["budget_bytes"] == 1 << 30
-
-
-@pytest.mark.parametrize("given", ["yaml", "environment"])
-def test_the_tier_ssd_in_yaml_and_in_the_environment(tmp_path, monkeypatch, given):
-    pytest.importorskip("jsonargparse")
-    ssd = {"path": [str(tmp_path / "a"), str(tmp_path / "b")], "budget": "64MiB", "checkpoint": "reference"}
-    tiers = json.dumps({"dram": "1GiB", "ssd": ssd})
-    text = (
-        "seed_everything: 1\ntrainer:\n  strategy:\n    class_path: lightning_cxl.CXLOffloadStrategy\n    init_args:\n"
-    )
-    text += f"      tiers: {tiers}\n" if given == "yaml" else "      num_threads: 1\n"
-    if given == "environment":
-        monkeypatch.setenv("LIGHTNING_CXL_TIERS", tiers)
-    (tmp_path / "config.yaml").write_text(text)
-    monkeypatch.setattr("sys.argv", ["train.py", "--config", str(tmp_path / "config.yaml")])
-    cli = LightningCLI(LightningModule, save_config_callback=None, run=False)
-    config = cli.trainer.strategy.config
-    assert config.budgets() == {"dram": 1 << 30}
-    assert config.ssd() == SsdOptions((tmp_path / "a", tmp_path / "b"), 64 << 20, "reference")

@@ -238,17 +238,6 @@ def test_zero_size_parameters_train():
     assert module.model.nothing.shape == (0, 32)
 
 
-def test_user_tensors_in_a_step_count_against_the_runs_budget():
-    class Allocating(Inspect):
-        def training_step(self, batch, batch_idx):
-            self.mine = lightning_cxl.empty((1000,), tier="cxl")
-            return super().training_step(batch, batch_idx)
-
-    module = Allocating(TinyTransformer())
-    make_trainer("cxl_offload", max_steps=2).fit(module, token_data())
-    assert module.report["roles"]["compute_weights"]["cxl"] == 4000
-
-
 @pytest.mark.parametrize(("num_layers", "accumulate"), [(1, 1), (2, 2), (5, 1)])
 def test_activations_are_planned_once_the_first_units_have_run(num_layers, accumulate):
     rules = {"model.model.layers.3": {"activations": "dram"}} if num_layers > 3 else {}

@@ -75,7 +75,7 @@ def test_a_rank_that_raises_ends_all_and_its_error_is_shown(tmp_path, fails, lau
         assert error in logs[0].partition("Root Cause (first observed failure)")[2]
 
 
-@pytest.mark.parametrize(("launcher", "rank"), [("lightning", 0), ("machines", 0), ("torchrun", 1)])
+@pytest.mark.parametrize(("launcher", "rank"), [("lightning", 0), ("torchrun", 1)])
 @pytest.mark.full
 def test_a_rank_that_is_killed_ends_all(tmp_path, launcher, rank):
     codes, logs, took = run(launcher, tmp_path, "--fail=kill", f"--rank={rank}", "--workers=1")

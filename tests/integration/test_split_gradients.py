@@ -160,27 +160,6 @@ def test_create_graph_keeps_the_graph(first):
     torch.testing.assert_close(ours.grad, plain.grad, rtol=0.02, atol=1e-4)
 
 
-def test_toggled_off_parameters_take_no_gradient():
-    class Toggle(Manual):
-        def configure_optimizers(self):
-            body = [p for name, p in self.named_parameters() if "head" not in name]
-            return [torch.optim.AdamW(body), torch.optim.AdamW(self.model.head.parameters())]
-
-        def training_step(self, batch, batch_idx):
-            body, head = self.optimizers()
-            self.toggle_optimizer(body)
-            self.manual_backward(self.loss(batch))
-            assert self.weight.grad is None and self.model.embed.weight.grad is not None
-            self.untoggle_optimizer(body)
-            self.manual_backward(self.loss(batch))
-            self.seen.append((self.weight.grad.dtype, self.model.embed.weight.grad.dtype))
-            for optimizer in (body, head):
-                optimizer.step()
-                optimizer.zero_grad()
-
-    assert fit(Toggle, steps=2).seen == [(torch.bfloat16, torch.float32)]
-
-
 def test_old_gradients_keep_their_values():
     class Keep(Manual):
         def training_step(self, batch, batch_idx):

@@ -7,10 +7,8 @@ import pickle
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
-from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.plugins import MixedPrecision
 
-from lightning_cxl.integrations.lightning.callbacks import OffloadProgressBar
 from tests.cases import every_value
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
@@ -95,21 +93,6 @@ def test_copies_made_during_a_run_have_its_weights_and_can_train(way, when, prec
         assert not [kind for kind in kinds if kind.startswith("lightning_cxl")]
     assert trainer.strategy._session.run is None
     assert works(trainer)
-
-
-@pytest.mark.parametrize(("way", "bar"), every_value(WAYS, [OffloadProgressBar, TQDMProgressBar]))
-def test_progress_bars_travel(way, bar):
-    class Bar(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            if trainer.global_step == 2:
-                self.copied = way(trainer.progress_bar_callback)
-
-        def __reduce__(self):
-            return Callback, ()
-
-    callback = Bar()
-    fit("cxl_offload", [bar(), callback], enable_progress_bar=True)
-    assert type(callback.copied) is bar
 
 
 @pytest.mark.on_cpu
