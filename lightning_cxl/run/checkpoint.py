@@ -278,72 +278,26 @@ def restore_masters(
 
 
 # ----------------------------------------------------------------------------------------------------
-# Checkpoint files that cost no second copy of the model in memory.
-
-# ----------------------------------------------------------------------------------------------------
-# Checkpoint files that are being written: they have a name of their own until they are complete, and a lock.
-
-
-_LOCKED = re.compile(r"\..+\.[0-9a-f]{8}\.checkpoint\.partial")
-_MOST_CHARS = 48  # of the target's name: a character has up to 4 bytes, and filesystems take names of 255
-
-
-def open_partial(target: Path) -> tuple[BinaryIO, Path]:
-    """Open a new file beside `target`, and return it with its path.
-
-    It is locked while it is open. The kernel lets go of the lock when the process is killed, so `remove_left` knows
-    which files nobody writes any more, whatever process, container or machine they are from.
-    """
-    name = target.name[:_MOST_CHARS]
-    while True:
-        token = secrets.token_hex(4)
-        path = target.with_name(f".{name}.{token}.checkpoint.partial")
-        file = open(path, "x+b")  # noqa: SIM115 - it is returned
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # somebody is about to remove it
-            file.close()
-            continue
-        except OSError:  # no locks here: a name that nobody removes
-            return file, path.rename(target.with_name(f".{name}.{token}.partial"))
-        if os.fstat(file.fileno()).st_nlink:
-            return file, path
-        file.close()  # removed before it was locked
-
-
-def remove_left(folder: Path) -> None:
-    """Remove the unfinished files in a folder that nobody writes any more. What cannot be removed stays."""
-    for path in folder.glob(".*.checkpoint.partial"):
-        if not _LOCKED.fullmatch(path.name):
-            continue
-        try:
-            with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b") as file:
-                nbytes = os.fstat(file.fileno()).st_size
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-        except OSError:  # somebody writes it or has just finished it, or it is not ours to remove
-            continue
-        log.info(f"removed `{path}`, {nbytes} bytes of a checkpoint that a killed run has left unfinished")
-
-
-# ----------------------------------------------------------------------------------------------------
-# The folder of a checkpoint: unfinished under a name of its own, then at once under its name. Used by one process.
+# The file of one process, or the folder of several: unfinished under a name of its own, then at once under its name.
 #
 # [Note: Unfinished folders]
-# A folder is written as ``.NAME.TOKEN.partial`` (`unfinished`), and takes its name when it is complete
-# (`put_in_place`). It gets a name like that again before it is removed (`remove`). So who dies leaves the last
-# checkpoint whole.
+# A folder is written as ``.NAME.TOKEN.partial``, a file as ``.NAME.TOKEN.checkpoint.partial`` (`unfinished`). It takes
+# its name when it is complete (`put_in_place`), and a folder gets a name like that again before it is removed
+# (`remove`). So a process that is killed leaves the last checkpoint whole.
 #
-# What the dead have left is removed by the next `unfinished` in that place. It knows by a lock: who writes a folder has
-# locked it, and the kernel lets go of the lock when the process is killed. A folder is there before it can be locked.
-# Who has lost its new folder to somebody else in between takes another one: it finds the lock taken, or the name gone.
+# What killed processes have left is removed by the next `unfinished` in that place. It knows by a lock: a process
+# locks what it writes, and the kernel lets go of the lock when the process is killed, whatever container or machine it
+# is in. A new file or folder is there before it can be locked. A process that loses it to another one in between, finds
+# the lock taken or the name gone, and makes another one.
 #
-# Some filesystems have no locks. Tokens would hide what the dead have left there: a folder is ``.NAME.partial`` then,
+# Some filesystems have no locks. Tokens would hide what the dead have left there: its name is ``.NAME.partial`` then,
 # and the next one of the same name replaces it.
 #
 # Some, such as NFS, cannot let two names change places. There what had the name is ``NAME.being_replaced.ckpt`` for a
 # moment, and a crash in this moment leaves it so. `lying_at` finds it; so does Lightning where it looks for "last".
 
+_PARTIAL_FILE = re.compile(r"\..+\.[0-9a-f]{8}\.checkpoint\.partial").fullmatch
+_MOST_CHARS = 48  # of the target's name: a character has up to 4 bytes, and filesystems take names of 255
 META = "meta.pt"
 """The file with what is no tensor. It is the last one that is written."""
 _IS_OURS = re.compile(r"meta\.pt|\.metadata(\.tmp)?|__\d+_\d+\.distcp").fullmatch
@@ -360,14 +314,15 @@ def lying_at(path: Path) -> Path:
 
 
 @contextmanager
-def unfinished(target: Path) -> Iterator[Path]:
-    """Make and lock a new folder beside `target`, and remove those that killed processes left."""
+def unfinished(target: Path, *, is_file: bool = False) -> Iterator[Path]:
+    """Make and lock a new folder, or a file, beside `target`, and remove what killed processes left."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_left(target.parent)
+    remove_left(target.parent)
+    ending = "checkpoint.partial" if is_file else "partial"
     with ExitStack() as cleanup:
         while True:
-            path = target.with_name(f".{target.name[:_MOST_CHARS]}.{secrets.token_hex(4)}.partial")
-            path.mkdir()
+            path = target.with_name(f".{target.name[:_MOST_CHARS]}.{secrets.token_hex(4)}.{ending}")
+            path.touch(exist_ok=False) if is_file else path.mkdir()
             try:
                 cleanup.enter_context(_locked(path))
             except (BlockingIOError, FileNotFoundError):  # somebody takes it for left behind
@@ -417,12 +372,20 @@ def _before(path: Path) -> Path:
     return path.with_name(f"{path.stem}{_REPLACED}{path.suffix}")
 
 
-def _remove_left(folder: Path) -> None:
-    """Remove what nobody writes any more; what cannot be removed, and folders with files of others, stay."""
+def remove_left(folder: Path) -> None:
+    """Remove what nobody writes any more; what cannot be removed, and what others have made, stay."""
     for left in folder.glob(".*.partial"):
+        is_folder = left.is_dir()
+        if not is_folder and not _PARTIAL_FILE(left.name):
+            continue
         with contextlib.suppress(OSError), _locked(left):
-            if all(_IS_OURS(name) for name in os.listdir(left)):
+            if not is_folder:
+                left.unlink()
+            elif all(_IS_OURS(name) for name in os.listdir(left)):
                 shutil.rmtree(left)
+            else:
+                continue
+            log.info(f"removed `{left}`, of a checkpoint that a killed run has left unfinished")
     for left in folder.glob(f"*{_REPLACED}*"):
         with contextlib.suppress(OSError, ValueError):  # one that has no other name is not ours
             path = left.with_name(left.name.replace(_REPLACED, ""))
@@ -431,13 +394,14 @@ def _remove_left(folder: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder; the kernel lets go of the lock when the process is killed."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _locked(path: Path) -> Iterator[None]:
+    """Lock a file or a folder; the kernel lets go of the lock when the process is killed."""
+    how = os.O_RDONLY | os.O_DIRECTORY if path.is_dir() else os.O_RDWR  # NFS locks files that are open for writing
+    fd = os.open(path, how | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(fd), os.stat(folder)):
-            raise FileNotFoundError(f"{folder} is another folder now")
+        if not os.path.samestat(os.fstat(fd), os.stat(path)):
+            raise FileNotFoundError(f"{path} is another one now")
         try:
             yield
         finally:
@@ -471,14 +435,12 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
     made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
     partial = None
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        remove_left(target.parent)
-        file, partial = open_partial(target)
-        with file:
-            _torch_save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it would fill the node that tiers are on
+        with unfinished(target, is_file=True) as partial:
+            with open(partial, "r+b") as file:
+                _torch_save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it would fill a node of tiers
             _take_place(partial, target)  # while it is locked
         for folder in (target.parent, *(each.parent for each in made)):  # names, too: older state is let go of next
             sync_folder(folder)

@@ -55,8 +55,8 @@ MUTATIONS = {
         Mutation("flipped bits of a checkpoint are found", "run: load_file", DELETE, "_check"),
     ),
     "unit/run/test_partial_file.py": (
-        Mutation("a file that is being written is not removed", "run: remove_left", DELETE, "flock"),
-        Mutation("a file that was removed is not written", "run: open_partial", ALWAYS, "fileno"),
+        Mutation("a file that is being written is not removed", "run: _locked", DELETE, "flock", nth=0),
+        Mutation("a file that was removed is not written", "run: _locked", NEVER, "samestat"),
     ),
     "unit/run/test_sharded_checkpoint.py": (
         Mutation("a checkpoint gets its name when it is complete", "run: unfinished", VALUE, "token_hex", "target"),

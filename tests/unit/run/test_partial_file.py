@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_cxl.run import checkpoint as partial_file
-from lightning_cxl.run.checkpoint import open_partial, remove_left, save_file
+from lightning_cxl.run.checkpoint import remove_left, save_file, unfinished
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -65,8 +65,7 @@ def test_what_another_run_is_writing_stays(tmp_path, saving):
 
 
 def test_what_this_process_is_writing_stays(tmp_path):
-    file, path = open_partial(tmp_path / "one.ckpt")
-    with file:
+    with unfinished(tmp_path / "one.ckpt", is_file=True) as path:
         remove_left(tmp_path)
         assert path.exists()
     remove_left(tmp_path)
@@ -103,8 +102,8 @@ def test_a_file_has_its_name_before_its_lock_ends(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["x" * 255, "\N{GRINNING FACE}" * 63], ids=["letters", "pictures"])
 def test_a_name_may_be_as_long_as_the_filesystem_takes(tmp_path, name):
     (tmp_path / name).touch()
-    file, path = open_partial(tmp_path / name)
-    file.close()
+    with unfinished(tmp_path / name, is_file=True) as path:
+        assert path.exists()
     remove_left(tmp_path)
     assert not path.exists()
     save_file({}, tmp_path / name)
@@ -125,9 +124,8 @@ def test_a_file_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monk
         flock(file, how)
 
     monkeypatch.setattr(partial_file.fcntl, "flock", removed_first)
-    file, path = open_partial(tmp_path / "one.ckpt")
-    with file:
-        assert os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    with unfinished(tmp_path / "one.ckpt", is_file=True) as path:
+        assert path.exists()
         assert len(calls) == 2
 
 
@@ -137,10 +135,9 @@ def test_where_nothing_can_be_locked_nothing_is_removed(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(partial_file.fcntl, "flock", refuses)
-        file, path = open_partial(tmp_path / "one.ckpt")
-        (tmp_path / ".one.ckpt.0123abcd.checkpoint.partial").touch()
-        remove_left(tmp_path)
-        assert len(names(tmp_path)) == 2
-    with file:  # locks work again
-        remove_left(tmp_path)
-        assert names(tmp_path) == [path.name]
+        with unfinished(tmp_path / "one.ckpt", is_file=True) as path:
+            (tmp_path / ".one.ckpt.0123abcd.checkpoint.partial").touch()
+            remove_left(tmp_path)
+            assert len(names(tmp_path)) == 2
+    remove_left(tmp_path)  # locks work again
+    assert names(tmp_path) == [path.name]
