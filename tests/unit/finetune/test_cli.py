@@ -201,10 +201,7 @@ def test_name_or_path_also_chooses_the_tokenizer(command, tmp_path, capsys):
     ("changed", "message"),
     [
         ({"data.text_files": "nothing/*.txt"}, "matches no file"),
-        ({"data.vocab_size": 10}, "vocab_size 10"),
-        ({"model.num_heads": 3}, "num_heads 3"),
         ({"model.num_heads": 0}, "'num_heads': 0"),
-        ({"model.num_layers": -1}, "'num_layers': -1"),
         ({"model.lr": -1}, "'lr': -1"),
         ({"model.attn": "nothing"}, "attn 'nothing'"),
         ({"model.name_or_path": "./nowhere"}, "no model './nowhere'"),
@@ -213,11 +210,9 @@ def test_name_or_path_also_chooses_the_tokenizer(command, tmp_path, capsys):
         ({"trainer.strategy": "cxl_ofload"}, "no strategy 'cxl_ofload': did you mean 'cxl_offload'"),
         ({"trainer.accelerator": "nothing"}, "invalid accelerator name"),
         ({"trainer.strategy": "nothing"}, "invalid strategy name"),
-        ({"trainer.max_steps": -7}, "max_steps"),
         ({"trainer.accumulate_grad_batches": 0}, "trainer.accumulate_grad_batches must be larger than 0"),
         ({"trainer.precision": "16-mixed", "trainer.devices": 0}, "devices"),
         ({"ckpt_path": "nowhere.ckpt"}, "nowhere.ckpt"),
-        ({"model.lora": "{r: 4}"}, "lora needs a model to adapt"),
         ({"model.quantization": "4bit"}, "quantization needs a local folder"),
     ],
 )
@@ -289,7 +284,6 @@ _CLASS = "trainer: {{callbacks: [{{class_path: lightning_cxl.OffloadProgressBar}
             ("lightning_cxl.OffloadProgressBa: module 'lightning_cxl' has no attribute 'OffloadProgressBa'",),
             3,
         ),
-        ("a secret of ours\n" * 100, ("Unexpected config", "..."), 14),
         ("a secret of ours " * 100, ("Unexpected config", "..."), 3),
     ],
 )
@@ -301,14 +295,6 @@ def test_a_wrong_yaml_is_not_repeated(command, tmp_path, capsys, text, messages,
     assert all(message in shown for message in messages)
     assert len(shown.splitlines()) <= most_lines and len(shown) < 600
     assert "Given value" not in shown and "Namespace" not in shown
-
-
-def test_env_prints_the_machine(command, capsys):
-    command("env", tiny=False)
-    assert "dram" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as caught:
-        command("env", "--unknown", tiny=False)
-    assert caught.value.code == 2
 
 
 def test_conversations_train_and_the_export_keeps_their_template(command, tmp_path, write_lines, capsys):

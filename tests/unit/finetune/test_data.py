@@ -4,7 +4,7 @@ from tokenizers import processors
 
 from lightning_cxl.errors import ConfigError, LightningCXLWarning
 from lightning_cxl.finetune import data as module
-from lightning_cxl.finetune.data import FALLBACK_TEMPLATE, IGNORED, TextData, cut, pack, train_tokenizer
+from lightning_cxl.finetune.data import FALLBACK_TEMPLATE, IGNORED, TextData, cut, pack, tokenize, train_tokenizer
 from lightning_cxl.sequences.packing import separate
 from tests.unit.finetune.chats import CHATML, MARKED, REWRITES, by_hand, byte_tokenizer
 
@@ -252,3 +252,12 @@ def test_a_held_out_sample_that_begins_with_its_answer_has_a_prompt():
     """Nothing can be generated from no token."""
     prompt, expected = cut({"input_ids": torch.tensor([5, 6, 7, 8]), "labels": torch.tensor([5, 6, IGNORED, IGNORED])})
     assert prompt.tolist() == [5] and expected.tolist() == [6]
+
+
+def test_a_label_that_nothing_predicts_is_no_answer():
+    """An answer of one token at the beginning of a text: the model has no token to predict it from."""
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    lines = ['{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}']
+    samples = tokenize({"text": lines}, byte_tokenizer(template), 8, "answers")
+    assert samples["labels"][0][0] != -100
+    assert samples["scored"] == [0]

@@ -8,7 +8,6 @@ from lightning_cxl import CXLOffloadStrategy
 from lightning_cxl.__main__ import main
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.export import ExportPretrained, export_pretrained
-from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule
 
 
@@ -23,19 +22,6 @@ def test_an_export_loads_in_transformers_with_equal_weights_and_tokenizer(tiny_m
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("word1 word2")["input_ids"] == data.tokenizer("word1 word2")["input_ids"]
     assert loaded.config.eos_token_id == tokenizer.eos_token_id == data.tokenizer.eos_token_id
-
-
-def test_an_export_can_be_trained_on(tiny_model, data, make_trainer, tmp_path):
-    tiny_model.configure_model()
-    export_pretrained(tiny_model, tmp_path / "out")
-    continued = CausalLM(str(tmp_path / "out"))
-    continued.configure_model()
-    assert all(torch.equal(value, continued.state_dict()[name]) for name, value in tiny_model.state_dict().items())
-
-
-def test_the_default_folder_is_in_the_log_folder(tiny_model, data, make_trainer, tmp_path):
-    make_trainer(max_steps=1, callbacks=[ExportPretrained()]).fit(tiny_model, data)
-    assert (tmp_path / "export" / "config.json").is_file()
 
 
 def test_there_must_be_something_to_export(tiny_model, tmp_path, make_trainer):

@@ -81,8 +81,3 @@ def test_shorter_samples_are_padded_behind_and_have_no_labels_there():
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
     assert batch["labels"].tolist() == [[-100, 6, 7], [8, -100, -100]]
     assert batch["labels"].dtype == torch.int64
-
-
-def test_samples_without_labels_learn_every_token(blocks):
-    batch = next(iter(SampleLoader(blocks, 4)))
-    assert torch.equal(batch["labels"], batch["input_ids"])

@@ -124,12 +124,6 @@ def test_quantised_files_load_as_they_are(tmp_path, kind, way, mapped):
     assert_same(from_pretrained(AUTO, quantised, mapped=mapped), theirs(quantised))
 
 
-def test_what_we_have_quantised_is_saved_by_transformers(tmp_path):
-    folder = saved(MODELS["Llama"](), tmp_path / "plain")
-    quantised = saved(ours(folder, **WAYS["nf4, nested"]), tmp_path / "quantised")
-    assert_same(theirs(quantised), theirs(folder, **WAYS["nf4, nested"]))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_quantised_is_saved_and_loads(tmp_path, way):
     folder = saved(MODELS["Qwen2: biases, tied"](), tmp_path / "plain")

@@ -61,14 +61,6 @@ def test_a_model_gets_the_values_of_the_files(path, make, build):
     assert {name: p.stride() for name, p in model.named_parameters()} == strides, "channels-last stays"
 
 
-def test_writing_in_place_counts_as_a_change(path):
-    model = TinyTransformer()
-    saved(model, path)
-    before = {name: p._version for name, p in model.named_parameters()}
-    load_weights(model, path)
-    assert all(p._version > before[name] for name, p in model.named_parameters())
-
-
 def test_frozen_parameters_stay_frozen_and_attributes_survive(path):
     def make():
         model = TinyTransformer()
@@ -130,15 +122,6 @@ def test_dtypes_are_the_models_or_the_one_asked_for(path):
     existing = TinyConvNet()
     load_weights(existing, path, dtype=torch.bfloat16)
     assert existing.head.weight.dtype == torch.float32, "what has memory keeps its dtype"
-
-
-def test_shards_in_a_folder(tmp_path):
-    model = TinyTransformer()
-    lightning_cxl.save_weights(model, tmp_path, max_shard_bytes=20_000)
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    loaded = built_empty(TinyTransformer)
-    load_weights(loaded, tmp_path)
-    assert_loaded(loaded, model.state_dict())
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------

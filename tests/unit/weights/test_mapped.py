@@ -1,6 +1,5 @@
 """Weights that show the pages of their files."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -79,15 +78,3 @@ def test_a_file_that_is_larger_than_memory_is_mapped(path):
     load_weights(model, path, mapped=True)
     assert model.weight.shape == (numel,) and shown_file(model.weight) == str(path)
     assert model.weight[0] == model.weight[-1] == 0
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_mapped_weights_are_there_in_a_forked_child(path):
-    saved(TinyTransformer(), path)
-    model = built_empty(TinyTransformer)
-    load_weights(model, path, mapped=True)
-    path.unlink()
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if model.head.weight.isfinite().all() else 1)
-    assert os.waitpid(child, 0)[1] == 0
