@@ -226,7 +226,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         plain = evaluation_mode or self.num_processes > 1  # else Accelerate wraps it in DDP
         prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=plain)
         if prepared is not model:  # a wrapper, of torch.compile: its own `zero_grad` knows no masters
-            prepared.__dict__["zero_grad"] = _ZeroGradOf(model)
+            prepared.__dict__["zero_grad"] = partial(_zero_grad_of, model)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
@@ -406,14 +406,8 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         return self.offload.session.report(self.offload.device)
 
 
-class _ZeroGradOf:
-    """`zero_grad` of a wrapper: that of the model in it, as it is when it is called."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        self._model.zero_grad(set_to_none)
+def _zero_grad_of(model: nn.Module, set_to_none: bool = True) -> None:
+    model.zero_grad(set_to_none)  # as it is when it is called: a run replaces it
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:

@@ -101,86 +101,6 @@ class TrainerAccelerator(CXLAccelerator):
         return objects
 
 
-# ----------------------------------------------------------------------------------------------------
-# `ShardedTrainer`: the part of our Trainer that is about a model cut over several processes.
-#
-# A folder ``checkpoint-N`` has whole weights, as transformers writes them, and beside them ``sharded_optimizer``, to
-# which each process writes its part. Any number of processes goes on from it. See [Note: Sharded checkpoints].
-
-
-class ShardedTrainer:
-    """Before a Trainer in the bases of a class: it saves and loads a model that is cut."""
-
-    accelerator: TrainerAccelerator
-    model: nn.Module
-    args: Any
-    optimizer: Any
-    lr_scheduler: Any
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Gather weights on the first process, which writes them; every process calls this."""
-        if state_dict is None and is_cut(self.model):
-            names = self._names_that_may_be_saved()
-            state_dict = whole_state(self.model, names.__contains__)
-        super()._save(output_dir, state_dict)  # type: ignore[misc]
-
-    def _names_that_may_be_saved(self) -> set[str]:
-        """Return the weights that files may have: of a model with adapters, all that peft chooses from.
-
-        These are adapters, whatever else is trained, such as biases, and embeddings, whose vocabulary may have grown.
-        """
-        model: Any = self.model
-        names = set(model.state_dict())
-        adapters = getattr(model, "peft_config", None)
-        if adapters is None:
-            return names
-        ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        kept = {id(p) for end in ends if end is not None for p in end.parameters()}
-        chosen = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad or id(p) in kept}
-        return {name for name in names if name in chosen or not adapters.keys().isdisjoint(name.split("."))}
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not is_cut(self.model):
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-            if self.args.should_save and is_sharded_checkpoint(_folder(output_dir)):
-                remove(_folder(output_dir))  # of several processes, which have written here before
-            return
-        offload = self.accelerator.offload
-        path = _folder(output_dir)
-        offload.save_folder(path, self.model, offload.optimizers_of(self.model), weights=False)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        if is_sharded_checkpoint(_folder(checkpoint)):
-            offload = self.accelerator.offload
-            numbered = dict(enumerate(offload.optimizers_of(self.model)))
-            offload.load_folder(_folder(checkpoint), self.model, numbered, strict=True, weights=False)
-        elif is_cut(self.model) and os.path.isfile(path := os.path.join(checkpoint, OPTIMIZER_NAME)):
-            # transformers would read the state of the whole model onto every device; a mapped file has its pages once
-            self.optimizer.load_state_dict(load_file(Path(path), "cpu", True))
-        else:
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-            return
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
-
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._taking_whole():
-            super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
-
-    def _load_best_model(self) -> None:
-        with self._taking_whole():
-            super()._load_best_model()  # type: ignore[misc]
-
-    def _taking_whole(self) -> ExitStack:
-        region = ExitStack()
-        if is_cut(self.model):
-            region.enter_context(taking_whole(self.model))
-        return region
-
-
 def _folder(checkpoint: str) -> Path:
     return Path(checkpoint) / "sharded_optimizer"
 
@@ -243,7 +163,7 @@ _GENERATE_APART = ("use_vllm", "use_transformers_continuous_batching")
 """Arguments of TRL that let weights be read outside of the model's calls, by each process when it likes."""
 
 
-class CXLTrainerMixin(ShardedTrainer):
+class CXLTrainerMixin:
     """Before a Trainer in the bases of a class: ``class MyTrainer(CXLTrainerMixin, SFTTrainer)``.
 
     Args:
@@ -259,6 +179,11 @@ class CXLTrainerMixin(ShardedTrainer):
             generate with vLLM or in continuous batches.
     """
 
+    accelerator: TrainerAccelerator
+    model: nn.Module
+    args: Any
+    optimizer: Any
+    lr_scheduler: Any
     ref_model: Any
     _num_parameters: int | None = None  # outside of embeddings
 
@@ -344,6 +269,71 @@ class CXLTrainerMixin(ShardedTrainer):
             count = getattr(self.model, "num_parameters", None)
             self._num_parameters = 0 if count is None else count(exclude_embeddings=True)
         return 6 * int(inputs[name].numel()) * self._num_parameters
+
+    # -- checkpoints of a model that is cut over several processes -----------------------------------------------------
+    #
+    # A folder ``checkpoint-N`` has whole weights, as transformers writes them, and beside them ``sharded_optimizer``,
+    # to which each process writes its part. Any number of processes goes on from it. See [Note: Sharded checkpoints].
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Gather weights on the first process, which writes them; every process calls this."""
+        if state_dict is None and is_cut(self.model):
+            names = self._names_that_may_be_saved()
+            state_dict = whole_state(self.model, names.__contains__)
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _names_that_may_be_saved(self) -> set[str]:
+        """Return the weights that files may have: of a model with adapters, all that peft chooses from.
+
+        These are adapters, whatever else is trained, such as biases, and embeddings, whose vocabulary may have grown.
+        """
+        model: Any = self.model
+        names = set(model.state_dict())
+        adapters = getattr(model, "peft_config", None)
+        if adapters is None:
+            return names
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        kept = {id(p) for end in ends if end is not None for p in end.parameters()}
+        chosen = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad or id(p) in kept}
+        return {name for name in names if name in chosen or not adapters.keys().isdisjoint(name.split("."))}
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not is_cut(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            if self.args.should_save and is_sharded_checkpoint(_folder(output_dir)):
+                remove(_folder(output_dir))  # of several processes, which have written here before
+            return
+        offload = self.accelerator.offload
+        path = _folder(output_dir)
+        offload.save_folder(path, self.model, offload.optimizers_of(self.model), weights=False)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if is_sharded_checkpoint(_folder(checkpoint)):
+            offload = self.accelerator.offload
+            numbered = dict(enumerate(offload.optimizers_of(self.model)))
+            offload.load_folder(_folder(checkpoint), self.model, numbered, strict=True, weights=False)
+        elif is_cut(self.model) and os.path.isfile(path := os.path.join(checkpoint, OPTIMIZER_NAME)):
+            # transformers would read the state of the whole model onto every device; a mapped file has its pages once
+            self.optimizer.load_state_dict(load_file(Path(path), "cpu", True))
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._taking_whole():
+            super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        with self._taking_whole():
+            super()._load_best_model()  # type: ignore[misc]
+
+    def _taking_whole(self) -> AbstractContextManager[None]:
+        return taking_whole(self.model) if is_cut(self.model) else nullcontext()
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
