@@ -1,1 +1,1 @@
-"""What differs between device types: which there are, and how host memory is registered with their driver."""
+"""Device types: which there are, and how host memory is registered with their driver."""

@@ -62,7 +62,7 @@ class DeviceInfo(NamedTuple):
 
 
 class DeviceType(Protocol):
-    """What one kind of device does in its own way."""
+    """The operations that differ between kinds of devices."""
 
     @property
     def name(self) -> str:

@@ -332,7 +332,7 @@ def new_weight(like: torch.Tensor, dtype: torch.dtype, spec: TierSpec | None) ->
 
 
 # ----------------------------------------------------------------------------------------------------
-# What users call: `host_allocation`, `empty` and `residency`, on the host memory in use (see `scope`).
+# The public interface: `host_allocation`, `empty` and `residency`, on the host memory in use (see `scope`).
 
 
 @contextmanager

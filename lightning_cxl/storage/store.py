@@ -56,14 +56,14 @@ class Generation:
     number: int
     """Counts up in a folder, also over runs; never used twice."""
     details: dict[str, Any]
-    """What the caller of `commit` gave."""
+    """Given by the caller of `commit`."""
     records: dict[str, Entry | None]
     """None for one that was not written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What lies in a folder, as far as it was committed."""
+    """The committed contents of a folder."""
 
     store_id: str
     """In the names of the data files."""
@@ -167,8 +167,8 @@ def addresses_without_memory(nbytes: int) -> Buffer:
 class Window:
     """Shows parts of files, one of each drive, one after the other in one address range.
 
-    Its pages are those of the page cache, which the kernel takes back when it needs memory. What a user writes there
-    becomes memory of the process, and is lost at the next `show`. The addresses stay valid until the last tensor over
+    Its pages are those of the page cache, which the kernel takes back when it needs memory. A user's writes
+    become memory of the process, and are lost at the next `show`. The addresses stay valid until the last tensor over
     `buffer` dies, also when the drives are closed and their files unlinked.
     """
 
@@ -446,7 +446,7 @@ class Places:
 
 
 class Generations:
-    """What is committed. Not thread-safe."""
+    """The committed generations. Not thread-safe."""
 
     def __init__(self, places: Places, chunk_bytes: int) -> None:
         found = places.found
@@ -627,8 +627,8 @@ class Store:
     def window(self, record: Record) -> Buffer:
         """Return the address range that shows what was written last; zeros where nothing was.
 
-        It takes no memory but the page cache. What a user writes there is gone after the next `write` and never
-        reaches a drive. It stays valid after `close`. A drive that fails while someone reads ends the process (SIGBUS).
+        It takes no memory but the page cache. A user's writes are gone after the next `write` and never
+        reach a drive. It stays valid after `close`. A drive that fails while someone reads ends the process (SIGBUS).
         """
         with self._lock:
             if record.window is None:

@@ -16,7 +16,7 @@ Rules:
   records that were prefetched are evicted, those expected last first.
 * A buffer is free when no transfer reads or writes it any more. The thread that ends the transfer frees it, and starts
   the next prefetch.
-* Nobody waits for a transfer while holding the lock, nor begins a write: a commit holds up writes until transfers end.
+* No thread waits for a transfer, or begins a write, while it holds the lock: a commit delays writes until all end.
 * A record in use is not prefetched, and not used a second time: what was read would be old. Where something else has
   written it since it was prefetched, it is read again.
 * Errors of reads are raised by the use; those of write-backs by a later use, by `wait` or by `close`.
@@ -25,8 +25,8 @@ Rules:
 Python raises ``KeyboardInterrupt`` in the main thread, between any two bytecodes: a buffer may have been taken and not
 be noted yet. So one thread, which no signal reaches, does for the main thread all that changes buffers, lists and
 records (`uninterrupted`). The main thread puts a request, and waits. Requests are done in the order in which they were
-put, also where the main thread has stopped waiting. What a region of code holds belongs to an object, a `Lease`, that
-is made before anything is taken: it is given back when the region ends, and if that is interrupted, too, when the
+put, also where the main thread has stopped waiting. The buffers of a region of code belong to an object, a `Lease`,
+that is made before any is taken. They are given back when the region ends, and if that is interrupted, too, when the
 object dies.
 """
 
@@ -146,8 +146,8 @@ class BufferPool:
     Args:
         allocate: gives page-aligned memory; called when the first buffer is taken, and again where what is asked for
             together is larger than the memory so far.
-        cap_bytes: of all buffers together. What is asked for together and is larger gets as much as it needs, while
-            there are no other buffers.
+        cap_bytes: of all buffers together. A larger request gets as much as it needs, while there are no other
+            buffers.
     """
 
     def __init__(self, allocate: Callable[[int], Buffer], cap_bytes: int) -> None:
@@ -203,7 +203,7 @@ class Swappable(Protocol):
 
 
 class Job(Protocol):
-    """What a thread of the swapper does with one buffer. The buffer is free when it returns, or raises."""
+    """Work of a thread of the swapper with one buffer, which is free when `run` returns or raises."""
 
     def run(self, buffer: Buffer) -> None: ...
 

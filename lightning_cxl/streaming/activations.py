@@ -8,7 +8,7 @@ call (a recompute, inside backward) rebuilds the arguments from the saved inputs
 [Note: Containers among the arguments]. The recompute yields values only; the gradient flows through the graph that the
 first call made. checkpoint() gets one empty tensor on the device as argument, so that it knows whose RNG state to keep.
 
-Who holds what: graph -> saved-tensor hooks -> checkpoint frame -> `_UnitCall` -> saved inputs and module state. A graph
+Ownership: graph -> saved-tensor hooks -> checkpoint frame -> `_UnitCall` -> saved inputs and module state. A graph
 that is dropped, used up by a backward, or never finished because of an exception frees all of it by reference count.
 
 Ahead by one: a call knows the call before it (weakly). When its own inputs have been asked for it starts the copies of

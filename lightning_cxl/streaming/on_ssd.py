@@ -7,8 +7,8 @@ window, so they can be read at any time like weights in memory.
 * To the device: a `Fetch` reads the record into a buffer, and copies that to the device. One whose device memory is
   wanted for something else is dropped first (`Fetch.drop`): either its copy has been started, and those started later
   come after it, or it never will be. Requesting a copy never blocks on another copy.
-* An update reads and writes the record in a buffer of its own ([Note: State on SSD]), when no copy is under way. What
-  is read afterwards is read behind the write.
+* An update reads and writes the record in a buffer of its own ([Note: State on SSD]), when no copy is in flight. Later
+  reads run behind the write.
 * Writes to the parameters go to private pages of the window; the kernel knows which pages these are, also after writes
   through ``.data``. Then the window is copied instead of the record, here and by an update. The record gets these bytes
   when the code that may have written is over, and earlier where all such windows would take more memory than the
@@ -342,7 +342,7 @@ class _Offload:
 #   ahead in a forward, and FSDP2 fetches one unit ahead in a backward. Nothing is guessed.
 # * Updates read the record, and write it ([Note: State on SSD]). No read is under way then: a gather has waited for
 #   its own. So nothing on the device is older than the record.
-# * Who writes to a shard waits for the record's write, and writes to private pages of the window. They are written to
+# * A user's write to a shard waits for the record's write, and goes to private pages of the window. They are written to
 #   the record before it is gathered next, by the next update, or when they are many.
 # * When the run is over the shards stay in the window, and are copied from there.
 

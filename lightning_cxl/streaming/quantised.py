@@ -207,7 +207,7 @@ def _compute_again(node: Any, gradients: Any) -> None:
 
 
 class _BytesOfThen:
-    """What the backward of a 4-bit layer unpacks: None, and the bytes of its parameter."""
+    """Unpacked by the backward of a 4-bit layer: None, and the bytes of its parameter."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter

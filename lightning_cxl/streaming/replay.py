@@ -1,4 +1,4 @@
-"""What a unit's forward can read and change in its modules, kept so that a recompute sees the same and changes nothing.
+"""Replays arguments and module state: a recompute sees what the forward of its unit saw, and changes nothing.
 
 [Note: Replaying module state]
 A recompute runs a unit's forward a second time. Batch-norm statistics, counters, power-iteration vectors and lists of
@@ -294,7 +294,7 @@ def _bind(module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]
 
 
 # ----------------------------------------------------------------------------------------------------
-# What a unit is called with: containers and key/value caches, kept as they were when its forward began.
+# Containers and key/value caches among the arguments of a unit, kept as they were when its forward began.
 #
 # [Note: Containers among the arguments]
 # A unit may append to a list that it is given (losses of experts, collected states) or write to a dict, and its caller
@@ -405,7 +405,7 @@ def _tuple_of(parts: list[Any], value: Any) -> Any:
 
 
 class _Apart:
-    """What pytree knows, taken apart: it may refuse to hold what stands for a tensor."""
+    """An object that pytree knows, in parts: its class may refuse to hold what stands for a tensor."""
 
     def __init__(self, children: list[Any], context: Any, unflatten: Callable[[Any, Any], Any]) -> None:
         self.children, self.context, self.unflatten = children, context, unflatten

@@ -186,7 +186,7 @@ def _distinct(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 # used.
 
 Compiler = Any
-"""What torch calls with a frame to compile; None for none."""
+"""Called by torch with a frame to compile; None for none."""
 _REASON = (
     "lightning_cxl moves a unit's weights and inputs here, so a unit cannot be part of a bigger graph. Where "
     "fullgraph=True is wanted, let `torch.compile(block, fullgraph=True)` take the place of each block in the model "

@@ -55,7 +55,7 @@ class Transfer(Protocol):
 
 
 After = Sequence[Transfer] | None
-"""What a copy begins after; see `TransferEngine.d2h`."""
+"""Transfers that must be done before a copy begins; see `TransferEngine.d2h`."""
 
 
 class FinishedTransfer:

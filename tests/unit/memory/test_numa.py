@@ -51,13 +51,6 @@ def test_parts_outside_a_mapping_are_refused(offset: int, nbytes: int) -> None:
             method(offset, nbytes)
 
 
-@pytest.mark.parametrize("node_id", [-1, 1023, 1024, 99999])
-def test_unknown_node_is_refused_with_errno(node_id: int) -> None:
-    with pytest.raises(OSError) as caught:
-        Mapping(4096).prefer(0, 4096, node_id)
-    assert caught.value.errno == 22
-
-
 @pytest.mark.parametrize("inherit", [False, True])
 def test_forked_child_sees_memory_only_when_inherited_and_never_unmaps_it(inherit: bool) -> None:
     mapping = Mapping(4096, inherit=inherit)

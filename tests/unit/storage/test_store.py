@@ -4,7 +4,6 @@ import errno
 import os
 import signal
 import stat
-import threading
 import time
 
 import pytest
@@ -154,26 +153,6 @@ def test_a_write_waits_for_slow_reads_and_writes_before_it(opened, slow):
     assert get(store, record) == contents[2]
     if slow == "read":
         assert bytes_of(target) == contents[0]
-
-
-def test_many_threads_may_read_and_write(opened):
-    store = opened(2)
-    failed = []
-
-    def work(number):
-        try:
-            record = store.reserve(f"record {number}", 3 * CHUNK)
-            for seed in range(5):
-                assert put(store, record, 10 * number + seed) == get(store, record)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
 
 
 def test_files_are_for_their_owner_alone(opened, tmp_path):

@@ -324,29 +324,6 @@ def test_a_request_that_is_interrupted_copies_nothing(tmp_path, monkeypatch):
     made.close()
 
 
-@pytest.mark.parametrize("num_buffers", [8.0, 0.3])
-def test_a_read_that_cannot_begin_is_an_error_of_its_copy_alone(tmp_path, monkeypatch, num_buffers):
-    weights = Weights(tmp_path, num_buffers)
-    read, refused = Store.read, weights.homes[1].record
-
-    def refuse(store, record, memory, **options):
-        if record is refused:
-            raise StorageError("no")
-        return read(store, record, memory, **options)
-
-    monkeypatch.setattr(Store, "read", refuse)
-    for _ in range(4):
-        copies = [(index, *weights.fetch(index)) for index in range(len(SIZES))]
-        for index, into, fetch in copies:
-            if index == 1:
-                with pytest.raises(StorageError, match="no"):
-                    fetch.wait()
-            else:
-                fetch.wait()
-                assert torch.equal(into, weights.values[index])
-    weights.close()
-
-
 def test_windows_outlive_everything(tmp_path):
     made = Weights(tmp_path)
     made.close()
