@@ -3,7 +3,7 @@
 import difflib
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -151,7 +151,8 @@ def _shared_storages(model: nn.Module) -> set[int]:
     """Return the storages, as `_storage_of` tells them, that several tensors of the model lie in."""
     seen: set[int] = set()
     shared: set[int] = set()
-    for tensor in map(local, _distinct([*model.parameters(), *model.buffers()])):
+    distinct = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    for tensor in map(local, distinct.values()):
         if tensor.layout is torch.strided and not is_lazy(tensor) and tensor.numel():
             storage = _storage_of(tensor)
             (shared if storage in seen else seen).add(storage)
@@ -162,10 +163,6 @@ def _storage_of(tensor: torch.Tensor) -> int:
     """Return what tells storages apart: where their bytes are, for those without bytes torch's own object."""
     storage = local(tensor).untyped_storage()
     return storage_key(storage) if tensor.is_meta else storage.data_ptr()
-
-
-def _distinct(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    return iter({id(tensor): tensor for tensor in tensors}.values())
 
 
 # ----------------------------------------------------------------------------------------------------
