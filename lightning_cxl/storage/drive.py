@@ -12,7 +12,7 @@ import stat
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -122,7 +122,7 @@ log = logging.getLogger(__name__)
 BLOCK_BYTES = max(4096, mmap.PAGESIZE)  # windows show whole pages
 HEAD_BYTES = 256 * 2**10
 """At the start of each file, without records: whether direct reads work is tried there."""
-_open: "weakref.WeakSet[Drive]" = weakref.WeakSet()
+_open: "weakref.WeakSet[Drive | Folder]" = weakref.WeakSet()
 _ADVICE = {
     errno.ENOSPC: "Free space there, or use a smaller budget.",
     errno.EDQUOT: "Your quota there is used up.",
@@ -169,7 +169,7 @@ class Drive:
         """Take the head, which holds no record, and see with it whether direct reads work here."""
         self.grow(HEAD_BYTES)
         try:
-            with aligned_memory(BLOCK_BYTES) as view:
+            with mmap.mmap(-1, BLOCK_BYTES) as memory, memoryview(memory) as view:  # direct reads need aligned memory
                 self.read([view], 0)
         except StorageError as error:
             if error.errno != errno.EINVAL or not self.direct:
@@ -242,13 +242,6 @@ class Drive:
             os.close(fd)
 
 
-@contextlib.contextmanager
-def aligned_memory(nbytes: int) -> Iterator[memoryview]:
-    """Give memory that direct reads and writes take, filled with zeros."""
-    with mmap.mmap(-1, nbytes) as memory, memoryview(memory) as view:
-        yield view
-
-
 def _after(views: Sequence[memoryview], nbytes: int) -> Sequence[memoryview]:
     """Return `views` without their first bytes."""
     for index, view in enumerate(views):
@@ -268,9 +261,9 @@ def storage_error(what: str, path: Path, error: OSError, offset: int | None = No
 
 
 def _close_in_child() -> None:
-    # a child that outlives its parent would keep the space of a removed file
-    for drive in list(_open):
-        drive.close_in_child()
+    # a child that outlives its parent would keep the space of a removed file, and the lock of a folder
+    for each in list(_open):
+        each.close_in_child()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -286,8 +279,6 @@ _LOCK = "lightning_cxl.lock"
 _NEW = ".new"
 _DATA = re.compile(r"lightning_cxl-(?P<store>[0-9a-f]{16})-\d+\.data")
 _PID_DIGITS = 20
-
-_held: "weakref.WeakSet[Folder]" = weakref.WeakSet()
 
 
 class Folder:
@@ -311,7 +302,7 @@ class Folder:
         except BaseException:
             self.close()
             raise
-        _held.add(self)
+        _open.add(self)
 
     def _take_lock(self) -> None:
         line = bytearray(_PID_DIGITS)
@@ -428,15 +419,6 @@ class Folder:
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-def _close_locks_in_child() -> None:
-    # a lock ends when the last copy of its descriptor is closed: a child must not keep it when its parent is killed
-    for folder in list(_held):
-        folder.close_in_child()
-
-
-os.register_at_fork(after_in_child=_close_locks_in_child)
 
 
 # ----------------------------------------------------------------------------------------------------
