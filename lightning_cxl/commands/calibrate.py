@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,11 +39,9 @@ from lightning_cxl.machine.speeds import (
 )
 from lightning_cxl.machine.topology import (
     Topology,
-    nearest_cpu_nodes,
     parse_id_list,
     read_meminfo,
     read_text,
-    usable_cpus,
 )
 from lightning_cxl.memory.host_memory import Pinner, make_pinner
 from lightning_cxl.memory.resource import PAGE_BYTES, MemoryResource, NumaResource
@@ -60,7 +58,7 @@ _BLOCK_BYTES = 16 << 20
 _IN_FLIGHT = 4  # blocks; a disk alone with one request at a time waits for the next
 _SSD_ROUNDS = 3
 _PRODUCT_ROUNDS = 3
-_SCALES = {"B/s": (1e-9, "GB/s"), "FLOP/s": (1e-12, "TFLOP/s"), "ns": (1.0, "ns"), "s": (1e6, "us")}
+_SCALES = {"B/s": (1e-9, "GB/s"), "FLOP/s": (1e-12, "TFLOP/s"), "s": (1e6, "us")}
 _TURN_SECONDS = 0.03
 # threads of an OpenMP pool wait for more work in a loop for about 10 ms, and torch has a pool of its own
 _PAUSE_SECONDS = 0.02
@@ -82,7 +80,6 @@ class Figure(NamedTuple):
         return cls(median, (max(seconds) - min(seconds)) / median)
 
     def per_second(self, amount: float) -> "Figure":
-        """Return the speed at which `amount` is done in these seconds."""
         return Figure(amount / self.value, self.spread)
 
 
@@ -107,8 +104,6 @@ class Options:
 
     rounds: int = 9
     node_bytes: int = 1 << 30  # for bandwidths; a long sweep hides how threads start
-    chase_bytes: int = 512 << 20  # for latency; 64 MiB exceed the caches, more the second level of TLBs, too
-    chase_steps: int = 300_000
     copy_bytes: int = 256 << 20  # a link is at its full speed from 32 MiB on
     matmul_sizes: tuple[int, ...] = (1024, 2048, 4096, 8192)
     matmul_seconds: float = 1.0  # sizes that would take longer are left out; small ones tell more of starting
@@ -118,8 +113,6 @@ class Options:
 QUICK = Options(
     rounds=3,
     node_bytes=64 << 20,
-    chase_bytes=64 << 20,
-    chase_steps=100_000,
     copy_bytes=32 << 20,
     matmul_seconds=0.1,
     ssd_bytes=256 << 20,
@@ -186,18 +179,13 @@ def measure_machine(
     pin: Pinner | None = None,
     say: Callable[[str], None] = print,
 ) -> tuple[Calibration, list[Row]]:
-    """Measure memory, caches, devices and disks.
-
-    Args:
-        pin: page-locks memory that devices copy from and to; None leaves it to the driver.
-    """
-    caches = Caches(frozenset(os.sched_getaffinity(0)), topology.root or Path("/"))
+    """Measure memory, caches, devices and disks."""
+    caches = cache_bytes(os.sched_getaffinity(0), topology.root or Path("/"))
     rows: list[Row] = []
     found = measure_nodes(topology, options, caches, say)
     node_ids = sorted({node_id for node_id, _ in found})
     if not node_ids:
         raise TierFullError("no node has room for a measurement: see above. Free memory, and measure again.")
-    latency = measure_latency(topology, options, caches, node_ids)
     copies: dict[Any, Figure] = {}
     if engines:  # a copy from memory that is not page-locked would measure something else
         pin = pin or make_pinner(topology, required=True)
@@ -206,7 +194,6 @@ def measure_machine(
     for node_id in node_ids:
         together = {way: copies[None, node_id, way] for way in (H2D, D2H) if engines}
         rows += [Row(f"node {node_id}, {way}", "B/s", found[node_id, way]) for way in (READ, WRITE, ADAM)]
-        rows.append(Row(f"node {node_id}, latency", "ns", latency[node_id]))
         rows += [Row(f"node {node_id}, all devices, {way}", "B/s", figure) for way, figure in together.items()]
         nodes.append(
             NodeSpeeds(
@@ -214,7 +201,6 @@ def measure_machine(
                 read_bytes_per_s=found[node_id, READ].value,
                 write_bytes_per_s=found[node_id, WRITE].value,
                 adam_bytes_per_s=found[node_id, ADAM].value,
-                latency_ns=latency[node_id].value,
                 **{f"{way}_bytes_per_s": figure.value for way, figure in together.items()},
             )
         )
@@ -229,7 +215,7 @@ def measure_machine(
         num_threads=_cpu.available_threads(),
         nodes=tuple(nodes),
         devices=tuple(devices),
-        cache_bytes=caches.all_bytes,
+        cache_bytes=caches,
         cache_bytes_per_s=None if cached is None else cached.value,
         ssds=tuple(_ssd(folder, options, say, rows) for folder in ssds),
     )
@@ -239,7 +225,6 @@ def measure_machine(
 def _device(
     device: NamedEngine, index: int | None, copies: Mapping[Any, Figure], options: Options, rows: list[Row]
 ) -> DeviceSpeeds:
-    """Measure a device's arithmetic and put it together with its copies from the node that is fastest for it."""
     flops = measure_flops(device.engine, options)
     rows += [Row(f"{device.name}, bf16 product of size {size}", "FLOP/s", figure) for size, figure in flops.items()]
     links: dict[str, float] = {}
@@ -331,7 +316,7 @@ def _timed(run: Callable[[], object], repeats: int = 1) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-# Memory and caches: every node read, written, updated as Adam does it, and followed load by load.
+# Memory and caches: every node read, written, and updated as Adam does it.
 
 
 class Stream(NamedTuple):
@@ -347,12 +332,10 @@ class Stream(NamedTuple):
 
 
 def read(tensor: torch.Tensor) -> Stream:
-    """Return the stream of a dense tensor that a kernel reads."""
     return Stream.of(tensor, _membench.READ)
 
 
 def update(tensor: torch.Tensor) -> Stream:
-    """Return the stream of a dense tensor that a kernel reads and writes in place."""
     return Stream.of(tensor, _membench.UPDATE)
 
 
@@ -361,10 +344,6 @@ class Sweep:
 
     The fastest loop differs from CPU to CPU by up to a tenth: how wide loads are, and whether a thread walks one place
     of a tensor or several. All are tried, and the fastest is taken.
-
-    Args:
-        groups: for each range of the kernel, the streams that it walks side by side.
-        max_places: of all streams together that a thread walks at once, at least one of each.
     """
 
     def __init__(self, groups: Sequence[Sequence[Stream]], num_threads: int, max_places: int = _MAX_PLACES) -> None:
@@ -394,25 +373,22 @@ def _variants(groups: Sequence[Sequence[Stream]], max_places: int) -> "Iterator[
             yield isa, table
 
 
-class Caches:
-    """Sizes of the last-level caches of some CPUs."""
-
-    def __init__(self, cpus: frozenset[int], root: Path = Path("/")) -> None:
-        sizes: dict[tuple[int, ...], int] = {}
-        for cpu in cpus:
-            found = [
-                (int(level), shared, size)
-                for index in sorted((root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"))
-                if (level := read_text(index / "level"))
-                and (size := read_text(index / "size"))
-                and (shared := read_text(index / "shared_cpu_list"))
-                and read_text(index / "type") != "Instruction"
-            ]
-            if found:
-                _, shared, size = max(found)
-                sizes[parse_id_list(shared)] = parse_bytes(size + "iB")  # the kernel writes 32768K
-        self.largest_bytes = max(sizes.values(), default=0)
-        self.all_bytes = sum(sizes.values())
+def cache_bytes(cpus: Iterable[int], root: Path = Path("/")) -> int:
+    """Return the bytes of the last-level caches of some CPUs; 0 where the kernel does not tell."""
+    sizes: dict[tuple[int, ...], int] = {}
+    for cpu in cpus:
+        found = [
+            (int(level), shared, size)
+            for index in sorted((root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"))
+            if (level := read_text(index / "level"))
+            and (size := read_text(index / "size"))
+            and (shared := read_text(index / "shared_cpu_list"))
+            and read_text(index / "type") != "Instruction"
+        ]
+        if found:
+            _, shared, size = max(found)
+            sizes[parse_id_list(shared)] = parse_bytes(size + "iB")  # the kernel writes 32768K
+    return sum(sizes.values())
 
 
 def _node_resources(topology: Topology) -> dict[int, MemoryResource]:
@@ -421,11 +397,7 @@ def _node_resources(topology: Topology) -> dict[int, MemoryResource]:
 
 
 def room_bytes(topology: Topology, node_id: int, wanted: int, *, parts: int = 1) -> int:
-    """Return how much of a node to take: `wanted`, less where that is more than half of what is free.
-
-    Args:
-        parts: buffers of that size that exist at the same time, on all nodes.
-    """
+    """Return how much of a node to take: `wanted`, less where that is more than half of what is free."""
     free = topology.node_free_bytes(node_id)
     room = min(wanted, free // (2 * parts))
     if room < min(wanted, _SMALLEST_BYTES):
@@ -438,7 +410,7 @@ def room_bytes(topology: Topology, node_id: int, wanted: int, *, parts: int = 1)
 
 
 def measure_nodes(
-    topology: Topology, options: Options, caches: Caches, say: Callable[[str], None] = print
+    topology: Topology, options: Options, caches: int, say: Callable[[str], None] = print
 ) -> dict[tuple[int, str], Figure]:
     """Return bytes per second by node and access. Nodes take turns; one that is too full is left out, with a line."""
     resources = _node_resources(topology)
@@ -446,7 +418,7 @@ def measure_nodes(
     traffic: dict[tuple[int, str], int] = {}
     kept = []  # buffers, until all is measured
     for node_id, resource in resources.items():
-        wanted = max(options.node_bytes, _CACHES * caches.all_bytes)
+        wanted = max(options.node_bytes, _CACHES * caches)
         try:
             nbytes = room_bytes(topology, node_id, wanted, parts=len(resources))
             memory = resource.allocate(nbytes).tensor((nbytes,), torch.uint8)
@@ -461,9 +433,9 @@ def measure_nodes(
     return {key: figure.per_second(traffic[key]) for key, figure in measure(sweeps, options.rounds).items()}
 
 
-def measure_cache(caches: Caches, options: Options) -> Figure | None:
+def measure_cache(caches: int, options: Options) -> Figure | None:
     """Return bytes per second of Adam's mix in a quarter of the last-level caches; None where they are not known."""
-    nbytes = caches.all_bytes // 4
+    nbytes = caches // 4
     if nbytes == 0:
         return None
     memory = torch.zeros(nbytes + _LINE, dtype=torch.uint8)
@@ -482,49 +454,6 @@ def _sweep(memory: torch.Tensor, access: str) -> tuple[Sweep, int]:
         streams = [update(weights), update(momentum), update(variance), read(gradient)]
     traffic = sum(stream.nbytes * (1 + (stream.access == _membench.UPDATE)) for stream in streams)
     return Sweep([streams], _cpu.available_threads()), traffic
-
-
-class Chase:
-    """A walk through all cache lines of a memory in random order, each load after the one before; call it to go on.
-
-    It goes on where it was, so a line comes again only after all others: no cache has it any longer.
-
-    Args:
-        memory: a power of two of bytes, at least one line; written.
-    """
-
-    def __init__(self, memory: torch.Tensor, steps: int, cpus: tuple[int, ...] | None = None) -> None:
-        lines = memory.view(torch.int64).view(-1, _membench.LINE_WORDS)
-        order = torch.randperm(len(lines))
-        lines[order, 0] = order.roll(-1)
-        self._links: Any = memory.view(torch.uint64).numpy()
-        self._steps, self._cpus = steps, cpus
-        self.line = 0
-
-    def __call__(self) -> None:
-        """Follow the next `steps` links."""
-        before = os.sched_getaffinity(0)
-        try:
-            if self._cpus is not None:
-                os.sched_setaffinity(0, self._cpus)  # of this thread
-            self.line = _membench.chase(self._links, self.line, self._steps)
-        finally:
-            os.sched_setaffinity(0, before)
-
-
-def measure_latency(topology: Topology, options: Options, caches: Caches, node_ids: list[int]) -> dict[int, Figure]:
-    """Return nanoseconds per load by node, from a CPU that is nearest to it, through huge pages where there are any."""
-    root = topology.root or Path("/")
-    cpus = usable_cpus(root)
-    nearest, resources = nearest_cpu_nodes(root, frozenset(cpus)), _node_resources(topology)
-    chases = {}
-    for node_id in node_ids:
-        wanted = 1 << (max(options.chase_bytes, _CACHES * caches.largest_bytes) - 1).bit_length()
-        nbytes = 1 << room_bytes(topology, node_id, wanted, parts=len(node_ids)).bit_length() - 1
-        memory = resources[node_id].allocate(nbytes).tensor((nbytes,), torch.uint8)
-        chases[node_id] = Chase(memory, options.chase_steps, cpus.get(nearest.get(node_id, node_id)))
-    scale = 1e9 / options.chase_steps
-    return {key: Figure(each.value * scale, each.spread) for key, each in measure(chases, options.rounds).items()}
 
 
 # Devices: copies from and to every node, each device alone and all together, and bf16 matrix products.
@@ -614,11 +543,7 @@ def check_ssd(folder: Path) -> None:
 
 
 def measure_ssd(folder: Path, nbytes: int) -> tuple[Figure, Figure, bool]:
-    """Return bytes per second read and written, and whether that went past the page cache; no file remains.
-
-    Args:
-        nbytes: of the file; less where the disk has not twice as much free.
-    """
+    """Return bytes per second read and written, and whether that went past the page cache; no file remains."""
     check_ssd(folder)
     free = shutil.disk_usage(folder).free
     nbytes = min(nbytes, free // 2) // _BLOCK_BYTES * _BLOCK_BYTES

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.machine.speeds import load_calibration, tier_speeds
 from lightning_cxl.machine.topology import (
     Node,
+    Tier,
     TierKind,
     Topology,
     allowed_node_ids,
@@ -30,7 +32,6 @@ _PACKAGES = ("lightning_cxl", "torch", "lightning", "transformers")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print what this machine has."""
     as_json = parsers.env().parse_args(arguments).json
     report = environment_report()
     print(json.dumps(report, indent=1) if as_json else format_environment(report))
@@ -44,8 +45,9 @@ def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
     """
     root = Path(root)
     topology = Topology.detect(root)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     report: dict[str, Any] = {
-        "tiers": [_tier_row(topology, name) for name in topology.names],
+        "tiers": [_tier_row(tier) for tier in topology.tiers],
         "nodes": [_node_row(root, node) for node in read_nodes(root)],
         "notes": list(topology.notes),
         "offline_cards": [] if topology.select(kind=TierKind.CXL) else _cards(root),
@@ -53,10 +55,7 @@ def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
         "limits": {
             "memory_bytes": topology.host_limit_bytes(),
             "available_bytes": topology.host_available_bytes(),
-            "cgroups": [
-                {"path": str(limit.path), "limit_bytes": limit.limit_bytes, "used_bytes": limit.used_bytes}
-                for limit in cgroup_limits(root)
-            ],
+            "cgroups": [{**asdict(limit), "path": str(limit.path)} for limit in cgroup_limits(root)],
             "memlock_bytes": _memlock_bytes(root),
         },
         "kernel": {
@@ -65,7 +64,10 @@ def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
             "numa_balancing": read_text(root / "proc/sys/kernel/numa_balancing"),
         },
         "cpu": _cpu_rows(root),
-        "accelerator": _accelerator(),
+        "accelerator": {
+            "kind": None if device is None else device.type,
+            "num_devices": 0 if device is None else torch.accelerator.device_count(),
+        },
         "versions": _versions(),
     }
     report["advice"] = advice(report)
@@ -121,7 +123,6 @@ def advice(report: Mapping[str, Any]) -> list[str]:
 
 
 def format_environment(report: Mapping[str, Any]) -> str:
-    """Return a report as text for a terminal."""
     versions, cpu, limits, kernel = report["versions"], report["cpu"], report["limits"], report["kernel"]
     device, memlock = report["accelerator"], limits["memlock_bytes"]
     sections = {
@@ -151,41 +152,28 @@ def format_environment(report: Mapping[str, Any]) -> str:
     return "\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items())
 
 
-def _tier_row(topology: Topology, name: str) -> dict[str, Any]:
-    tier = topology.tier(name)
+def _tier_row(tier: Tier) -> dict[str, Any]:
+    names = ("name", "capacity_bytes", "emulated", "read_bytes_per_s", "write_bytes_per_s", "read_latency_ns")
     return {
-        "name": tier.name,
-        "kind": tier.kind.value,
+        **{name: getattr(tier, name) for name in names},
         "node_ids": list(tier.node_ids),
-        "capacity_bytes": tier.capacity_bytes,
-        "emulated": tier.emulated,
-        "read_bytes_per_s": tier.read_bytes_per_s,
-        "write_bytes_per_s": tier.write_bytes_per_s,
-        "read_latency_ns": tier.read_latency_ns,
+        "kind": tier.kind.value,
         "description": tier.describe(),
     }
 
 
 def _cards(root: Path) -> list[str]:
-    """Return the names of CXL memory devices and of memory that no driver made ordinary memory of."""
     found = [*(root / "sys/bus/cxl/devices").glob("mem*"), *(root / "sys/bus/dax/devices").glob("dax*")]
     return sorted(path.name for path in found)
 
 
 def _node_row(root: Path, node: Node) -> dict[str, Any]:
-    allowed = allowed_node_ids(root)
+    allowed, values = allowed_node_ids(root), asdict(node)
     return {
-        "node_id": node.node_id,
-        "has_cpus": node.has_cpus,
-        "capacity_bytes": node.capacity_bytes,
         "free_bytes": node_free_bytes(root, node.node_id, node.capacity_bytes),
-        "distance": node.distance,
-        "zone": "movable" if node.movable else "normal",
+        "zone": "movable" if values.pop("movable") else "normal",
         "allowed": allowed is None or node.node_id in allowed,
-        "read_bytes_per_s": node.read_bytes_per_s,
-        "write_bytes_per_s": node.write_bytes_per_s,
-        "read_latency_ns": node.read_latency_ns,
-        "write_latency_ns": node.write_latency_ns,
+        **values,
     }
 
 
@@ -240,14 +228,6 @@ def _cpu_rows(root: Path) -> dict[str, Any]:
         return {**rows, "isa": _cpu.best_isa(), "isa_error": None}
     except ValueError as error:
         return {**rows, "isa": None, "isa_error": str(error)}
-
-
-def _accelerator() -> dict[str, Any]:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return {
-        "kind": None if device is None else device.type,
-        "num_devices": 0 if device is None else torch.accelerator.device_count(),
-    }
 
 
 def _versions() -> dict[str, str | None]:

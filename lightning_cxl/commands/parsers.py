@@ -30,9 +30,9 @@ def calibrate() -> argparse.ArgumentParser:
     parser = _parser(
         "calibrate",
         """\
-Measures how fast this machine's memory is (every node read, written, updated as Adam does it, and followed load by
-load), its caches, its devices (copies from and to every node, bf16 matrix products), and disks. The results are kept
-for this machine and used by plans; `python -m lightning_cxl env` shows it. Nothing else should run meanwhile.""",
+Measures how fast this machine's memory is (every node read, written, and updated as Adam does it), its caches, its
+devices (copies from and to every node, bf16 matrix products), and disks. The results are kept for this machine and
+used by plans; `python -m lightning_cxl env` shows them. Nothing else should run meanwhile.""",
         " --quick --output machine.yaml",
     )
     parser.add_argument(

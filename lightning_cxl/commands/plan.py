@@ -96,7 +96,6 @@ class Settings:
         return not machine.device.is_host if self.stream_weights == "auto" else self.stream_weights
 
     def config(self, machine: Machine) -> OffloadConfig:
-        """Return the strategy's options."""
         if self.mesh(machine).is_sharded:
             if self.stream_weights is False and not machine.device.is_host:
                 raise ConfigError(
@@ -130,7 +129,6 @@ class Settings:
         )
 
     def workload(self, machine: Machine) -> Workload:
-        """Return the workload of one step."""
         return Workload(
             batch=self.batch,
             sequence=self.sequence,
@@ -143,7 +141,6 @@ class Settings:
         )
 
     def mesh(self, machine: Machine) -> Mesh:
-        """Return the ranks on `num_nodes` machines like this one."""
         return Mesh(
             num_devices=machine.device.count,
             num_machines=self.num_nodes,
@@ -202,11 +199,7 @@ class PlannedModel:
 
 
 def model_on_meta(name: str) -> Any:
-    """Return a model of transformers whose parameters and buffers have no memory, in training mode.
-
-    Args:
-        name: a folder with a ``config.json``, a shape's name, or a hub id.
-    """
+    """Return a model of transformers whose parameters and buffers have no memory, in training mode."""
     from transformers import AutoModelForCausalLM
 
     config = _config(name)
@@ -219,12 +212,7 @@ def model_on_meta(name: str) -> Any:
 
 
 def with_lora(model: Any, rank: int, quantize: str | None) -> Any:
-    """Return the model that trains adapters on all linear layers of its blocks, as the main job makes it.
-
-    Args:
-        model: on the meta device, in the types that it trains in. INOUT.
-        quantize: format of the weights below, "4bit" or "8bit"; None: they stay as they are.
-    """
+    """Return the model that trains adapters on all linear layers of its blocks, as the main job makes it."""
     if quantize is not None:
         # numbers above the threshold are kept apart; without values their count is not known
         fields = {**quantization_fields(quantize, model.dtype), "llm_int8_threshold": 0.0}
@@ -256,7 +244,6 @@ def loss_on_meta(model: Any, batch: int, sequence: int, *, chunked: bool = False
 
 
 def reason(error: Exception) -> str:
-    """Return an exception in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -306,7 +293,6 @@ class Way(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The changes as one sentence."""
         return ", ".join(step.text for step in self.steps)
 
     def command(self, before: str) -> str:
@@ -332,12 +318,10 @@ class Findings:
 
     @property
     def chosen(self) -> PolicyPlan:
-        """The plan of the policy that is shown in full."""
         return self.plans[self.policy]
 
     @property
     def fits(self) -> bool:
-        """Whether host and device can hold the job."""
         return self.chosen.fits and fits_device(self.job, self.machine)
 
     @property
@@ -347,11 +331,7 @@ class Findings:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Plan a job as the options say and print it.
-
-    Returns:
-        The exit status.
-    """
+    """Plan a job as the options say and print it."""
     options = parsers.plan().parse_args(arguments)
     if options.plot is not None:
         raise ConfigError("--plot was removed: write the plan with --json FILE, and draw it with a tool of your choice")
@@ -618,7 +598,6 @@ def _policy_data(plan: PolicyPlan, found: Findings) -> dict[str, Any]:
 
 
 def busy_seconds(time: StepTime) -> dict[str, float]:
-    """Return for how long each resource is busy in a step."""
     total: dict[str, float] = {}
     for phase in time.phases().values():
         for name, seconds in phase.resources.items():
@@ -627,7 +606,6 @@ def busy_seconds(time: StepTime) -> dict[str, float]:
 
 
 def bound_by(time: StepTime) -> str:
-    """Return the resource that is busy longest in a step."""
     busy = busy_seconds(time)
     return max(busy, key=lambda name: busy[name])
 

@@ -76,13 +76,7 @@ def dry_run(
     mixed: bool = False,
     computes_on_host: bool = False,
 ) -> DryRun:
-    """Run forward and backward once. See [Note: Dry run].
-
-    Args:
-        model: parameters and buffers on the meta device; in training mode. Its gradients are dropped.
-        units: whose inputs are stored and who are recomputed; empty for none.
-        compute_loss: runs the model's forward on meta tensors and returns a loss.
-    """
+    """Run forward and backward once. See [Note: Dry run]."""
     stored: dict[str, int] = {}
 
     def allocate(nbytes: int, unit: str) -> _NoBytes:
@@ -324,5 +318,4 @@ def units_of(model: nn.Module, config: OffloadConfig) -> NamedUnits:
 
 
 def known_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters whose shape is known."""
     return [parameter for parameter in model.parameters() if not is_lazy(parameter)]

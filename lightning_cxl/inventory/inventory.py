@@ -67,7 +67,6 @@ class AskedTiers:
         self.read(model)
 
     def read(self, model: nn.Module) -> None:
-        """Learn names and owners of the parameters that a model has now."""
         self._owners.clear()
         self.names.clear()
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -175,9 +174,6 @@ def state_tensors(
     """Return masters, gradients and, for CPUAdam, its state; each parameter and role once.
 
     Master weights of one parameter may be two tensors: a copy, and in `CPUAdam`'s state their lower halves.
-
-    Args:
-        precisions: in which masters and moments will be kept; has considered the optimizers.
     """
     found: dict[tuple[int, TensorRole, bool], HostTensor] = {}
     for optimizer in optimizers:
@@ -370,7 +366,6 @@ def list_tensors(
 
 
 def precisions_of(model: nn.Module, config: OffloadConfig) -> Precisions:
-    """Return in which precision masters and state of a model's parameters are kept."""
     return Precisions(config.cpu_adam, config.state, config.master, sensitive_parameters(model).__contains__)
 
 
@@ -388,7 +383,6 @@ def _why_shards_stay(model: nn.Module, config: OffloadConfig, workload: Workload
 
 
 def _held_by(optimizers: Iterable[Optimizer]) -> set[int]:
-    """Return the ids of the parameters that optimizers have."""
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 

@@ -42,7 +42,6 @@ class Mesh:
     is cut over all ranks."""
 
     def __post_init__(self) -> None:
-        """Refuse what no run can be."""
         if min(self.num_devices, self.num_machines) < 1:
             raise ConfigError(
                 f"a run has at least one device on at least one machine, got {self.num_devices} devices on "
@@ -56,12 +55,10 @@ class Mesh:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether there are several ranks."""
         return self.num_ranks > 1
 
     @property
     def num_shards(self) -> int:
-        """Ranks over which a parameter is cut."""
         return self.num_devices if self.replicates else self.num_ranks
 
     @property
@@ -190,7 +187,6 @@ def units_by_parameter(streamed: Iterable[StreamedUnit]) -> dict[int, str]:
 
 
 def grouped(parameters: Iterable[nn.Parameter], key: Callable[[nn.Parameter], Hashable]) -> list[list[nn.Parameter]]:
-    """Return parameters in groups with the same key."""
     groups: dict[Hashable, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(key(parameter), []).append(parameter)
@@ -249,11 +245,7 @@ def staged_gradients(tensors: Iterable[HostTensor], workload: Workload) -> tuple
 
 
 def of_machine(tensors: Iterable[HostTensor], streamed: Iterable[StreamedUnit], mesh: Mesh) -> tuple[HostTensor, ...]:
-    """Return the tensors as large as all shards of one machine together; inputs of units stay as they are.
-
-    Args:
-        streamed: units; what one piece of weights has is in their groups.
-    """
+    """Return the tensors as large as all shards of one machine together; inputs of units stay as they are."""
     if not mesh.is_sharded:
         return tuple(tensors)
     pieces: dict[int, list[Tensor]] = {id(group[0]): [*group] for unit in streamed for group in unit.groups}
@@ -305,12 +297,10 @@ class PlannedRecord:
 
     @property
     def is_inputs(self) -> bool:
-        """Whether it stands for the inputs of a unit in one micro-batch."""
         return self.tensors[0].role is TensorRole.ACTIVATIONS
 
     @property
     def is_state(self) -> bool:
-        """Whether it has optimizer state."""
         return not self.is_weights and not self.is_inputs
 
     @property
@@ -320,7 +310,6 @@ class PlannedRecord:
 
     @cached_property
     def tensor_bytes(self) -> int:
-        """Bytes of the tensors alone."""
         return sum(each.nbytes for each in self.tensors)
 
     @cached_property
@@ -340,7 +329,6 @@ class PlannedRecord:
 
 
 def round_up(nbytes: int, alignment: int) -> int:
-    """Return the next multiple of `alignment`."""
     return -(-nbytes // alignment) * alignment
 
 
@@ -385,11 +373,7 @@ def records_of(tensors: Iterable[HostTensor], record_of: Mapping[int, str]) -> t
 def with_slots(
     tensors: Iterable[HostTensor], record_of: Mapping[int, str], num_drives: int = 1, num_devices: int = 1
 ) -> tuple[HostTensor, ...]:
-    """Return the tensors with the host memory that records of the tier `ssd` visit, as much as they need now.
-
-    Args:
-        num_devices: of the machine; each has slots of its own for inputs.
-    """
+    """Return the tensors with the host memory that records of the tier `ssd` visit, as much as they need now."""
     others = tuple(each for each in tensors if each.owner != SLOTS_OWNER)
     records = [record for record in records_of(others, record_of) if record.tier == SSD]
     nbytes = slot_bytes(records, num_drives, num_devices)

@@ -234,7 +234,6 @@ def share_budgets(
 
 
 def _parts(tier: Tier, free_bytes: Mapping[int, int], near: Sequence[Sequence[int]], host: HostCpus) -> list[float]:
-    """Return the fraction of a tier for every process."""
     rooms = [0.0] * len(near)
     for node in tier.node_ids:
         distances = [min(host.distance(own, node) for own in nodes) for nodes in near]
@@ -331,15 +330,7 @@ def bind_rank(
     gather: Gather | None = None,
     rank: int | None = None,
 ) -> RankBinding:
-    """Bind this process to its part of the machine, and return what it got. See [Note: Binding of ranks].
-
-    Args:
-        gather: how the processes of this machine tell each other something; needed where there are several.
-        rank: of this process, among those of all machines; None where there is one machine.
-
-    Returns:
-        The share of this process; `Host` takes it.
-    """
+    """Bind this process to its part of the machine, and return what it got. See [Note: Binding of ranks]."""
     root = topology.root or Path("/")
     for name in config.budgets():
         topology.tier(name)

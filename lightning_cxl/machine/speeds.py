@@ -13,7 +13,7 @@ import platform
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -46,12 +46,12 @@ Rate = Annotated[float, "bytes per second"]
 """Bytes per second; a file may say ``51.8 GiB/s``."""
 Positive = Annotated[float, "positive"]
 """A number above zero."""
+Count = Annotated[int, "at least 1"]
 _T = TypeVar("_T")
 _NO_LONGER_READ = ("sockets", "socket_bytes_per_s")  # keys of `links` in earlier files
 
 
 def read(kind: type[_T], content: object, where: str) -> _T:
-    """Return a `kind` from a mapping of its fields."""
     values = read_fields(kind, content, where)
     missing = [
         f.name
@@ -70,16 +70,12 @@ def read_fields(kind: type, content: object, where: str) -> dict[str, Any]:
     """Return those fields of a `kind` that a mapping gives, as their types; see `read`."""
     if not isinstance(content, Mapping):
         raise ConfigError(f"{where} must map {_names(kind)} to values, got {content!r}")
-    types = get_type_hints(kind, include_extras=True)
+    types = _types(kind)
     unknown = [key for key in content if key not in types and key not in _NO_LONGER_READ]
     if unknown:
         raise ConfigError(f"{where} has the unknown key {', '.join(map(repr, unknown))}; its keys are: {_names(kind)}")
-    values = {}
-    for f in fields(kind):
-        if f.name in content:
-            values[f.name] = value = _value(types[f.name], content[f.name], f"{where}: {f.name}")
-            if value == math.inf and f.default != math.inf:
-                raise ConfigError(f"{where}: {f.name} must be finite, got {value}")
+    values = {name: _value(types[name], content[name], f"{where}: {name}") for name in types if name in content}
+    _check_numbers(kind, values, where)
     return values
 
 
@@ -87,99 +83,86 @@ def _names(kind: type) -> str:
     return ", ".join(f.name for f in fields(kind))
 
 
+def _types(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
 def _value(hint: Any, value: object, where: str) -> Any:
-    """Return a value as the type that a field's annotation names."""
-    if hint in _READERS:
-        return _READERS[hint](value, where)
     arguments = get_args(hint)
     if type(None) in arguments:
         return None if value is None else _value(arguments[0], value, where)
     if get_origin(hint) is tuple:
-        return _entries(arguments[0], value, where)
+        if not isinstance(value, list):
+            raise ConfigError(f"{where} must be a list, each entry with {_names(arguments[0])}")
+        entry = where.rpartition(" ")[2].removesuffix("s")  # "tiers" has a "tier 1 of 2"
+        return tuple(read(arguments[0], each, f"{entry} {i} of {len(value)}") for i, each in enumerate(value, 1))
     if isinstance(hint, type) and is_dataclass(hint):
         return read(hint, value, where)
-    assert issubclass(hint, enum.Enum), f"no file gives a {hint}"
-    try:
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        words = [each.value for each in hint]
+        if value not in words:
+            raise ConfigError(f"{where} must be one of {', '.join(words)}, got {value!r}")
         return hint(value)
-    except ValueError:
-        words = ", ".join(str(each.value) for each in hint)
-        raise ConfigError(f"{where} must be one of {words}, got {value!r}") from None
+    if hint in (str, bool):
+        if not isinstance(value, hint):
+            raise ConfigError(f"{where} must be {'text' if hint is str else 'true or false'}, got {value!r}")
+        return value
+    return _number(hint, value, where)
 
 
-def _entries(kind: type, value: object, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise ConfigError(f"{where} must be a list, each entry with {_names(kind)}")
-    entry = where.rpartition(" ")[2].removesuffix("s")  # "tiers" has a "tier 1 of 2"
-    return tuple(read(kind, each, f"{entry} {number} of {len(value)}") for number, each in enumerate(value, 1))
-
-
-def _text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{where} must be text, got {value!r}")
-    return value
-
-
-def _flag(value: object, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{where} must be true or false, got {value!r}")
-    return value
-
-
-def _count(value: object, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{where} must be a whole number, got {value!r}")
-    if value < 0:
-        raise ConfigError(f"{where} must not be negative, got {value}")
-    return value
-
-
-def _size(value: object, where: str) -> int:
+def _number(hint: Any, value: Any, where: str) -> float:
     try:
-        return parse_bytes(value)  # type: ignore[arg-type]  # it refuses other types itself
+        if hint is Size:
+            return parse_bytes(value)  # it refuses other types itself
+        if hint is Rate and isinstance(value, str) and value.rstrip().endswith("B/s"):
+            return float(parse_bytes(value.rstrip().removesuffix("/s")))
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
-
-
-def _rate(value: object, where: str) -> float:
-    if isinstance(value, str) and value.rstrip().endswith("B/s"):
-        return float(_size(value.rstrip().removesuffix("/s"), where))
-    return _positive(value, where, ' of bytes per second, or text such as "51.8 GiB/s"')
-
-
-def _positive(value: object, where: str, unit: str = "") -> float:
-    number = _number(value, where, unit)
-    if number == 0:
-        raise ConfigError(f"{where} must be positive, got {value!r}")
-    return number
-
-
-def _number(value: object, where: str, unit: str = "") -> float:
-    # YAML 1.1 takes 278e9, without point and sign, for text
+    is_whole = hint in (int, Count)
+    if is_whole and type(value) is int:
+        return value
     try:
-        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+        # YAML 1.1 takes 278e9, without point and sign, for text
+        number = math.nan if is_whole or isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not number >= 0:
-        raise ConfigError(f"{where} must be a number{unit}, at least 0, got {value!r}")
+    if math.isnan(number):
+        unit = ' of bytes per second, or text such as "51.8 GiB/s"' if hint is Rate else ""
+        raise ConfigError(f"{where} must be a {'whole ' * is_whole}number{unit}, got {value!r}")
     return number
 
 
-_READERS: dict[Any, Callable[[object, str], Any]] = {
-    str: _text,
-    bool: _flag,
-    int: _count,
-    float: _number,
-    Size: _size,
-    Rate: _rate,
-    Positive: _positive,
-}
+def _check_numbers(kind: type, values: Mapping[str, Any], where: str = "") -> None:
+    """Refuse numbers that no machine has, by the annotations of a dataclass."""
+    prefix = f"{where}: " if where else ""
+    for f in fields(kind):
+        hint, value = _types(kind)[f.name], values.get(f.name)
+        hint = get_args(hint)[0] if type(None) in get_args(hint) else hint
+        if value is None or hint not in (int, Count, float, Size, Rate, Positive):
+            continue
+        if hint is Count and value < 1:
+            raise ConfigError(f"{prefix}{f.name} must be at least 1, got {value}")
+        if not value >= 0 or (hint in (Rate, Positive) and value == 0):
+            least = "positive" if hint in (Rate, Positive) else "at least 0"
+            raise ConfigError(f"{prefix}{f.name} must be {least}, got {value!r}")
+        if value == math.inf and f.default != math.inf:
+            raise ConfigError(f"{prefix}{f.name} must be finite, got {value}")
+
+
+class _Checked:
+    """A dataclass whose numbers are in the ranges that its annotations name."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        _check_numbers(type(self), {name: getattr(self, name) for name in _types(type(self))})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MachineLinks:
+class MachineLinks(_Checked):
     """Links that several devices share. Speeds are those of one direction while the other one is as busy."""
 
-    devices_per_port: int = 1
+    devices_per_port: Count = 1
     """Devices behind one root port or switch, whose way to host memory they share."""
     port_bytes_per_s: Rate | None = None
     """Of that way; None: devices do not slow down each other there."""
@@ -194,19 +177,10 @@ class MachineLinks:
     """Of one step of a ring of machines."""
 
     def __post_init__(self) -> None:
-        """Refuse links that no machine has."""
-        if self.devices_per_port < 1:
-            raise ConfigError(f"links: devices_per_port must be at least 1, got {self.devices_per_port}")
-        for name in ("port_bytes_per_s", "peer_bytes_per_s", "network_bytes_per_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"links: {name} must be a positive number, or left out, got {value!r}")
-        for name in ("peer_latency_s", "network_latency_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"links: {name} must not be negative, got {getattr(self, name)}")
+        _Checked.__post_init__(self)
         if self.devices_per_port > 1 and self.port_bytes_per_s is None:
             raise ConfigError(
-                f"links: {self.devices_per_port} devices share a port, and port_bytes_per_s does not say how fast it is"
+                f"{self.devices_per_port} devices share a port, and port_bytes_per_s does not say how fast it is"
             )
 
 
@@ -215,14 +189,14 @@ Split = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MachineTier:
+class MachineTier(_Checked):
     """One tier of host memory and how fast it is."""
 
     name: str
     kind: TierKind
     capacity_bytes: Size
     """Bytes that a job may use."""
-    num_nodes: int = 1
+    num_nodes: Count = 1
     """NUMA nodes; interleaving by pages gives each node an equal share."""
     adam_bytes_per_s: Rate
     """Bytes read and written per second when the CPUs stream Adam's mix (16 bytes read, 12 written) through it."""
@@ -237,21 +211,9 @@ class MachineTier:
     backed_by: str | None = None
     """The tier whose memory this one really is, when there is no such hardware; they share its bandwidth."""
 
-    def __post_init__(self) -> None:
-        """Refuse speeds that no machine has."""
-        for name in ("adam_bytes_per_s", "device_read_bytes_per_s", "device_write_bytes_per_s"):
-            value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and 0 < value < math.inf):
-                raise ConfigError(f"tier `{self.name}`: {name} must be a positive number, got {value!r}")
-        for name in ("capacity_bytes", "device_write_buffer_bytes"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"tier `{self.name}`: {name} must not be negative, got {getattr(self, name)}")
-        if self.num_nodes < 1:
-            raise ConfigError(f"tier `{self.name}`: num_nodes must be at least 1, got {self.num_nodes}")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MachineSsd:
+class MachineSsd(_Checked):
     """The tier `ssd`: files on one or several drives, and how fast these are together."""
 
     capacity_bytes: Size
@@ -259,17 +221,15 @@ class MachineSsd:
     read_bytes_per_s: Rate | None = None
     """Of all drives together; None where it is not known."""
     write_bytes_per_s: Rate | None = None
-    num_drives: int = 1
+    num_drives: Count = 1
     """Over which every record is cut."""
     versions: int = 1
     """How often optimizer state lies on the drives: 2 where checkpoints refer to it. Weights lie there once."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no drive has."""
-        if self.num_drives < 1 or self.versions not in (1, 2):
-            raise ConfigError(
-                f"ssd: num_drives must be at least 1 and versions 1 or 2, got {self.num_drives} and {self.versions}"
-            )
+        _Checked.__post_init__(self)
+        if self.versions not in (1, 2):
+            raise ConfigError(f"versions must be 1 or 2, got {self.versions}")
 
     @property
     def has_speeds(self) -> bool:
@@ -277,11 +237,7 @@ class MachineSsd:
         return self.read_bytes_per_s is not None and self.write_bytes_per_s is not None
 
     def check_bytes(self, needed: int) -> None:
-        """Refuse bytes, of all versions together, that the tier cannot hold.
-
-        Raises:
-            TierFullError: says how much is needed, and how much there is.
-        """
+        """Refuse bytes, of all versions together, that the tier cannot hold."""
         if needed > self.capacity_bytes:
             twice = ', with optimizer state twice because of checkpoint="reference"' if self.versions > 1 else ""
             raise TierFullError(
@@ -292,7 +248,7 @@ class MachineSsd:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Device:
+class Device(_Checked):
     """The device that computes, and its link to host memory."""
 
     name: str = "gpu"
@@ -305,26 +261,14 @@ class Device:
     d2h_bytes_per_s: Rate
     copy_latency_s: float = 0.0
     """Time before the first byte of a copy."""
-    count: int = 1
+    count: Count = 1
     """How many such devices the machine has; they share the host's memory."""
     is_host: bool = False
     """The CPU computes: nothing is copied, and what the model computes with lies in host memory."""
 
-    def __post_init__(self) -> None:
-        """Refuse speeds that no device has."""
-        for name in ("flops", "h2d_bytes_per_s", "d2h_bytes_per_s"):
-            value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and 0 < value < math.inf):
-                raise ConfigError(f"device `{self.name}`: {name} must be a positive number, got {value!r}")
-        if self.count < 1 or self.memory_bytes < 0 or not 0 <= self.copy_latency_s < math.inf:
-            raise ConfigError(
-                f"device `{self.name}`: count must be at least 1, memory_bytes and copy_latency_s not negative, got "
-                f"{self.count}, {self.memory_bytes} and {self.copy_latency_s}"
-            )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cache:
+class Cache(_Checked):
     """The CPUs' last-level cache, for work that comes back to the bytes it touched last."""
 
     nbytes: Size = 0
@@ -332,7 +276,7 @@ class Cache:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class Machine(_Checked):
     """Tiers nearest first, a device, a cache."""
 
     name: str
@@ -354,7 +298,7 @@ class Machine:
     """Links that several devices share, and the network."""
 
     def __post_init__(self) -> None:
-        """Refuse tiers that cannot be told apart."""
+        _Checked.__post_init__(self)
         if not self.tiers:
             raise ConfigError(f"machine `{self.name}` has no memory tier")
         if any(tier.kind is TierKind.SSD or tier.name == SSD for tier in self.tiers):
@@ -367,10 +311,8 @@ class Machine:
         for tier in self.tiers:
             if tier.backed_by is not None:
                 self.tier(tier.backed_by)
-        if not self.write_contention >= 1:
-            raise ConfigError(
-                f"machine `{self.name}`: write_contention must be at least 1, got {self.write_contention}"
-            )
+        if self.write_contention < 1:
+            raise ConfigError(f"write_contention must be at least 1, got {self.write_contention}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -542,9 +484,6 @@ def describe_machine(
     """Return what speeds depend on, as JSON: CPUs, nodes with the CPUs this process may use, memory, devices.
 
     Capacities have two digits: kernels keep some memory for themselves, each another amount.
-
-    Args:
-        allowed: the CPUs of this process; when None those that `topology` names, else asked from the kernel.
     """
     root = topology.root or Path("/")
     cpus = usable_cpus(root, topology.measured_on if allowed is None else allowed)
@@ -570,7 +509,7 @@ _VERSION = 1  # of the files; change it when fields change their names or meanin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeSpeeds:
+class NodeSpeeds(_Checked):
     """One NUMA node, used by all CPUs of the process and by all devices."""
 
     node_id: int
@@ -579,15 +518,15 @@ class NodeSpeeds:
     """With stores that do not read the lines first, as a device writes."""
     adam_bytes_per_s: Rate
     """Bytes read and written per second, 16 to 12."""
-    latency_ns: Positive
-    """Of a load, from the nearest CPU."""
+    latency_ns: Positive | None = None
+    """Of a load, from the nearest CPU; only earlier calibrations have it."""
     h2d_bytes_per_s: Rate | None = None
     """All devices together; None without a device."""
     d2h_bytes_per_s: Rate | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceSpeeds:
+class DeviceSpeeds(_Checked):
     """One device, alone; the CPU has no copies."""
 
     kind: str
@@ -602,7 +541,7 @@ class DeviceSpeeds:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SsdSpeeds:
+class SsdSpeeds(_Checked):
     """Large sequential accesses to one folder."""
 
     folder: str
@@ -613,7 +552,7 @@ class SsdSpeeds:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Calibration:
+class Calibration(_Checked):
     """All that was measured in one run."""
 
     date: str
@@ -637,7 +576,6 @@ class Calibration:
 
     @property
     def doubtful(self) -> bool:
-        """Whether other processes disturbed it."""
         return self.others_fraction > QUIET_FRACTION
 
     def node(self, node_id: int) -> NodeSpeeds | None:
@@ -656,11 +594,7 @@ def calibration_path(topology: Topology, devices: Sequence[str]) -> Path:
 
 
 def save_calibration(calibration: Calibration, topology: Topology, devices: Sequence[str]) -> Path:
-    """Keep what was measured on this machine; readers see the old file or the new one, whole.
-
-    Returns:
-        The file.
-    """
+    """Keep what was measured on this machine; readers see the old file or the new one, whole."""
     path = calibration_path(topology, devices)
     content = {"version": _VERSION, "machine": describe_machine(topology, devices), "speeds": asdict(calibration)}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -889,7 +823,7 @@ def _measured(tier: Tier, calibration: Calibration) -> dict[str, float]:
         "adam_bytes_per_s": _together(tier, [node.adam_bytes_per_s for node in nodes]),
         "device_read_bytes_per_s": _together(tier, [node.h2d_bytes_per_s or node.read_bytes_per_s for node in nodes]),
         "device_write_bytes_per_s": _together(tier, [node.d2h_bytes_per_s or node.write_bytes_per_s for node in nodes]),
-        "latency_ns": max(node.latency_ns for node in nodes),
+        "latency_ns": max((node.latency_ns for node in nodes if node.latency_ns is not None), default=None),
     }
     return {name: value for name, value in found.items() if value is not None}
 

@@ -211,7 +211,6 @@ class TierSpec:
         return None if field is None else getattr(self, field)
 
     def or_else(self, other: "TierSpec | None") -> "TierSpec":
-        """Return this spec with its empty fields filled from `other`."""
         if other is None:
             return self
         return TierSpec(*(getattr(self, field) or getattr(other, field) for field in SPEC_FIELDS))
@@ -369,7 +368,6 @@ _WHAT = (
 
 
 def check_field_on_ssd(field: str, source: str) -> None:
-    """Refuse a field of a rule or decorator whose tensors cannot lie on the tier `ssd`."""
     if field not in _FIELDS:
         raise UnsupportedError(f"{source} asks for {field} on tier 'ssd', and that cannot lie there yet. {_WHAT}")
 
@@ -537,11 +535,7 @@ class _Free(dict[str, int]):
 
 
 class Placer:
-    """A policy together with the machine that it decides about.
-
-    Args:
-        free: returns the bytes that can still be allocated, by tier name.
-    """
+    """A policy together with the machine that it decides about."""
 
     def __init__(self, topology: Topology, policy: PlacementPolicy, free: Callable[[], Mapping[str, int]]) -> None:
         self.topology = topology

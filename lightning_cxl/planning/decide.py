@@ -64,13 +64,7 @@ def settle_state(
     on_tier_full: OnTierFull,
     left_free: float = MEMORY_LEFT_FREE,
 ) -> Inventory:
-    """Return the inventory with state and weights on the tier `ssd` as they will be in the run.
-
-    Args:
-        on_tier_full: where more is asked for than the tier holds, the last records stay in memory, with a warning; or
-            that is refused.
-        left_free: fraction of memory that stays free where state goes to drives because memory cannot hold it.
-    """
+    """Return the inventory with state and weights on the tier `ssd` as they will be in the run."""
     if on_tier_full == "error":
         check_on_ssd(inventory, ssd)
     else:
@@ -80,7 +74,6 @@ def settle_state(
 
 
 def check_on_ssd(inventory: Inventory, ssd: MachineSsd) -> None:
-    """Refuse an inventory whose records the tier `ssd` cannot hold."""
     ssd.check_bytes(sum(record.stored_bytes(ssd) for record in inventory.ssd_records))
 
 
@@ -261,9 +254,6 @@ def check_fits(
     """Refuse a list of (role, bytes, placement) that the tiers of memory cannot hold, before anything is allocated.
 
     Tensors on the tier `ssd` take no memory, see `check_on_ssd`.
-
-    Args:
-        most: bytes of all tiers together, where they share memory or a limit.
     """
     left, together = dict(free), most
     requests = [each for each in requests if SSD not in each[2].tiers]
@@ -309,12 +299,7 @@ def _where_it_fits(
 
 
 class Plan:
-    """The placement of every tensor of one model, and the bytes of every tier.
-
-    Args:
-        inventory: says which tier each of its tensors is asked for; of others, decorators and rules say it.
-        pin: page-lock what a device copies, whatever the policy says about it.
-    """
+    """The placement of every tensor of one model, and the bytes of every tier."""
 
     def __init__(self, inventory: Inventory, placer: Placer, *, pin: bool = False) -> None:
         self.asked = inventory.asked
@@ -342,7 +327,6 @@ class Plan:
         self._reasons.setdefault(role.value, {})[placement.describe()] = None
 
     def roles(self) -> dict[str, dict[str, int]]:
-        """Return planned bytes by role and tier."""
         return {role: dict(tiers) for role, tiers in self._bytes.items()}
 
     def reasons(self) -> dict[str, list[str]]:
@@ -350,7 +334,6 @@ class Plan:
         return {role: list(reasons) for role, reasons in self._reasons.items()}
 
     def of(self, tensor: HostTensor) -> Placement:
-        """Return the placement of a tensor of the inventory."""
         return self.place(tensor.owner, tensor.role, tensor.nbytes, in_state=tensor.in_state)
 
     def place(self, owner: Tensor | str, role: TensorRole, nbytes: int, *, in_state: bool = False) -> Placement:
@@ -456,9 +439,6 @@ class RunPolicy:
         """Return what places the tensors of a run: the policy itself, or what it has decided about the whole run.
 
         The topology gets the tier ``cxl`` where the policy names it and there is none.
-
-        Args:
-            free: what the run may fill; the machine's own limits hold as well.
         """
         if self._planning is None or self._machine is None:
             return self.by_tensor
@@ -496,11 +476,7 @@ def decide(
     on_tier_full: OnTierFull,
     ssd: MachineSsd | None = None,
 ) -> Plan:
-    """Return the plan of a run: where every tensor of its inventory goes.
-
-    Args:
-        ssd: how much the tier `ssd` may hold; None where there is none.
-    """
+    """Return the plan of a run: where every tensor of its inventory goes."""
     free = free_for(inventory.model, memory)
     placer = Placer(memory.topology, policy.of_run(inventory, free), memory.free_bytes)
     plan = Plan(inventory, placer, pin=memory.pins)

@@ -201,12 +201,7 @@ class Group(NamedTuple):
 
 
 def groups_of(model: nn.Module, units: NamedUnits, mesh: Mesh, *, reduce_itemsize: int | None = None) -> list[Group]:
-    """Return the groups of a model: its units in their order, then the root where anything is left for it.
-
-    Args:
-        model: on any device. A parameter that several modules share belongs to the first of them.
-        reduce_itemsize: bytes of a number as gradients are reduced; None: as the parameter has.
-    """
+    """Return the groups of a model: its units in their order, then the root where anything is left for it."""
     left = {id(parameter): parameter for parameter in known_parameters(model)}
     groups = []
     for name, parameters in [(name, [*unit.parameters()]) for name, unit in units] + [("", list(left.values()))]:
@@ -255,7 +250,6 @@ def exchanges(
 
 
 def model_job(name: str, inventory: Inventory) -> Job:
-    """Return the job of a model that is trained."""
     workload, run, mesh = inventory.workload, inventory.measured, inventory.workload.mesh
     parts, n = _device_parts(inventory), workload.num_micro_batches
     groups = groups_of(inventory.model, inventory.units, mesh)
@@ -600,16 +594,13 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
         return self.forward.seconds + self.backward.seconds + self.update.seconds
 
     @property
     def hidden_seconds(self) -> float:
-        """Seconds that the overlap saves."""
         return self.serial_seconds - self.seconds
 
     def phases(self) -> dict[Phase, PhaseTime]:
-        """Return the phases by name."""
         return {"forward": self.forward, "backward": self.backward, "update": self.update}
 
     def describe(self) -> str:
@@ -625,9 +616,6 @@ def predict_step(job: Job, splits: Mapping[TensorRole, Split], machine: Machine)
 
     Capacities are not looked at: that is the policies' work. Drives whose speeds are not known count as if they took no
     time.
-
-    Args:
-        splits: where the others lie, by role; only classes that move anything need to be in it.
     """
     for split in splits.values():
         check_split(split, machine)
@@ -756,7 +744,6 @@ class StepModel:
         return max(self._seconds_in_memory(load), *self._ssd_seconds(load))
 
     def _update_seconds(self, load: list[float]) -> float:
-        """Return what the update takes where nothing hides it."""
         stages = (self._seconds_in_memory(load), *self._ssd_seconds(load))
         return sum(stages) / self._visits + (1 - 1 / self._visits) * max(stages)
 

@@ -64,11 +64,7 @@ def in_order(job: Job) -> list[MemoryClass]:
 
 
 class Room:
-    """Counts down the capacities of a machine's memory tiers, and what they may hold together.
-
-    Args:
-        machine: what is fixed on its tier `ssd` takes nothing of memory.
-    """
+    """Counts down the capacities of a machine's memory tiers, and what they may hold together."""
 
     def __init__(self, job: Job, machine: Machine) -> None:
         self._machine = machine
@@ -85,7 +81,6 @@ class Room:
         return [tier for tier in self.tiers if tier.kind is kind]
 
     def left(self, tier: str) -> int:
-        """Return the bytes that a tier still has."""
         return min(self._left[tier], self.together)
 
     def take(self, role: TensorRole, nbytes: int, split: Split) -> None:
@@ -160,7 +155,6 @@ class _RoleByRole:
     needs_speeds = False
 
     def decide(self, job: Job, machine: Machine) -> Decision:
-        """Return a split for every role that `job` leaves open."""
         room = Room(job, machine)
         splits: dict[TensorRole, Split] = {}
         reasons: dict[TensorRole, str] = {}
@@ -206,7 +200,6 @@ class DramOnly(_RoleByRole):
     """Everything in DRAM; what does not fit there does not run."""
 
     def split_of(self, each: MemoryClass, room: Room, machine: Machine) -> tuple[Split, str]:
-        """Return the split of one class over DRAM."""
         return spread(each.role, each.nbytes, room.of_kind(TierKind.DRAM), room), "everything in DRAM"
 
 
@@ -223,7 +216,6 @@ class ByRole(_RoleByRole):
     """As `RoleHomePolicy` places in a run, role after role: what does not fit in a role's home goes to other tiers."""
 
     def order(self, job: Job) -> Iterable[MemoryClass]:
-        """Return the classes in the order of the job."""
         return job.free_classes().values()
 
     def split_of(self, each: MemoryClass, room: Room, machine: Machine) -> tuple[Split, str]:
@@ -242,7 +234,6 @@ class ByRole(_RoleByRole):
 
 
 def mixed(each: MemoryClass, local: int, dram: list[MachineTier], cards: list[MachineTier], room: Room) -> Split:
-    """Return the split of a class of which `local` bytes lie in DRAM and the rest on the cards."""
     split: Split = {}
     for nbytes, tiers in ((local, dram), (each.nbytes - local, cards)):
         if nbytes:
@@ -269,7 +260,6 @@ class Bounds:
     least_local: float
 
     def local(self, x: Sequence[float]) -> float:
-        """Return the local bytes."""
         return sum(size * part for size, part in zip(self.nbytes, x, strict=True))
 
     def repaired(self, x: Sequence[float]) -> Fractions:
@@ -289,9 +279,6 @@ def minimise(cost: Callable[[Fractions], float], bounds: Bounds, starts: Sequenc
     The cost is a sum of maxima over resources, so it is convex, flat where something else decides, and has kinks where
     two resources tie. Moving one class at a time gets stuck at a kink; moving bytes of one class in and as many of
     another out does not. Steps halve until they are small.
-
-    Args:
-        starts: at least one; repaired where they do not fit. The result costs no more than any of them.
     """
     found = [_descend(cost, bounds, bounds.repaired(start)) for start in starts]
     return min(found, key=lambda each: each[0])[1]
@@ -428,7 +415,6 @@ class _Problem:
         self._greedy_s = math.inf if self._greedy is None else self.seconds(self._greedy)
 
     def simplest_good(self) -> Fractions:
-        """Return the fractions of the simplest plan that is worth it."""
         found = [x for far, tied in _PLANS if (x := self._best(far, tied)) is not None]
         if self._greedy is not None:
             found.append(self._greedy)
@@ -575,12 +561,10 @@ def get_policy(name: str) -> PlanningPolicy | PlacementPolicy:
 
 
 def plans(policy: object) -> bool:
-    """Whether a policy decides about a whole job at once."""
     return callable(getattr(policy, "decide", None))
 
 
 def check_policy(policy: object) -> None:
-    """Refuse a name or an object that is no policy."""
     if isinstance(policy, str):
         if policy not in ("auto", "by_role"):
             get_policy(policy)
@@ -623,7 +607,6 @@ class PolicyPlan:
         return not self.error and not self.needs_speeds
 
     def used_bytes(self, tier: str) -> int:
-        """Return the bytes of all roles on a tier."""
         return sum(tiers.get(tier, 0) for tiers in self.bytes_on.values())
 
 
@@ -678,7 +661,6 @@ def working_bytes(job: Job, machine: Machine) -> int:
 
 
 def _check_ssd(job: Job, machine: Machine) -> None:
-    """Refuse state and weights that the tier `ssd` cannot hold."""
     if job.ssd_bytes:
         ssd = machine.ssd or MachineSsd(capacity_bytes=0)
         ssd.check_bytes(job.ssd_bytes_in(ssd.versions))

@@ -59,11 +59,6 @@ def test_sizes_and_rates_are_read_as_people_write_them(tmp_path):
     assert machine == Machine(name="small", tiers=(tier,), device=device)
 
 
-def test_a_path_may_be_text(tmp_path):
-    path = written(tmp_path, SMALL)
-    assert load_machine(str(path)) == load_machine(path)
-
-
 @pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
 def test_every_example_is_read_and_comes_back_from_a_file(path, tmp_path):
     machine = load_machine(path)
@@ -119,16 +114,14 @@ def test_every_field_comes_back_from_a_file(tmp_path):
         ("8GiB", "8 apples", "tier 1 of 1: capacity_bytes: cannot read '8 apples' as a size"),
         ("8GiB", "[8]", "tier 1 of 1: capacity_bytes: a size must be"),
         ("40 GB/s", "fast", "tier 1 of 1: adam_bytes_per_s must be a number of bytes per second, or text such as"),
-        ("40 GB/s", "0", "tier 1 of 1: adam_bytes_per_s must be positive, got 0"),
-        ("40 GB/s", "0 GB/s", "tier 1 of 1: tier `dram0`: adam_bytes_per_s must be a positive number"),
-        ("40 GB/s", "-.inf", "adam_bytes_per_s must be a number of bytes per second"),
-        ("1.0e+12", "true", "the file: device: flops must be a number, at least 0, got True"),
-        ("1.0e+12", ".nan", "the file: device: flops must be a number, at least 0, got nan"),
-        ("1.0e+12", "null", "the file: device: flops must be a number, at least 0, got None"),
+        ("40 GB/s", "0 GB/s", "tier 1 of 1: adam_bytes_per_s must be positive, got 0.0"),
+        ("40 GB/s", "-.inf", "adam_bytes_per_s must be positive, got -inf"),
+        ("40 GB/s", ".inf", "adam_bytes_per_s must be finite, got inf"),
+        ("1.0e+12", "true", "the file: device: flops must be a number, got True"),
+        ("1.0e+12", ".nan", "the file: device: flops must be a number, got nan"),
         ("  flops", "  count: 1.5\n  flops", "the file: device: count must be a whole number, got 1.5"),
         ("  flops", "  is_host: 1\n  flops", "the file: device: is_host must be true or false, got 1"),
         ("  flops", "  name: 5\n  flops", "the file: device: name must be text, got 5"),
-        ("device:", "cache: 5\ndevice:", "the file: cache must map nbytes, bytes_per_s to values, got 5"),
         ("device:", "cache: {size: 5}\ndevice:", "the file: cache has the unknown key 'size'; its keys are: nbytes"),
         ("kind: dram", "kind: dram\n    backed_by: cxl", "the file: there is no tier 'cxl'; machine `small` has"),
         ("name: small", "name: small\nwrite_contention: 0.5", "write_contention must be at least 1, got 0.5"),
@@ -136,13 +129,8 @@ def test_every_field_comes_back_from_a_file(tmp_path):
         ("name: dram0", "name: ssd", "has the tier 'ssd' among `tiers`"),
         ("device:", "ssd: {read_bytes_per_s: 1}\ndevice:", "the file: ssd lacks capacity_bytes; its keys are"),
         ("device:", "ssd: {capacity_bytes: 1, num_drives: 0}\ndevice:", "ssd: num_drives must be at least 1"),
-        ("device:", "ssd: {capacity_bytes: 1, versions: 3}\ndevice:", "versions 1 or 2, got 1 and 3"),
+        ("device:", "ssd: {capacity_bytes: 1, versions: 3}\ndevice:", "versions must be 1 or 2, got 3"),
         ("device:", "links: 5\ndevice:", "the file: links must map devices_per_port, port_bytes_per_s, peer_bytes"),
-        (
-            "device:",
-            "links: {nvlink: 1}\ndevice:",
-            "the file: links has the unknown key 'nvlink'; its keys are: devices",
-        ),
         ("device:", "links: {peer_bytes_per_s: 0}\ndevice:", "links: peer_bytes_per_s must be positive, got 0"),
         ("device:", "links: {network_bytes_per_s: fast}\ndevice:", "network_bytes_per_s must be a number of bytes per"),
         ("device:", "links: {devices_per_port: 0}\ndevice:", "devices_per_port must be at least 1, got 0"),
@@ -154,7 +142,7 @@ def test_every_field_comes_back_from_a_file(tmp_path):
         (
             "device:",
             "links: {peer_latency_s: -1}\ndevice:",
-            "links: peer_latency_s must be a number, at least 0",
+            "links: peer_latency_s must be at least 0, got -1",
         ),
     ],
 )

@@ -21,8 +21,6 @@ from tests.unit.machine.test_calibration import CALIBRATION
 TINY = Options(
     rounds=2,
     node_bytes=16 << 20,
-    chase_bytes=1 << 20,
-    chase_steps=2000,
     copy_bytes=1 << 20,
     matmul_sizes=(64,),
     ssd_bytes=4 << 20,
@@ -53,7 +51,6 @@ def test_everything_is_measured_shown_kept_and_written(run, tmp_path, cache, cap
     for node in kept.nodes:
         for value in (node.read_bytes_per_s, node.write_bytes_per_s, node.adam_bytes_per_s):
             assert 1e7 < value < 1e13
-        assert 1 < node.latency_ns < 1e5
         assert f"node {node.node_id}, Adam's mix" in shown
     assert 1e6 < kept.device("cpu").flops < 1e16
     assert kept.ssds[0].folder == str(tmp_path)
@@ -69,8 +66,6 @@ def test_everything_is_measured_shown_kept_and_written(run, tmp_path, cache, cap
     assert table["machine"]["cpu"]
     by_name = {row["name"]: row for row in table["rows"]}
     node = kept.nodes[0]
-    assert by_name[f"node {node.node_id}, latency"]["value"] == node.latency_ns
-    assert by_name[f"node {node.node_id}, latency"]["unit"] == "ns"
     assert f"node {node.node_id}, read, spread" in by_name
     assert [path.name for path in (cache / "calibration").iterdir()] == [shown.split("calibration/")[1].split()[0]]
 

@@ -23,9 +23,7 @@ from lightning_cxl.transfer.engine import HostEngine
 from tests import apart
 from tests.fakes import LoggingDeviceEngine
 
-TINY = Options(
-    rounds=2, node_bytes=1 << 20, chase_bytes=1 << 16, chase_steps=1000, copy_bytes=1 << 20, matmul_sizes=(16,)
-)
+TINY = Options(rounds=2, node_bytes=1 << 20, copy_bytes=1 << 20, matmul_sizes=(16,))
 DELAY_S = 0.05
 
 
