@@ -402,7 +402,7 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def _host_bytes(job: Job, machine: Machine) -> int:
-    return sum(job.bytes_of().values()) - job.ssd_bytes + working_bytes(job, machine)
+    return sum(job.bytes_of().values()) - job.ssd_bytes() + working_bytes(job, machine)
 
 
 # Advice: single changes that make a job fit, or else the fewest and cheapest together.
@@ -525,10 +525,10 @@ def as_data(found: Findings) -> dict[str, Any]:
         device = {name: None if name.endswith("_per_s") or name == "flops" else v for name, v in device.items()}
     ssd = machine.ssd and {
         **asdict(machine.ssd),
-        "used_bytes": job.ssd_bytes_in(machine.ssd.versions),
+        "used_bytes": job.ssd_bytes(machine.ssd.versions),
         "num_records": job.num_records,
-        "read_bytes_per_step": job.ssd_read_bytes,
-        "written_bytes_per_step": job.ssd_written_bytes,
+        "read_bytes_per_step": job.moved_bytes("ssd_read"),
+        "written_bytes_per_step": job.moved_bytes("ssd_write"),
     }
     busy = found.chosen.time and busy_seconds(found.chosen.time)
     return {
@@ -659,7 +659,7 @@ def _head(found: Findings) -> list[str]:
 
 def _roles(found: Findings) -> list[str]:
     plan, job = found.chosen, found.job
-    tiers = (*found.machine.names, SSD)[: None if job.ssd_bytes else -1] if plan.bytes_on else ()
+    tiers = (*found.machine.names, SSD)[: None if job.ssd_bytes() else -1] if plan.bytes_on else ()
     roles = job.bytes_of()
     rows = []
     for role, nbytes in roles.items():
@@ -681,7 +681,7 @@ def _roles(found: Findings) -> list[str]:
 
 def _drives(found: Findings) -> list[str]:
     job, machine, ssd, time = found.job, found.machine, found.machine.ssd, found.chosen.time
-    if ssd is None or not job.ssd_written_bytes:
+    if ssd is None or not job.moved_bytes("ssd_write"):
         return []
     there = {role: sum(e.nbytes for e in job.classes if e.role is role and e.tier == SSD) for role in TensorRole}
     inputs = there[TensorRole.ACTIVATIONS]
@@ -689,7 +689,7 @@ def _drives(found: Findings) -> list[str]:
     parts = [f"{state} in {job.num_records} records"] if job.num_records else []
     parts += [f"{format_bytes(inputs)} of activations"] if inputs else []
     lines = wrapped(
-        f"tier ssd: memory cannot hold {' and '.join(parts)}, {format_bytes(job.ssd_bytes_in(ssd.versions))} of "
+        f"tier ssd: memory cannot hold {' and '.join(parts)}, {format_bytes(job.ssd_bytes(ssd.versions))} of "
         f"{format_bytes(ssd.capacity_bytes)}{', optimizer state in two versions' if ssd.versions > 1 else ''}; memory "
         f"left over: {format_bytes(max(0, machine.memory_bytes - found.host_bytes))} of "
         f"{format_bytes(machine.memory_bytes)}"
@@ -705,7 +705,7 @@ def _drives(found: Findings) -> list[str]:
             "  the speeds of its drives are not known, so no seconds are predicted: `python -m lightning_cxl calibrate "
             "--ssd DIR` measures them"
         )
-    return [*lines, f"  {job.ssd_written_bytes / 1e9:.3g} GB written per step"]
+    return [*lines, f"  {job.moved_bytes('ssd_write') / 1e9:.3g} GB written per step"]
 
 
 def _device(found: Findings) -> list[str]:

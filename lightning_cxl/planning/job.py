@@ -134,26 +134,11 @@ class Job:
     notes: tuple[str, ...] = ()
     """Assumptions and gaps, one sentence each."""
 
-    @property
-    def ssd_bytes(self) -> int:
-        """Bytes on the tier `ssd`, one version of them."""
-        return self.ssd_bytes_in(1)
-
-    def ssd_bytes_in(self, versions: int) -> int:
-        """Return the bytes on the tier `ssd` where state lies there in several versions; all else has one."""
+    def ssd_bytes(self, versions: int = 1) -> int:
+        """Return the bytes on the tier `ssd`; state may lie there in several versions, all else has one."""
         others = (TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS)
         on_ssd = [each for each in self.classes if each.tier == SSD]
         return sum(each.nbytes * (1 if each.role in others else versions) for each in on_ssd)
-
-    @property
-    def ssd_written_bytes(self) -> float:
-        """Bytes that a step writes to the tier `ssd`."""
-        return self.moved_bytes("ssd_write")
-
-    @property
-    def ssd_read_bytes(self) -> float:
-        """Bytes that a step reads from the tier `ssd`."""
-        return self.moved_bytes("ssd_read")
 
     def moved_bytes(self, kind: str) -> float:
         """Return the bytes of all moves of a kind; of copies, those of each device."""
@@ -170,17 +155,12 @@ class Job:
     def in_memory(self) -> "Job":
         """Return the job as if memory were large enough: nothing has a tier, and nothing moves from or to drives."""
         job = self.without_ssd_moves()
-        return replace(
-            job, classes=tuple(replace(each, tier=None) for each in job.classes), num_records=0, num_visits=0
-        )
+        classes = tuple(replace(each, tier=None) for each in job.classes)
+        return replace(job, classes=classes, num_records=0, num_visits=0)
 
     def free_classes(self) -> dict[TensorRole, MemoryClass]:
         """Return the classes that the policy decides about, by role."""
         return {each.role: each for each in self.classes if each.tier is None}
-
-    def in_one_order(self) -> list[MemoryClass]:
-        """Return the classes by role and tier: what is added up in this order does not depend on who listed them."""
-        return sorted(self.classes, key=lambda each: (each.role.name, each.tier or ""))
 
     def bytes_of(self) -> Mapping[TensorRole, int]:
         """Return the bytes of every role."""
@@ -652,7 +632,8 @@ class StepModel:
         if machine.ssd is not None and machine.ssd.read_bytes_per_s and machine.ssd.write_bytes_per_s:
             self._ssd_speeds = (1 / machine.ssd.read_bytes_per_s, 1 / machine.ssd.write_bytes_per_s)
         self._free: dict[TensorRole, list[tuple[int, int, float]]] = {}
-        for each in job.in_one_order():
+        # what is added up in this order does not depend on who listed the classes
+        for each in sorted(job.classes, key=lambda each: (each.role.name, each.tier or "")):
             moves = []
             for move in each.moves:
                 if move.kind in SSD_MOVES:

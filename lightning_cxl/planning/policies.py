@@ -4,7 +4,7 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from lightning_cxl.config import SSD
 from lightning_cxl.errors import ConfigError, TierFullError
@@ -67,18 +67,13 @@ class Room:
     """Counts down the capacities of a machine's memory tiers, and what they may hold together."""
 
     def __init__(self, job: Job, machine: Machine) -> None:
-        self._machine = machine
-        self.tiers: tuple[MachineTier, ...] = machine.tiers
-        self._left = {tier.name: tier.capacity_bytes for tier in self.tiers}
+        self.machine = machine
+        self._left = {tier.name: tier.capacity_bytes for tier in machine.tiers}
         self.together = machine.memory_bytes
         """Bytes that all tiers together still have."""
         for each in job.classes:
             if each.tier not in (None, SSD):
                 self.take(each.role, each.nbytes, {each.tier: 1.0})
-
-    def of_kind(self, kind: TierKind) -> list[MachineTier]:
-        """Return the tiers of a kind, nearest first."""
-        return [tier for tier in self.tiers if tier.kind is kind]
 
     def left(self, tier: str) -> int:
         return min(self._left[tier], self.together)
@@ -99,7 +94,7 @@ class Room:
         if self.together < sum(self._left.values()):
             have += f", {format_bytes(self.together)} together"
         return TierFullError(
-            f"cannot place {what} ({format_bytes(nbytes)}) on tier `{tier}`: machine `{self._machine.name}` has "
+            f"cannot place {what} ({format_bytes(nbytes)}) on tier `{tier}`: machine `{self.machine.name}` has "
             f"left {have}. Add memory or a tier, raise the budget in `tiers`, or use a smaller model, batch "
             f"or sequence."
         )
@@ -125,7 +120,7 @@ def spread(role: TensorRole, nbytes: int, tiers: Sequence[MachineTier], room: Ro
         raise room.full(role.value, nbytes, "` and `".join(bytes_on) or "cxl")
     total = sum(bytes_on.values())
     if not total:  # no bytes: where they would go
-        able = [tier for tier in tiers if left[tier.name] > 0] or [*tiers, *room.tiers][:1]
+        able = [tier for tier in tiers if left[tier.name] > 0] or [*tiers, *room.machine.tiers][:1]
         return {tier.name: tier.num_nodes / sum(each.num_nodes for each in able) for tier in able}
     return {name: size / total for name, size in bytes_on.items() if size}
 
@@ -159,14 +154,14 @@ class _RoleByRole:
         splits: dict[TensorRole, Split] = {}
         reasons: dict[TensorRole, str] = {}
         for each in self.order(job):
-            splits[each.role], reasons[each.role] = self.split_of(each, room, machine)
+            splits[each.role], reasons[each.role] = self.split_of(each, room)
             room.take(each.role, each.nbytes, splits[each.role])
         return Decision(splits, reasons)
 
     def order(self, job: Job) -> Iterable[MemoryClass]:
         return in_order(job)
 
-    def split_of(self, each: MemoryClass, room: Room, machine: Machine) -> tuple[Split, str]:
+    def split_of(self, each: MemoryClass, room: Room) -> tuple[Split, str]:
         raise NotImplementedError
 
 
@@ -179,9 +174,8 @@ class LatencyFirst(_RoleByRole):
     before the first batch) lies on the cards, so that it does not take the DRAM that was promised to others.
     """
 
-    def split_of(self, each: MemoryClass, room: Room, machine: Machine) -> tuple[Split, str]:
-        """Return the split of one class, and the reason."""
-        dram, cards = room.of_kind(TierKind.DRAM), room.of_kind(TierKind.CXL)
+    def split_of(self, each: MemoryClass, room: Room) -> tuple[Split, str]:
+        dram, cards = room.machine.select(TierKind.DRAM), room.machine.select(TierKind.CXL)
         local = sum(room.left(tier.name) for tier in dram)
         if not each.nbytes and cards:
             return spread(each.role, 0, cards, room), "size not known yet: on the cards"
@@ -199,17 +193,16 @@ class LatencyFirst(_RoleByRole):
 class DramOnly(_RoleByRole):
     """Everything in DRAM; what does not fit there does not run."""
 
-    def split_of(self, each: MemoryClass, room: Room, machine: Machine) -> tuple[Split, str]:
-        return spread(each.role, each.nbytes, room.of_kind(TierKind.DRAM), room), "everything in DRAM"
+    def split_of(self, each: MemoryClass, room: Room) -> tuple[Split, str]:
+        return spread(each.role, each.nbytes, room.machine.select(TierKind.DRAM), room), "everything in DRAM"
 
 
 class Interleave(_RoleByRole):
     """Everything page by page over the nodes, as ``numactl --interleave=all``; a full one leaves its part to others."""
 
-    def split_of(self, each: MemoryClass, room: Room, machine: Machine) -> tuple[Split, str]:
-        """Return equal shares of all nodes, as long as every node has room."""
-        num_nodes = sum(tier.num_nodes for tier in room.tiers)
-        return spread(each.role, each.nbytes, room.tiers, room), f"interleaved over all {num_nodes} nodes"
+    def split_of(self, each: MemoryClass, room: Room) -> tuple[Split, str]:
+        num_nodes = sum(tier.num_nodes for tier in room.machine.tiers)
+        return spread(each.role, each.nbytes, room.machine.tiers, room), f"interleaved over all {num_nodes} nodes"
 
 
 class ByRole(_RoleByRole):
@@ -218,13 +211,12 @@ class ByRole(_RoleByRole):
     def order(self, job: Job) -> Iterable[MemoryClass]:
         return job.free_classes().values()
 
-    def split_of(self, each: MemoryClass, room: Room, machine: Machine) -> tuple[Split, str]:
-        """Return the split of one class: its home, and where the rest goes."""
-        dram, cards = room.of_kind(TierKind.DRAM), room.of_kind(TierKind.CXL)
-        home = home_kinds(each.role, cpu_computes=machine.device.is_host)[0]
+    def split_of(self, each: MemoryClass, room: Room) -> tuple[Split, str]:
+        dram, cards = room.machine.select(TierKind.DRAM), room.machine.select(TierKind.CXL)
+        home = home_kinds(each.role, cpu_computes=room.machine.device.is_host)[0]
         why = f"home of {each.role.value}"
-        if each.nbytes > sum(room.left(tier.name) for tier in room.tiers):
-            raise room.full(each.role.value, each.nbytes, "` and `".join(tier.name for tier in room.tiers))
+        if each.nbytes > sum(room.left(tier.name) for tier in room.machine.tiers):
+            raise room.full(each.role.value, each.nbytes, "` and `".join(tier.name for tier in room.machine.tiers))
         if not each.nbytes:
             return spread(each.role, 0, (home is TierKind.CXL and cards) or dram or cards, room), why
         local = min(each.nbytes, sum(room.left(tier.name) for tier in dram))
@@ -233,7 +225,9 @@ class ByRole(_RoleByRole):
         return mixed(each, local, dram, cards, room), why
 
 
-def mixed(each: MemoryClass, local: int, dram: list[MachineTier], cards: list[MachineTier], room: Room) -> Split:
+def mixed(
+    each: MemoryClass, local: int, dram: Sequence[MachineTier], cards: Sequence[MachineTier], room: Room
+) -> Split:
     split: Split = {}
     for nbytes, tiers in ((local, dram), (each.nbytes - local, cards)):
         if nbytes:
@@ -401,8 +395,10 @@ class _Problem:
         room = Room(job, machine)
         self.classes = classes
         self.total = sum(each.nbytes for each in classes)
-        self.near = _group(room, TierKind.DRAM)
-        self.far = _group(room, TierKind.CXL)
+        self.near, self.far = (
+            _Group(tiers, tuple(room.left(tier.name) for tier in tiers))
+            for tiers in (machine.select(TierKind.DRAM), machine.select(TierKind.CXL))
+        )
         if self.total > min(self.near.room + self.far.room, room.together):
             raise room.full("the job", self.total, "` and `".join(t.name for t in self.near.tiers + self.far.tiers))
         self.bounds = Bounds(tuple(each.nbytes for each in classes), self.near.room, max(0, self.total - self.far.room))
@@ -513,11 +509,6 @@ class _Problem:
         return f"{uses}: {part:.0%} in DRAM, so that DRAM and cards are done together".replace("%", " %")
 
 
-def _group(room: Room, kind: TierKind) -> _Group:
-    tiers = tuple(room.of_kind(kind))
-    return _Group(tiers, tuple(room.left(tier.name) for tier in tiers))
-
-
 def _decision(policy: PlanningPolicy, job: Job, machine: Machine) -> Decision | None:
     """Return what a policy decides; None where it cannot place the job."""
     try:
@@ -610,10 +601,17 @@ class PolicyPlan:
         return sum(tiers.get(tier, 0) for tiers in self.bytes_on.values())
 
 
-def compare(job: Job, machine: Machine, policies: Iterable[str]) -> dict[str, PolicyPlan]:
+def compare(job: Job, machine: Machine, names: Iterable[str]) -> dict[str, PolicyPlan]:
     """Return the plan of each policy, by name."""
     room = with_working_memory(job, machine)
-    return {name: _plan(name, _planning(name), job, room) for name in policies}
+    policies = {name: ByRole() if name == "by_role" else get_policy(name) for name in names}
+    for name, policy in policies.items():
+        if not plans(policy):
+            raise ConfigError(
+                f"policy {name!r} places tensor by tensor, so there is nothing to plan ahead: choose one that has "
+                "`decide`"
+            )
+    return {name: _plan(name, cast(PlanningPolicy, policy), job, room) for name, policy in policies.items()}
 
 
 def dram_only_time(job: Job, machine: Machine) -> StepTime | None:
@@ -636,11 +634,6 @@ def fits_device(job: Job, machine: Machine) -> bool:
     return device.is_host or not device.memory_bytes or (job.device_bytes or 0) <= device.memory_bytes
 
 
-def can_predict(job: Job, machine: Machine) -> bool:
-    """Return whether seconds of a job can be predicted: the speeds of all that it uses are known."""
-    return machine.has_speeds and (not job.ssd_bytes or (machine.ssd is not None and machine.ssd.has_speeds))
-
-
 def with_working_memory(job: Job, machine: Machine) -> Machine:
     """Return the machine that is left when the CPU computes: what it works in lies in DRAM."""
     working = working_bytes(job, machine)
@@ -660,26 +653,13 @@ def working_bytes(job: Job, machine: Machine) -> int:
     return machine.device.count * (job.device_bytes or 0) if machine.device.is_host else 0
 
 
-def _check_ssd(job: Job, machine: Machine) -> None:
-    if job.ssd_bytes:
-        ssd = machine.ssd or MachineSsd(capacity_bytes=0)
-        ssd.check_bytes(job.ssd_bytes_in(ssd.versions))
-
-
-def _planning(name: str) -> PlanningPolicy:
-    policy = ByRole() if name == "by_role" else get_policy(name)
-    if not plans(policy):
-        raise ConfigError(
-            f"policy {name!r} places tensor by tensor, so there is nothing to plan ahead: choose one that has `decide`"
-        )
-    return policy  # type: ignore[return-value]
-
-
 def _plan(name: str, policy: PlanningPolicy, job: Job, machine: Machine) -> PolicyPlan:
     if not machine.has_speeds and getattr(policy, "needs_speeds", True):
         return PolicyPlan(name, {}, {}, None, needs_speeds=True)
     try:
-        _check_ssd(job, machine)
+        if job.ssd_bytes():
+            ssd = machine.ssd or MachineSsd(capacity_bytes=0)
+            ssd.check_bytes(job.ssd_bytes(ssd.versions))
         decision = policy.decide(job, machine)
     except TierFullError as error:
         return PolicyPlan(name, {}, {}, None, str(error))
@@ -692,8 +672,9 @@ def _plan(name: str, policy: PlanningPolicy, job: Job, machine: Machine) -> Poli
         own = bytes_on.setdefault(each.role, {})
         for tier, share in split.items():
             own[tier] = own.get(tier, 0) + round(share * each.nbytes)
-    time = predict_step(job, decision.splits, machine) if can_predict(job, machine) else None
-    added = None
-    if time is not None and job.ssd_bytes:
+    time = added = None
+    if machine.has_speeds and (not job.ssd_bytes() or (machine.ssd is not None and machine.ssd.has_speeds)):
+        time = predict_step(job, decision.splits, machine)
+    if time is not None and job.ssd_bytes():
         added = time.seconds - predict_step(job.without_ssd_moves(), decision.splits, machine).seconds
     return PolicyPlan(name, bytes_on, reasons, time, ssd_seconds=added)

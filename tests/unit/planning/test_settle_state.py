@@ -334,8 +334,8 @@ def test_weights_that_nobody_trains_are_only_read():
     assert len(inventory.ssd_records) == 8
     assert inventory.bytes_of(TensorRole.STAGING) == NUM_HOP_SLOTS * inventory.ssd_records[0].nbytes
     job = model_job("it", inventory)
-    assert (job.ssd_written_bytes, job.num_visits) == (0, 0)
-    assert job.ssd_read_bytes == 2 * job.ssd_bytes
+    assert (job.moved_bytes("ssd_write"), job.num_visits) == (0, 0)
+    assert job.moved_bytes("ssd_read") == 2 * job.ssd_bytes()
 
 
 def test_frozen_weights_go_first():
@@ -368,9 +368,9 @@ def test_what_a_step_moves_of_weights_and_of_state():
     frozen = next(each.nbytes for each in on_ssd if each.role is TensorRole.COMPUTE_WEIGHTS and not each.is_updated)
     state = sum(each.nbytes for each in on_ssd) - weights
     assert weights == 5 * frozen
-    assert job.ssd_written_bytes == weights - frozen + state
-    assert job.ssd_read_bytes == 2 * 3 * weights + job.ssd_written_bytes
-    assert (job.ssd_bytes, job.ssd_bytes_in(2)) == (weights + state, weights + 2 * state)
+    assert job.moved_bytes("ssd_write") == weights - frozen + state
+    assert job.moved_bytes("ssd_read") == 2 * 3 * weights + job.moved_bytes("ssd_write")
+    assert (job.ssd_bytes(), job.ssd_bytes(2)) == (weights + state, weights + 2 * state)
     assert (job.num_records, job.num_visits) == (10, 7)  # units 3 and 4 bring weights and state at once
 
 

@@ -248,8 +248,8 @@ def test_inputs_on_the_tier_ssd_are_written_and_read_once_in_every_micro_batch_o
     job = model_job("llama", inventory)
     nbytes = sum(each.nbytes for each in inventory.tensors if each.tier == "ssd")
     assert nbytes == 2 * BATCH * 128 * model.config.hidden_size * 4
-    assert job.ssd_bytes == count * nbytes
-    assert job.ssd_written_bytes == job.ssd_read_bytes == 3 * count * nbytes
+    assert job.ssd_bytes() == count * nbytes
+    assert job.moved_bytes("ssd_write") == job.moved_bytes("ssd_read") == 3 * count * nbytes
     assert job.num_records == 0
 
 
