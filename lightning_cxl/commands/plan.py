@@ -5,6 +5,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -167,15 +168,8 @@ class PlannedModel:
                 "model that is made for longer ones"
             )
         model, config, load = self._model_of(settings), settings.config(machine), settings.workload(machine)
-        key: tuple[object, ...] = (
-            settings.precision,
-            settings.lora,
-            settings.quantize,
-            settings.loss,
-            load.batch,
-            load.sequence,
-        )
-        key = (*key, config.activation_offload, load.computes_on_host)
+        adapted = (settings.precision, settings.lora, settings.quantize)
+        key = (*adapted, settings.loss, load.batch, load.sequence, config.activation_offload, load.computes_on_host)
         if key not in self._measured:
             compute_loss = loss_on_meta(model, load.batch, load.sequence, chunked=settings.loss == "chunked")
             self._measured[key] = measure(model, config, load, compute_loss)
@@ -229,18 +223,15 @@ def with_lora(model: Any, rank: int, quantize: str | None) -> Any:
 def loss_on_meta(model: Any, batch: int, sequence: int, *, chunked: bool = False) -> Callable[[], torch.Tensor]:
     """Return a function that computes the model's loss of a batch of token ids without values."""
 
-    def full() -> torch.Tensor:
+    def loss() -> torch.Tensor:
         ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
-        # the cache is what these models make in training by default; without it they look for packed sequences in
-        # position ids, which have no values here
-        loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=True).loss
-        return loss
+        with chunked_loss(model) if chunked else nullcontext():
+            # the cache is what these models make in training by default; without it they look for packed sequences in
+            # position ids, which have no values here
+            found: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=True).loss
+        return found
 
-    def in_chunks() -> torch.Tensor:
-        with chunked_loss(model):
-            return full()
-
-    return in_chunks if chunked else full
+    return loss
 
 
 def reason(error: Exception) -> str:
