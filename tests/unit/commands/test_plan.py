@@ -14,7 +14,6 @@ from lightning_cxl.machine.speeds import load_machine
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.planning.policies import POLICIES
 from lightning_cxl.text import format_bytes
-from lightning_cxl.weights.hf import SHAPES
 from tests.integration.llama import tiny_llama
 
 MACHINE = """
@@ -150,19 +149,6 @@ def test_several_changes_where_no_single_one_helps(plan):
     assert 'state="8bit"' in first and "never holds all logits" in first and first.count(", ") == 1
     assert shlex.split(data["what_fits"][0]["command"])[-4:] == ["--loss", "chunked", "--state", "8bit"]
     assert any('lora={"r": 16}' in each for each in texts(data)[1:])
-
-
-@pytest.mark.full
-def test_options_that_fit_together_are_said_beside_what_a_drive_does(plan, deep_model):
-    """No option alone is enough, a drive would be: those who have none are told which options are."""
-    _, _, both = plan("--state", "8bit", "--overlap", "backward", model=deep_model)
-    room = f"{sum(both['roles'].values()) // 2 + (1 << 20)}B"
-    for one in (["--state", "8bit"], ["--overlap", "backward"]):
-        assert plan(*one, dram=room, cxl=room, model=deep_model)[0] == 3
-    _, _, data = plan(dram=room, cxl=room, model=deep_model)
-    first, second = data["what_fits"][:2]
-    assert shlex.split(first["command"])[-4:] == ["--overlap", "backward", "--state", "8bit"]
-    assert "on a drive" in second["text"]
 
 
 def test_a_sequence_that_is_longer_than_the_model_has_positions_for(plan):
@@ -315,15 +301,6 @@ def test_state_that_memory_cannot_hold_lies_on_the_tier_ssd(small):
     assert all(each["fits"] for each in data["policies"].values())
 
 
-def test_two_versions_take_twice_the_bytes_and_are_written_once(small):
-    dram = f"{small(dram='1GiB')[2]['host_bytes'] * 9 // 10}B"
-    once = small(dram=dram)[2]["ssd"]
-    status, text, data = small(dram=dram, ssd=SSD.format(size="1GiB").replace("}", ", versions: 2}"))
-    assert status == 0 and "in two versions" in " ".join(text.split())
-    assert data["ssd"]["used_bytes"] == 2 * once["used_bytes"]
-    assert data["ssd"]["written_bytes_per_step"] == once["written_bytes_per_step"]
-
-
 def test_weights_that_memory_cannot_hold_lie_there_once(small, deep_model):
     def planned(size):
         return small(dram=dram, model=deep_model, ssd=SSD.format(size=size).replace("}", ", versions: 2}"))
@@ -343,13 +320,6 @@ def test_weights_that_memory_cannot_hold_lie_there_once(small, deep_model):
     assert "memory cannot hold optimizer state and weights in" in said and "optimizer state in two versions" in said
     enough = f"{weights + inputs + 2 * state + (1 << 20)}B"  # a tier that holds it, with the gaps between records
     assert planned(enough)[0] == 0
-
-
-def test_a_tier_ssd_that_is_too_small_takes_what_it_can(small):
-    dram = f"{small(dram='1GiB')[2]['host_bytes'] // 2}B"
-    status, _, data = small(dram=dram, ssd=SSD.format(size="40MiB"))
-    assert status == 3
-    assert 0 < data["ssd"]["used_bytes"] <= 40 << 20
 
 
 def test_bytes_are_planned_where_the_speed_of_drives_is_not_known(small):
@@ -447,21 +417,11 @@ def test_tiers_of_this_machine_that_share_memory_hold_it_once(unknown_speeds):
     assert unknown_speeds(topology=two, together=needed + (1 << 20))[0] == 0
 
 
-def test_a_policy_by_import_path_is_shown_beside_the_built_in_ones(plan):
-    name = "lightning_cxl.planning.policies.Interleave"
-    _, _, data = plan("--policy", name)
-    assert list(data["policies"]) == [*POLICIES, name] and data["policy"] == name
-    assert data["policies"][name]["bytes"] == data["policies"]["interleave"]["bytes"]
-
-
 PARAMETERS = {
     "qwen2.5-7b": 7_615_616_512,  # arXiv 2507.03305's authors, numa_allocation_patch.py
-    "mistral-nemo-12b": 12_247_782_400,  # the same
     # safetensors metadata on the Hugging Face hub
     "qwen2.5-0.5b": 494_032_768,
     "llama-3.1-8b": 8_030_261_248,
-    "llama-3.1-70b": 70_553_706_496,
-    "llama-3.2-1b": 1_235_814_400,
     "mistral-7b": 7_248_023_552,
 }
 
@@ -471,11 +431,6 @@ def test_published_shapes_have_the_published_number_of_parameters(name):
     model = model_on_meta(name.upper())
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-
-
-def test_every_shape_can_be_built_in_name_only():
-    assert set(PARAMETERS) < set(SHAPES)
-    assert all(name == name.lower() for name in SHAPES)
 
 
 def test_activations_that_memory_cannot_hold_lie_on_the_tier_ssd(small):

@@ -38,15 +38,6 @@ def test_a_machine_has_its_ranks_shards():
     assert shards.machine_bytes(5, []) == 5
 
 
-@given(SHAPES, MESHES)
-def test_all_machines_together_hold_every_replica(parameter, mesh):
-    nbytes = 4 * parameter.numel()
-    together = mesh.num_machines * mesh.machine_bytes(nbytes, [parameter])
-    assert together >= mesh.num_replicas * nbytes
-    rows = parameter.shape[0] if parameter.ndim else 1
-    assert together <= mesh.num_replicas * (nbytes + mesh.num_shards * nbytes // rows) + mesh.num_machines
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

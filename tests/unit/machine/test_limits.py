@@ -39,11 +39,6 @@ def v2(path, limit, usage=0, inactive_file=0, high="max"):
     }
 
 
-def test_without_control_groups(host):
-    root = host({})
-    assert (host_limit_bytes(root), host_available_bytes(root)) == (4096 * MIB, 3072 * MIB)
-
-
 def test_v1_unlimited(host):
     root = host({"proc/self/cgroup": "4:memory:/a\n0::/\n", **v1("/a", UNLIMITED_V1), **v1("", UNLIMITED_V1)})
     assert cgroup_limits(root) == ()
@@ -77,11 +72,6 @@ def test_v2_high_limits_too(host, limit, high):
     root = host({"proc/self/cgroup": "0::/a\n", **v2("/a", limit, 10 * MIB, high=high)})
     assert host_limit_bytes(root) == 64 * MIB
     assert host_available_bytes(root) == 54 * MIB
-
-
-def test_v2_group_without_limit(host):
-    root = host({"proc/self/cgroup": "0::/a\n", **v2("/a", "max", 10 * MIB)})
-    assert cgroup_limits(root) == ()
 
 
 def test_a_group_over_its_limit_has_nothing_left(host):

@@ -33,11 +33,6 @@ def rated(node: int, way: str, megabytes_per_s: int) -> dict[str, str]:
     return {f"{NODE}/node{node}/access1/initiators/{way}_bandwidth": f"{megabytes_per_s}\n"}
 
 
-def test_adams_mix_of_reading_and_writing_in_turns():
-    assert adam_mix(16.0, 12.0) == 14.0  # a second each, 28 bytes
-    assert adam_mix(5.0, 5.0) == pytest.approx(5.0)
-
-
 def test_firmware(machine):
     topology = Topology.detect(machine("3node", rated(1, "read", 20000) | rated(2, "write", 10000)))
     found = machine_of(topology)
@@ -217,12 +212,6 @@ def test_a_missing_file_and_an_unknown_tier_are_refused(machine, tmp_path):
         machine_of(topology, file=tmp_path / "none.yaml")
     with pytest.raises(TierNotFoundError, match="no tier 'nvm'"):
         machine_of(topology, capacity_bytes={"nvm": 1})
-
-
-def test_an_empty_file_changes_nothing(machine, tmp_path):
-    topology = Topology.detect(machine("2node"))
-    (tmp_path / "empty.yaml").write_text("")
-    assert machine_of(topology, file=tmp_path / "empty.yaml") == machine_of(topology)
 
 
 def test_the_report_shows_speeds_and_their_source(machine, tmp_path):

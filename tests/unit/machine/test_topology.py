@@ -141,14 +141,6 @@ def test_empty_node_is_no_tier(machine):
     assert Topology.detect(root).tier("cxl").node_ids == (2,)
 
 
-def test_this_machine_has_memory_under_both_names():
-    topology = Topology.detect()
-    assert topology.tier("dram").capacity_bytes > 0
-    assert topology.tier("cxl").capacity_bytes > 0
-    assert 0 < topology.host_available_bytes() <= topology.host_limit_bytes()
-    assert 0 < topology.node_free_bytes(topology.tiers[0].node_ids[0]) <= topology.host_available_bytes()
-
-
 def test_unknown_tier_names_what_exists(machine):
     with pytest.raises(TierNotFoundError, match=r"no tier 'cxl7'.*'dram', 'cxl'"):
         Topology.detect(machine("2node")).tier("cxl7")
@@ -165,12 +157,6 @@ def test_node_tier_is_never_an_emulated_one():
     topology = Topology.fake(("1GiB",), ())
     assert topology.tier("cxl").node_ids == (0,)
     assert topology.node_tier(0).name == "dram"
-
-
-def test_select(machine):
-    topology = Topology.detect(machine("2node"))
-    assert [tier.name for tier in topology.select(kind=TierKind.CXL)] == ["cxl"]
-    assert topology.select(kind=TierKind.SSD) == ()
 
 
 def test_node_free_reads_now(machine):
@@ -209,13 +195,6 @@ def test_fake():
     assert topology.tier("cxl").capacity_bytes == 256 * GIB
     assert topology.host_limit_bytes() == topology.host_available_bytes() == 384 * GIB
     assert topology.node_free_bytes(2) == 256 * GIB
-
-
-def test_fake_without_a_card_is_backed_by_dram():
-    topology = Topology.fake(("8GiB",), ())
-    assert topology.names == ("dram",)
-    assert topology.tier("cxl").emulated
-    assert topology.host_limit_bytes() == 8 * GIB
 
 
 def test_fake_of_nothing():
@@ -271,10 +250,3 @@ def test_the_tier_ssd_is_no_tier_of_memory():
 def test_a_missing_tier_ssd_says_how_to_have_it():
     with pytest.raises(TierNotFoundError, match=r'this machine has: .dram., .cxl.\. Name a folder.*"path": "/nvme'):
         Topology.fake().tier("ssd")
-
-
-def test_dram_stands_in_for_cxl_beside_the_tier_ssd():
-    topology = Topology.fake(("1GiB",), ()).with_ssd(ON_DISK)
-    with pytest.warns(MissingTierWarning):
-        assert topology.tier("cxl").emulated
-    assert topology.names == ("dram", "cxl")

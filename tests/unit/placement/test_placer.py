@@ -40,10 +40,6 @@ def test_an_explicit_tier_beats_the_decorator_and_the_decorator_beats_the_policy
     assert placer.place(TensorRole.COMPUTE_WEIGHTS, 100, spec=spec, tier="cxl").tiers[0] == "cxl"
 
 
-def test_a_decorator_that_says_nothing_about_the_role_leaves_it_to_the_policy():
-    assert make_placer().place(TensorRole.MOMENTUM, 100, spec=TierSpec(weights="cxl")).tiers[0] == "dram"
-
-
 def test_the_policy_is_told_everything_and_what_is_free_now():
     policy = RecordingPolicy(Placement(("cxl",)))
     free = {"dram": 1, "cxl": 2}
@@ -51,11 +47,6 @@ def test_the_policy_is_told_everything_and_what_is_free_now():
     request, seen = policy.asked[0]
     assert request == PlacementRequest(TensorRole.VARIANCE, 7, "net.0", "cxl", "tier(optimizer_state=cxl)")
     assert seen == free
-
-
-def test_the_given_source_is_kept_for_messages():
-    placement = make_placer().place(TensorRole.MOMENTUM, 1, tier="cxl", source="rule 'net.*'")
-    assert placement.describe() == "cxl, else dram (rule 'net.*')"
 
 
 @pytest.mark.parametrize("wish", [{"tier": "hbm"}, {"spec": TierSpec(weights="hbm")}])
@@ -108,12 +99,6 @@ def test_what_cannot_lie_on_the_tier_ssd_is_refused(role):
     placer = Placer(WITH_SSD, RoleHomePolicy(WITH_SSD), dict)
     with pytest.raises(UnsupportedError, match=f"tier.all=ssd. asks for {role.value} on tier 'ssd'.*Only optimizer"):
         placer.place(role, 1, tier="ssd", source="tier(all=ssd)")
-
-
-@pytest.mark.parametrize("role", list(TensorRole))
-def test_nothing_goes_to_the_tier_ssd_by_itself(role):
-    full = {"dram": 0, "cxl": 0}
-    assert "ssd" not in Placer(WITH_SSD, RoleHomePolicy(WITH_SSD), lambda: full).place(role, 1 << 50).tiers
 
 
 def test_a_policy_that_names_the_tier_ssd_is_refused():

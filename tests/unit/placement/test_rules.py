@@ -87,12 +87,6 @@ def test_last_matching_rule_wins_for_each_field():
     assert asked(tiers, "layers.0.mlp") == ("dram", "dram", "dram", "dram")
 
 
-def test_rule_on_a_module_holds_for_what_it_contains():
-    tiers = resolved(Model(), {"layers.1": "dram"})
-    assert tiers.lookup("layers.1.mlp.1", WEIGHTS)[0] == "dram"
-    assert tiers.lookup("layers.0.mlp.1", WEIGHTS)[0] == "cxl"
-
-
 def test_staging_belongs_to_no_module():
     assert resolved(Model(), {"*": "dram"}).lookup("embed", TensorRole.STAGING) == (None, "")
 
@@ -129,11 +123,6 @@ def test_decorators_with_an_unknown_tier():
     cxl_less = Topology(Topology.fake().tiers[:1])
     with pytest.raises(TierNotFoundError, match="the decorator on class Block asks for weights on tier 'cxl'"):
         resolved(Model(), topology=cxl_less)
-
-
-def test_closest_names_are_offered_whole():
-    with pytest.raises(ConfigError, match="Closest: 'lm_head'"):
-        resolved(Model(), {"lm_haed": "cxl"})
 
 
 WITH_SSD = TOPOLOGY.with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))

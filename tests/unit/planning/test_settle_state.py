@@ -172,15 +172,6 @@ def test_units_go_evenly_spread_and_parameters_outside_of_units_last():
     ]  # fmt: skip
 
 
-def test_the_order_is_that_of_the_model_whatever_the_order_of_the_optimizer():
-    def mixed(parameters, lr):
-        parameters = [*parameters]
-        return AdamW([*parameters[::2], *parameters[1::2]][::-1], lr=lr)
-
-    chosen = on_ssd(settled(listed(optimizer=mixed), memory_for_five()))
-    assert sorted(chosen) == [f"layers.{i}" for i in (0, 2, 4, 5, 7)]
-
-
 def test_what_makes_the_slots_larger_than_it_brings_stays():
     assert on_ssd(settled(listed(vocabulary=4096), 0)) == [*(f"layers.{i}" for i in range(8)), "head.bias"]
     # nor does a single parameter go that needs three slots of its size
@@ -284,12 +275,6 @@ def test_no_more_goes_there_than_the_tier_holds():
     assert on_ssd(inventory)
 
 
-def test_a_record_is_cut_into_whole_blocks_of_every_drive():
-    record = settled(listed(), 0).ssd_records[-1]
-    assert record.nbytes == 4096
-    assert record.stored_bytes(MachineSsd(capacity_bytes=0, versions=2, num_drives=3)) == 2 * 3 * 4096
-
-
 def test_weights_go_when_all_state_is_there_and_memory_is_still_too_small():
     least_with_state = memory_bytes_of(settled_state_alone())
     assert weights_on_ssd(settled(listed(), least_with_state)) == []
@@ -297,11 +282,6 @@ def test_weights_go_when_all_state_is_there_and_memory_is_still_too_small():
     assert 0 < len(found) < 8
     assert len(on_ssd(settled(listed(), least_with_state - 1))) == 11
     assert weights_on_ssd(settled(listed(), 0)) == [f"layers.{i} weights" for i in range(8)]
-
-
-def test_weights_of_several_devices_go_as_those_of_one():
-    alone = settled(listed(), 0)
-    assert weights_on_ssd(settled(listed(devices=2), 0)) == weights_on_ssd(alone)
 
 
 @pytest.mark.parametrize(("options", "why"), [({"streams": False}, "stream"), ({"optimizer": SGD}, "CPUAdam")])
@@ -385,22 +365,6 @@ def test_slots_hold_records_that_are_cut_over_several_drives():
     free = MachineSsd(capacity_bytes=1 << 40, num_drives=3)
     automatic = settled(listed(tiers=tiers), 0, free)
     assert next(each.nbytes for each in automatic.tensors if each.owner == SLOTS_OWNER) >= slots
-
-
-def test_weights_have_one_version_on_the_drives():
-    weights, *_, state = settled(listed(), 0).ssd_records
-    room = MachineSsd(capacity_bytes=1 << 40, versions=2)
-    assert (weights.stored_bytes(room), state.stored_bytes(room)) == (weights.nbytes, 2 * state.nbytes)
-
-
-def test_state_that_goes_there_beside_weights_makes_their_slots_larger():
-    rules = {"layers.*": {"weights": "ssd"}}
-    least = memory_bytes_of(settled(listed(rules=rules), 0))
-    everything = memory_bytes_of(listed(rules=rules))
-    for memory in range(least, everything, (everything - least) // 20):
-        inventory = settled(listed(rules=rules), memory)
-        assert memory_bytes_of(inventory) <= memory
-        assert sum(e.nbytes for e in inventory.tensors if e.owner == SLOTS_OWNER) == slots_of(inventory)
 
 
 def settled_all_but_inputs():

@@ -137,14 +137,6 @@ def test_the_first_gather_and_the_last_reduction_are_waited_for():
     assert time.backward.resources["network"] == 0
 
 
-def test_gathers_and_reductions_share_links_and_may_decide_about_a_phase():
-    time = time_of(
-        job_of(exchange("backward", "gather", 800, 0, 0), exchange("backward", "reduce", 800, 0, 0), backward=4.0)
-    )
-    assert time.backward.seconds == pytest.approx(40 + 40 + 4 / 4)
-    assert time.backward.bound_by == "peer links"
-
-
 def test_machines_exchange_over_the_network_while_devices_do_over_their_links():
     time = time_of(job_of(exchange("forward", "gather", 200, 200, 10), forward=1.0))
     assert time.forward.resources["peer links"] == pytest.approx(10)
