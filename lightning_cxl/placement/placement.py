@@ -226,11 +226,6 @@ SPEC_FIELDS = tuple(field.name for field in fields(TierSpec))
 _MADE_FOR: contextvars.ContextVar[TierSpec | None] = contextvars.ContextVar("lightning_cxl_made_for", default=None)
 
 
-def field_of_role(role: TensorRole) -> str | None:
-    """Return the field of a `TierSpec` that decides about a role, None for staging buffers."""
-    return _FIELD_OF_ROLE.get(role)
-
-
 def tier(
     all: str | None = None,
     /,
@@ -281,7 +276,16 @@ def tier(
     spec = TierSpec(**given).or_else(None if all is None else TierSpec(all, all, all, all))
     if spec == TierSpec():
         raise ConfigError(f'tier() places nothing: give a tier name, as in tier("cxl"), or one of {SPEC_FIELDS}')
-    return _Mark(spec)
+
+    def mark(target: _T) -> _T:
+        if not callable(getattr(target, "named_modules", None)):
+            kind = target.__name__ if isinstance(target, type) else f"a {type(target).__name__}"
+            raise ConfigError(f"tier({spec}) decorates an nn.Module class or instance, got {kind}")
+        own = vars(target).get(_MARK) if isinstance(target, type) else instance_spec(target)
+        setattr(target, _MARK, spec.or_else(own))
+        return target
+
+    return mark
 
 
 def class_spec(cls: type) -> TierSpec | None:
@@ -339,43 +343,17 @@ def constructing_spec() -> TierSpec | None:
     return spec
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """The decorator that `tier` returns: marks a class or an instance with a spec."""
-
-    spec: TierSpec
-
-    def __call__(self, target: _T) -> _T:
-        if not callable(getattr(target, "named_modules", None)):
-            kind = target.__name__ if isinstance(target, type) else f"a {type(target).__name__}"
-            raise ConfigError(f"tier({self.spec}) decorates an nn.Module class or instance, got {kind}")
-        if isinstance(target, type):
-            setattr(target, _MARK, self.spec.or_else(vars(target).get(_MARK)))
-        else:
-            setattr(target, _MARK, self.spec.or_else(instance_spec(target)))
-        return target
+_ROLES_ON_SSD = (TensorRole.MOMENTUM, TensorRole.VARIANCE, TensorRole.MASTER_WEIGHTS)
+_FIELDS_ON_SSD = ("optimizer_state", "weights", "activations")
 
 
-ROLES_ON_SSD = frozenset({TensorRole.MOMENTUM, TensorRole.VARIANCE, TensorRole.MASTER_WEIGHTS})
-"""Of these, what is part of `CPUAdam`'s state; full master weights are not. See `HostTensor.in_state`."""
-_SETTLED_ROLES = frozenset({TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS})
-_FIELDS = frozenset(filter(None, map(field_of_role, ROLES_ON_SSD | _SETTLED_ROLES)))
-_WHAT = (
-    "Only optimizer state of `CPUAdam` (momentum, variance, and what master weights have beyond bfloat16 weights), "
-    "weights of units that stream, and inputs of units can lie there. Ask for these alone: "
-    '{"optimizer_state": "ssd", "weights": "ssd", "activations": "ssd"}'
-)
-
-
-def check_field_on_ssd(field: str, source: str) -> None:
-    if field not in _FIELDS:
-        raise UnsupportedError(f"{source} asks for {field} on tier 'ssd', and that cannot lie there yet. {_WHAT}")
-
-
-def check_role_on_ssd(role: TensorRole, source: str) -> None:
-    """Refuse a role whose tensors cannot be made on the tier `ssd`; weights and inputs of units move there."""
-    if role not in ROLES_ON_SSD:
-        raise UnsupportedError(f"{source} asks for {role.value} on tier 'ssd', and that cannot lie there yet. {_WHAT}")
+def _cannot_lie_on_ssd(what: str, source: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{source} asks for {what} on tier 'ssd', and that cannot lie there yet. Only optimizer state of `CPUAdam` "
+        "(momentum, variance, and what master weights have beyond bfloat16 weights), weights of units that stream, and "
+        'inputs of units can lie there. Ask for these alone: {"optimizer_state": "ssd", "weights": "ssd", '
+        '"activations": "ssd"}'
+    )
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -396,7 +374,7 @@ class ModuleTiers:
 
         A module that was added to the model later answers as its nearest enclosing module that was there.
         """
-        field = field_of_role(role)
+        field = _FIELD_OF_ROLE.get(role)
         return (None, "") if field is None else self._fields(module_name).get(field, (None, ""))
 
     def _fields(self, module_name: str) -> Mapping[str, _Choice]:
@@ -427,17 +405,22 @@ def resolve(
         _check_spec(by_class[name], f"the decorator on class {type(module).__name__}", topology)
     choices: dict[str, dict[str, _Choice]] = {}
     for name in modules:
-        lineage = _self_and_ancestors(name)
-        found: dict[str, _Choice] = {}
-        for field in SPEC_FIELDS:
-            choice = (
-                _nearest(lineage, field, by_instance, "tier(...) on {name}", modules)
-                or _last_rule(lineage, field, by_rule)
-                or _nearest(lineage, field, by_class, "decorator on class {cls}", modules)
-            )
-            if choice is not None:
-                found[field] = choice
-        choices[name] = found
+        lineage = [each for each in _self_and_ancestors(name) if each in modules]
+        rules_here = [
+            pattern for pattern in reversed(by_rule) if any(fnmatch.fnmatchcase(each, pattern) for each in lineage)
+        ]
+        by_precedence = [
+            *((by_instance[each], f"tier(...) on {_show(each, modules[each])}") for each in lineage),
+            *((by_rule[pattern], f"rule {pattern!r}") for pattern in rules_here),
+            *((by_class[each], f"decorator on class {type(modules[each]).__name__}") for each in lineage),
+        ]
+        choices[name] = {
+            field: (wanted, source)
+            for spec, source in reversed(by_precedence)
+            if spec is not None
+            for field in SPEC_FIELDS
+            if (wanted := getattr(spec, field)) is not None
+        }
     return ModuleTiers(choices)
 
 
@@ -469,31 +452,8 @@ def _check_spec(spec: TierSpec | None, source: str, topology: Topology) -> None:
             raise TierNotFoundError(
                 f"{source} asks for {field} on tier {tier!r}; {topology.what_there_is(tier)}"
             ) from None
-        if tier == SSD:
-            check_field_on_ssd(field, source)
-
-
-def _nearest(
-    lineage: list[str],
-    field: str,
-    specs: Mapping[str, TierSpec | None],
-    source: str,
-    modules: Mapping[str, object],
-) -> _Choice | None:
-    for name in lineage:
-        spec = specs.get(name)
-        tier = None if spec is None else getattr(spec, field)
-        if tier is not None:
-            return tier, source.format(name=_show(name, modules[name]), cls=type(modules[name]).__name__)
-    return None
-
-
-def _last_rule(lineage: list[str], field: str, rules: Mapping[str, TierSpec]) -> _Choice | None:
-    for pattern, spec in reversed(list(rules.items())):
-        tier = getattr(spec, field)
-        if tier is not None and any(fnmatch.fnmatchcase(name, pattern) for name in lineage):
-            return tier, f"rule {pattern!r}"
-    return None
+        if tier == SSD and field not in _FIELDS_ON_SSD:
+            raise _cannot_lie_on_ssd(field, source)
 
 
 def _self_and_ancestors(name: str) -> list[str]:
@@ -558,7 +518,8 @@ class Placer:
             if tier is not None and self._is_ssd(tier) and role is TensorRole.COMPUTE_WEIGHTS:
                 tier = None  # they move there when their run begins
         if tier is not None and self._is_ssd(tier):
-            check_role_on_ssd(role, source or "the request")
+            if role not in _ROLES_ON_SSD:  # weights and inputs of units move there when their run begins
+                raise _cannot_lie_on_ssd(role.value, source or "the request")
             return Placement((tier,), reason=source or "asked for explicitly")  # no policy is asked: nothing spills
         request = PlacementRequest(role, nbytes, module, tier, source if tier is not None else "")
         placement = self.policy.place(request, _Free(self.topology, self._free))
