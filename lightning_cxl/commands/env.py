@@ -46,12 +46,19 @@ def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
     root = Path(root)
     topology = Topology.detect(root)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    isa = isa_error = None
+    try:
+        isa = _cpu.best_isa()
+    except ValueError as error:
+        isa_error = str(error)
+    calibration = load_calibration(topology, [device.name for device in devices_apart()])
+    speeds = {tier.name: tier_speeds(tier, calibration) for tier in topology.tiers}  # those that plans use
     report: dict[str, Any] = {
         "tiers": [_tier_row(tier) for tier in topology.tiers],
         "nodes": [_node_row(root, node) for node in read_nodes(root)],
         "notes": list(topology.notes),
         "offline_cards": [] if topology.select(kind=TierKind.CXL) else _cards(root),
-        "speeds": _speed_rows(topology),
+        "speeds": {name: {"source": each.origin, **each.values} for name, each in speeds.items()},
         "limits": {
             "memory_bytes": topology.host_limit_bytes(),
             "available_bytes": topology.host_available_bytes(),
@@ -63,7 +70,12 @@ def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
             "transparent_hugepage": _chosen(read_text(root / "sys/kernel/mm/transparent_hugepage/enabled")),
             "numa_balancing": read_text(root / "proc/sys/kernel/numa_balancing"),
         },
-        "cpu": _cpu_rows(root),
+        "cpu": {
+            "supported_isas": list(_cpu.supported_isas()),
+            "threads": _cpu.available_threads(str(root)),
+            "isa": isa,
+            "isa_error": isa_error,
+        },
         "accelerator": {
             "kind": None if device is None else device.type,
             "num_devices": 0 if device is None else torch.accelerator.device_count(),
@@ -191,13 +203,6 @@ def _node_line(node: Mapping[str, Any]) -> str:
     return text + ("" if node["allowed"] else ", not allowed by the cpuset")
 
 
-def _speed_rows(topology: Topology) -> dict[str, Any]:
-    """Return the speeds that plans use, a row for each tier."""
-    calibration = load_calibration(topology, [device.name for device in devices_apart()])
-    speeds = {tier.name: tier_speeds(tier, calibration) for tier in topology.tiers}
-    return {name: {"source": each.origin, **each.values} for name, each in speeds.items()}
-
-
 def _speed_line(name: str, speeds: Mapping[str, Any]) -> str:
     if speeds["source"] == "unknown":
         return f"{name}: unknown (no ratings of the firmware, no calibration)"
@@ -220,14 +225,6 @@ def _memlock_bytes(root: Path) -> int | None:
 def _chosen(text: str | None) -> str | None:
     """Return the bracketed word of a kernel choice such as ``"always [madvise] never"``."""
     return text.partition("[")[2].partition("]")[0] if text else None
-
-
-def _cpu_rows(root: Path) -> dict[str, Any]:
-    rows: dict[str, Any] = {"supported_isas": list(_cpu.supported_isas()), "threads": _cpu.available_threads(str(root))}
-    try:
-        return {**rows, "isa": _cpu.best_isa(), "isa_error": None}
-    except ValueError as error:
-        return {**rows, "isa": None, "isa_error": str(error)}
 
 
 def _versions() -> dict[str, str | None]:

@@ -654,32 +654,18 @@ def ssd_of(
     return MachineSsd(num_drives=len(tier.folders), versions=tier.versions, **values)
 
 
-def ssd_origin(ssd: MachineSsd, calibration: Calibration | None, overrides: Overrides) -> str:
-    """Return where the speeds of a tier `ssd` that `ssd_of` has made come from."""
-    if not ssd.has_speeds:
-        return "unknown"
-    from_file = [name in overrides.ssd for name in ("read_bytes_per_s", "write_bytes_per_s")]
-    origins = ["file"] if any(from_file) else []
-    return " and ".join(origins + ([calibration.origin] if calibration is not None and not all(from_file) else []))
-
-
 def _measured_drives(folders: Sequence[Path], ssds: Sequence[SsdSpeeds]) -> dict[str, float]:
     drives = [drive_of(existing_folder(folder)) for folder in folders]
     sharing = Counter(drives)
     reads, writes = [], []
     for folder, drive in zip(folders, drives, strict=True):
-        found = _speeds_of(folder, drive, ssds)
-        if found is None:
+        there = [each for each in ssds if Path(each.folder).is_dir() and drive_of(Path(each.folder)) == drive]
+        if not there:
             return {}
+        found = next((each for each in there if Path(each.folder) == folder.resolve()), there[0])
         reads.append(found.read_bytes_per_s / sharing[drive])
         writes.append(found.write_bytes_per_s / sharing[drive])
     return {"read_bytes_per_s": len(folders) * min(reads), "write_bytes_per_s": len(folders) * min(writes)}
-
-
-def _speeds_of(folder: Path, drive: int, ssds: Sequence[SsdSpeeds]) -> SsdSpeeds | None:
-    """Return what was measured in a folder, else elsewhere on its drive."""
-    there = [each for each in ssds if Path(each.folder).is_dir() and drive_of(Path(each.folder)) == drive]
-    return next((each for each in there if Path(each.folder) == folder.resolve()), next(iter(there), None))
 
 
 _READ, _WRITTEN = 16, 12  # bytes per element of Adam's mix
@@ -743,12 +729,18 @@ def machine_of(
     ssd = ssd_of(topology, calibration, overrides)
     origins = {name: each.origin for name, each in speeds.items()}
     if ssd is not None:
-        origins[SSD] = ssd_origin(ssd, calibration, overrides)
+        from_file = [name in overrides.ssd for name in ("read_bytes_per_s", "write_bytes_per_s")]
+        known = ["file"] if any(from_file) else []
+        known += [calibration.origin] if calibration is not None and not all(from_file) else []
+        origins[SSD] = " and ".join(known) if ssd.has_speeds else "unknown"
     source = "; ".join(f"{name}: {origin}" for name, origin in {**origins, computing.name: device_origin}.items())
     fields: dict[str, Any] = {"name": cpu_model(topology.root or Path("/")), **overrides.machine}
     fields["source"] = f"{source} ({fields['source']})" if "source" in fields else source
-    cache = _cache(calibration, overrides)
-    return Machine(tiers=tiers, device=computing, cache=cache, ssd=ssd, **fields)
+    cache: dict[str, Any] = {}
+    if calibration is not None and calibration.cache_bytes_per_s is not None:
+        cache = {"nbytes": calibration.cache_bytes, "bytes_per_s": calibration.cache_bytes_per_s}
+    cache.update(overrides.cache)
+    return Machine(tiers=tiers, device=computing, cache=Cache(**cache), ssd=ssd, **fields)
 
 
 def machine_without_speeds(topology: Topology, device: torch.device | str = "cpu") -> Machine:
@@ -889,10 +881,3 @@ def _device(
         values.update(overrides.device)
         origin += f", but {', '.join(sorted(overrides.device))}: file"
     return Device(**values), origin
-
-
-def _cache(calibration: Calibration | None, overrides: Overrides) -> Cache:
-    values: dict[str, Any] = {}
-    if calibration is not None and calibration.cache_bytes_per_s is not None:
-        values = {"nbytes": calibration.cache_bytes, "bytes_per_s": calibration.cache_bytes_per_s}
-    return Cache(**{**values, **overrides.cache})

@@ -96,22 +96,15 @@ def _as_ssd_can_hold(inventory: Inventory, ssd: MachineSsd) -> Inventory:
             left -= record.stored_bytes(ssd)
     if not refused:
         return inventory
+    kinds = {"weights" if r.is_weights else "activations" if r.is_inputs else "optimizer state" for r in refused}
     warnings.warn(
-        f"{_what(refused)} of {len(refused)} of {len(inventory.ssd_records)} records stays in memory "
+        f"{' and '.join(sorted(kinds))} of {len(refused)} of {len(inventory.ssd_records)} records stays in memory "
         f"({format_bytes(sum(record.nbytes for record in refused))}): tier `ssd` has "
         f"{format_bytes(ssd.capacity_bytes)}. Raise its budget, or set on_tier_full='error' to refuse instead.",
         SpillWarning,
         stacklevel=2,
     )
     return _placed(inventory, refused, None, "tier ssd is full", ssd.num_drives)
-
-
-def _what(records: Sequence[PlannedRecord]) -> str:
-    found = {
-        "weights" if record.is_weights else "activations" if record.is_inputs else "optimizer state"
-        for record in records
-    }
-    return " and ".join(sorted(found))
 
 
 def _without_room(
