@@ -37,7 +37,7 @@ from lightning_cxl.weights.load import empty_weights, match_names, model_weights
 from lightning_cxl.weights.save import LaterValues, named_tensors, save_tensors
 
 # ----------------------------------------------------------------------------------------------------
-# What a checkpoint of any front end holds for an export: weights that are read when they are written, and files.
+# Contents of a checkpoint of any front end: weights that are read when they are written, and files.
 #
 # | front end | what is there |
 # |---|---|
@@ -91,7 +91,7 @@ Masters = Mapping[str, CheckpointTensor]
 
 
 class Checkpoint(NamedTuple):
-    """What a checkpoint holds for an export."""
+    """The contents of a checkpoint that an export needs."""
 
     path: Path
     tensors: list[CheckpointTensor]
@@ -347,7 +347,7 @@ def _dequantised(
 
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and checkpoint wrappers put into names."""
+"""Parts of names from torch.compile and checkpoint wrappers."""
 _NEED_MASTERS = (torch.float32, torch.float16)
 """They hold more of master weights than bfloat16 weights have."""
 _INSIDE = "base_model.model."
@@ -357,7 +357,7 @@ _OWN_PARTS = (".base_layer", ".original_module")
 
 
 class Exported(NamedTuple):
-    """What an export has written."""
+    """The result of an export."""
 
     folder: Path
     files: list[Path]

@@ -172,8 +172,8 @@ def option_errors() -> Iterator[None]:
     """Turn errors that options cause into `ConfigError`; all others keep their traceback.
 
     An option is the cause where Lightning or jsonargparse itself raises, or where a file cannot be read or written that
-    they opened, or our code for text, models and checkpoints. What the user's modules raise, or torch while it
-    computes, is let through.
+    they opened, or our code for text, models and checkpoints. Errors of the user's modules, and of torch while it
+    computes, are let through.
     """
     try:
         yield

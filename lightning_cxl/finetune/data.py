@@ -158,7 +158,7 @@ class TextData(LightningDataModule):
             val_fraction: Share of the samples that is held out for validate, test and predict.
             seed: Of the order of the training samples.
             tokenizer_name_or_path: Use this tokenizer (hub id or folder) instead of training one.
-            train_on: What is learned of conversations: "answers" is what the assistant says, "all" the questions, too.
+            train_on: The part of conversations to learn: "answers" of the assistant, or "all" with the questions.
         """
         super().__init__()
         if seq_len < 2 or batch_size < 1 or not 0 < val_fraction < 1:

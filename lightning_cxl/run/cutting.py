@@ -40,7 +40,7 @@ def cut_for(
 
 
 def _read(model: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
-    """Read now what loading has left in files ([Note: Left in files]), of which no process takes its rows alone."""
+    """Read weights whose reading was deferred ([Note: Deferred reading]), of which no process takes its rows alone."""
     if not isinstance(parameter, UnreadWeight):
         return parameter
     read = nn.Parameter(parameter.detach().clone(), requires_grad=False)

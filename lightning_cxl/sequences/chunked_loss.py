@@ -82,7 +82,7 @@ class LazyTensor(Tensor):
 #
 # [Note: Loss in chunks]
 # The logits of all tokens, their softmax and its gradient are the largest tensors of a language model with a large
-# vocabulary. Nobody needs them at once: the loss is a sum over tokens, and so is the gradient of the layer's weight.
+# vocabulary. They are not needed at once: the loss is a sum over tokens, and so is the gradient of the layer's weight.
 #
 # * The layer is a plain `nn.Linear`: the forward makes the logits of a chunk, its part of the loss, and at once the
 #   gradients of that part, so no logits are made twice. A token's row of the gradient of the inputs is written to its
@@ -94,12 +94,12 @@ class LazyTensor(Tensor):
 # Tokens without a label take no part: their logits are not made.
 
 IGNORED = -100
-"""The label of a token that nobody predicts, as torch and transformers have it."""
+"""The label of a token that is not predicted, as torch and transformers have it."""
 _FEWEST_TOKENS, _MOST_TOKENS = 256, 1024
 _BAND_ROWS = 8192
 
 Scores = Callable[[Tensor], Tensor]
-"""What is done with each logit before the loss, such as a scale or a cap: of any shape, float32 in the end."""
+"""The function of each logit before the loss, such as a scale or a cap: of any shape, float32 in the end."""
 
 
 def chunk_tokens(width: int) -> int:
@@ -127,7 +127,7 @@ def chunked_cross_entropy(
         labels: ``(tokens,)`` of int64; `IGNORED` for none.
         num_items: what the sum is divided by; None: the number of labels.
     """
-    # without values, or where a compiler wants fixed shapes, nobody can say which tokens have labels
+    # without values, or where a compiler wants fixed shapes, the tokens with labels are not known
     trained = torch.arange(len(labels), device=labels.device) if labels.is_meta else (labels != IGNORED).nonzero()[:, 0]
     count = len(trained) if num_items is None else num_items
     if isinstance(count, Tensor):
@@ -277,9 +277,9 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
 # numbers alone, are noted; `chunked_cross_entropy` does them chunk by chunk. Any other operation, of the model or of
 # whoever reads ``output.logits``, gets logits that are made then, all of them: right, but as large as ever.
 #
-# What is made is kept, and is what the logits are from then on, also for the loss: somebody may have written to it, or
-# waits for its gradient. It is made with gradients and autocast as they were when the layer was called, and with the
-# weights of then: once they have changed, it is an error to ask for it.
+# Made logits are kept and stay the logits from then on, also for the loss: code may have written to them, or wait for
+# their gradient. They are made with gradients and autocast as they were when the layer was called, and with the weights
+# of that time: once these have changed, it is an error to ask for logits.
 
 _EACH_BY_ITSELF = frozenset({"mul", "div", "true_divide", "tanh", "float", "to", "contiguous"})
 _SAME = {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__div__": "div"}

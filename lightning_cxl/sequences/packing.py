@@ -1,9 +1,9 @@
 """`pack_sequences` and `fit_rows`: sequences of many lengths, side by side in rows of one length.
 
 [Note: Packed rows]
-A row holds several sequences, one behind the other, and little or no padding. What tells them apart are positions,
+A row holds several sequences, one behind the other, and little or no padding. Positions tell them apart,
 which begin at 0 with each of them: ``position_ids`` ``[0, 1, 2, 0, 1, 0, 1, 2, 3]`` are sequences of 3, 2 and 4 tokens.
-Nothing else says where a sequence begins. Three things follow from positions:
+They alone say where a sequence begins. Three things follow:
 
 * No token attends to another sequence: `packed_arguments` lets the model's attention see to that.
 * The first token of a sequence has no label: nothing in front of it predicts it.
@@ -106,7 +106,7 @@ def lengths_of(position_ids: Tensor) -> Tensor:
     if not bool(((position_ids == 0) | (steps == 1)).all()):
         raise ConfigError(
             "positions of packed rows begin at 0 with each row and each sequence, and count up by one, as those of "
-            "pack_sequences do. What is cut must be counted anew"
+            "pack_sequences do. Count the positions of cut sequences anew"
         )
     flat = position_ids.flatten()
     starts = (flat == 0).nonzero()[:, 0]
@@ -269,7 +269,7 @@ def _pieces(lengths: Sequence[int]) -> Iterator[_Piece]:
 #
 # A state that runs over the whole row, such as Mamba's, cannot be cut so; and some models make a mask of their own, in
 # which positions do not count. So the model is asked: two short sequences, in one row, go into its forward, which ends
-# when it reaches the first block. What the block would be given must keep them apart. No weight of a block is touched.
+# when it reaches the first block. The mask that the block would get must keep them apart. Blocks do not run.
 
 _KINDS = frozenset({"full_attention", "sliding_attention"})
 _QUESTION = (0, 1, 2, 0, 1, 2, 3)

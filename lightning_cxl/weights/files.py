@@ -1,6 +1,6 @@
 """`TensorFile` reads a safetensors file, `write_tensors` writes one: in chunks, from and to the tensors' own memory.
 
-Nothing here holds more than a few chunks of `CHUNK_BYTES` beside the tensors. What was read or written is dropped from
+Nothing here holds more than a few chunks of `CHUNK_BYTES` beside the tensors. Read and written bytes are dropped from
 the kernel's page cache: a cached file as large as the model fills the very node that the next tensors are to be placed
 on, and pages that do not fit there go to another one.
 """
@@ -30,9 +30,9 @@ from lightning_cxl.sharding.host_shard import SHAPE_ALONE, made_like, shape_of
 from lightning_cxl.torch_private import make_wrapper, no_torch_function, tree_leaves, tree_map, written_by
 
 # ----------------------------------------------------------------------------------------------------
-# Weights that several processes leave in their files until the model is cut, so that each reads its part alone.
+# Several processes defer the reading of weights until the model is cut, so that each reads its part alone.
 #
-# [Note: Left in files]
+# [Note: Deferred reading]
 # Of a model that is cut, a process keeps its rows of each parameter. So where several processes have met, loading takes
 # no memory for parameters; when FSDP2 cuts the model, it copies the rows of this process out of each parameter, one
 # parameter after the other.
@@ -52,13 +52,13 @@ _OTHER_NUMBERS = frozenset(
 """Views that show other numbers than those they are taken of, so that they cannot come before a conversion."""
 
 
-def are_left_in_files() -> bool:
-    """Return whether weights stay in their files until the model is cut: whether several processes have met."""
+def is_reading_deferred() -> bool:
+    """Return whether weights are read when the model is cut, not when it is loaded: several processes have met."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
 class UnreadWeight(Tensor):
-    """A weight without memory; see [Note: Left in files].
+    """A weight without memory; see [Note: Deferred reading].
 
     Args:
         like: a tensor with the shape of the weight, on any device.
@@ -230,7 +230,7 @@ class Staging:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What a weight is read from: one tensor of a file, or several that make it up.
+# Sources of weights: one tensor of a file, or several that make up a weight.
 
 
 class WeightSource:
@@ -369,7 +369,7 @@ class MergedTensor(WeightSource):
 
 _LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-"""What the reference implementation accepts: JSON of that size takes a gigabyte of objects already."""
+"""The limit of the reference implementation: JSON of that size takes a gigabyte of objects already."""
 _METADATA = "__metadata__"
 _ALIGNMENT = 8
 _DTYPES: Mapping[str, torch.dtype] = {

@@ -34,7 +34,7 @@ from lightning_cxl.weights.files import (
     Translate,
     UnreadWeight,
     WeightSource,
-    are_left_in_files,
+    is_reading_deferred,
     open_weights,
     scratch,
     tensors_of,
@@ -113,7 +113,7 @@ class ModelWeight:
 
     tensor: Tensor
     spec: TierSpec | None
-    """What decorators ask for the module that has it."""
+    """The tier that decorators ask for, of the module that has it."""
     names: list[str] = field(default_factory=list)
     holders: list[tuple[dict[str, Tensor | None], str]] = field(default_factory=list)
     """The tables of modules in which it is found, with its key."""
@@ -198,7 +198,7 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """What will be read, in the order of the files, and what does not fit."""
+    """Tensors to be read, in the order of the files, and names that do not fit."""
 
     reads: list[Read]
     missing: list[str]
@@ -463,7 +463,7 @@ def weight_beside(name: str) -> tuple[str, str] | None:
 
 
 class SavedQuantised(WeightSource):
-    """What the files hold of one quantised weight, which `parameter` makes: it has no other values to give.
+    """One weight that is quantised in the files. `parameter` makes it; it has no other values.
 
     Args:
         beside: the tensors beside it, by key, such as ``absmax`` or ``SCB``.
@@ -594,9 +594,9 @@ def load_weights(
         dtype: of floating-point parameters that are on the ``meta`` device; None: the one they have there.
         mapped: weights on the ``meta`` device show the pages of the files instead, as with ``torch.load(mmap=True)``,
             and take no memory until a run moves them to their tiers. For a model that is larger than memory, whose
-            weights go to the tier ``ssd``. Files must not change meanwhile. What is converted, or in another layout,
-            is read as without it. None: False in one process; several that have met leave parameters in their files
-            until the model is cut, also those that are converted: [Note: Left in files].
+            weights go to the tier ``ssd``. Files must not change meanwhile. Weights that are converted, or have
+            another layout, are read as without it. None: False in one process; several that have met
+            read parameters when the model is cut, also those that are converted: [Note: Deferred reading].
 
     Returns:
         What was loaded and what was not.
@@ -686,9 +686,9 @@ def _materialise(read: Read, dtype: torch.dtype | None, mapped: bool | None, sta
     if isinstance(meta, nn.Parameter) and is_quantised_later(meta):
         weight.put(quantised(read.source, meta, wanted, weight.spec))
         return
-    left = mapped is None and weight.is_parameter and are_left_in_files()
-    tensor = _pages_like(meta, wanted, read) if mapped or left else None
-    if tensor is None and left:
+    is_deferred = mapped is None and weight.is_parameter and is_reading_deferred()
+    tensor = _pages_like(meta, wanted, read) if mapped or is_deferred else None
+    if tensor is None and is_deferred:
         tensor = _unread(meta, wanted, read)
     if tensor is None:
         tensor = new_weight(meta, wanted, weight.spec)

@@ -343,7 +343,7 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         """Return what Lightning's own strategies return, which hooks get to see; our entry is hidden in it.
 
         Of a folder tensors are read when there is memory for them. See [Note: Sharded checkpoints]. All processes read
-        what the first one names: each has looked for "last" by itself. What is being written is complete before.
+        what the first one names: each has looked for "last" by itself. A save that is going on ends before.
         """
         if self._saves is not None:
             self._saves.wait()
@@ -483,7 +483,7 @@ class _Launcher(SubprocessScriptLauncher):
 
 @dataclass(frozen=True, slots=True)
 class GradientUse:
-    """What user code may do to gradients after they have arrived. See [Note: Measured gradients]."""
+    """Access of user code to gradients after they have arrived. See [Note: Measured gradients]."""
 
     edits: bool
     """Somebody may write them between backward and step, perhaps through ``.data``."""

@@ -150,7 +150,7 @@ def test_mapped_weights_are_those_of_the_files(gpt2_folder):
     ("mapped", "several", "left"), [(None, True, True), (False, True, False), (None, False, False)]
 )
 def test_several_processes_leave_weights_in_their_files_unless_told(gpt2_folder, monkeypatch, mapped, several, left):
-    monkeypatch.setattr("lightning_cxl.weights.load.are_left_in_files", lambda: several)
+    monkeypatch.setattr("lightning_cxl.weights.load.is_reading_deferred", lambda: several)
     module = CausalLM(str(gpt2_folder), mapped=mapped)
     module.configure_model()
     assert (str(gpt2_folder) in Path("/proc/self/maps").read_text()) is left
