@@ -1,4 +1,4 @@
-"""What a user can choose about offloading: `OffloadConfig`, and where each value came from."""
+"""The options of offloading: `OffloadConfig`, and where each value came from."""
 
 import contextlib
 import difflib
@@ -103,7 +103,7 @@ class OffloadConfig:
             "copy"}}``.
         tier_rules: Module name pattern -> tier, or -> ``{"weights" | "gradients" | "optimizer_state" | "activations":
             tier}``. The last matching rule wins; a pattern also matches what the named module contains.
-        policy: Who places what no rule or decorator does: ``"dram_only"``, ``"interleave"``, ``"latency_first"`` or
+        policy: Places what no rule or decorator does: ``"dram_only"``, ``"interleave"``, ``"latency_first"`` or
             ``"bandwidth"``, or the import path of a class of your own; the strategies also take an object with the
             method of `PlacementPolicy` or of `PlanningPolicy`. ``"auto"`` is ``"bandwidth"`` where there is
             more than one kind of memory and speeds are known; elsewhere ``"by_role"``: every kind of tensor has its

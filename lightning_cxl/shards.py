@@ -1,9 +1,9 @@
 """The part of a tensor that this process holds.
 
 [Note: Shards]
-With several devices FSDP2 cuts every parameter into one *shard* per process. What users, optimizers and hooks see are
+With several devices FSDP2 cuts every parameter into one *shard* per process. Users, optimizers and hooks see
 DTensors, as with FSDP2 alone: they have the shape of the whole, and norms, clipping and other operations on them are
-those of the whole. What kernels, tiers and plans see are shards: plain tensors in the memory of this process. `local`
+those of the whole. Kernels, tiers and plans see shards: plain tensors in the memory of this process. `local`
 leads from the one to the other, `sharded_like` back. Of a tensor that is not cut both return what they are given, so
 one process needs no case of its own.
 

@@ -1,4 +1,4 @@
-"""What the package uses of torch that torch does not promise to keep: here, each with what it is for.
+"""Private names of torch that the package uses, each with its purpose.
 
 Names are looked up when the package is imported, so a torch that lacks one, or that nobody has tested, is refused
 before anything runs. Only the compiler, which takes seconds to import, is looked up when a run that needs it starts.
@@ -450,7 +450,7 @@ set_compiler: Callable[[Any], Any] = find(
 """Make this thread's frames go to a compiler (None for none), and return the one before."""
 
 
-def leave_to_python(function: Any, reason: str) -> None:
+def skip_compiling(function: Any, reason: str) -> None:
     """Keep the compiler from tracing `function`, but not what it calls. Idempotent; imports the compiler."""
     find("torch._dynamo.decorators", "skip", "leave a graph where a unit begins")(function)
     function._torchdynamo_disable_msg = reason

@@ -91,7 +91,7 @@ class OverflowGuard:
         self.refuse(optimizer, bad)
         return False
 
-    def look(self, optimizer: Optimizer) -> None:
+    def note_bad(self, optimizer: Optimizer) -> None:
         """Remember which gradient is bad before all are, for the message: they are about to be clipped in place."""
         if self._action != "ignore":
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -153,7 +153,7 @@ class HostUnscale(ReplacedMethod):
         self._defers = defers
         self._guard = guard
         self.factor = 1.0
-        """What gradients still have to be multiplied by: the last factor that was left to a step."""
+        """The last factor that was left to a step: gradients still have to be multiplied by it."""
 
     def __call__(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         """Unscale gradients on the host; see `torch.amp.GradScaler`."""
@@ -209,5 +209,5 @@ class HostClip(ReplacedMethod):
         if isinstance(target, CPUAdam) and self._defers(target):
             target.clip_grad_norm_(clip_val, scale=1.0 if self._unscale is None else self._unscale.factor)
         else:
-            self._guard.look(target)
+            self._guard.note_bad(target)
             self._plain(optimizer, clip_val)

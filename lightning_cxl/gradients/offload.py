@@ -611,7 +611,7 @@ class ModuleZeroGrad(ReplacedMethod):
         self._grads = grads
         self._peek = peek
         self.own = vars(module).get("zero_grad")
-        """What the user has put on the module, which is called and put back."""
+        """The user's own method, which is called and put back."""
 
     def __call__(self, *args: Any, **keywords: Any) -> None:
         set_to_none = args[0] if args else keywords.get("set_to_none", True)

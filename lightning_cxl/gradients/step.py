@@ -628,7 +628,7 @@ class Adoption:
     def _release(self, original: Optimizer, current: Optimizer, undo: ExitStack) -> None:
         try:
             if isinstance(current, CPUAdam):
-                current.leave_run()  # first: who looks at state of a run waits for writes, which may fail again
+                current.exit_run()  # first: access to state of a run waits for writes, which may fail again
         finally:
             undo.close()
             for group in current.param_groups:

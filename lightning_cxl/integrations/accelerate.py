@@ -294,7 +294,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor | None:
         """Clip gradients of a model's parameters where they are: on the host. See Accelerate's `clip_grad_norm_`."""
-        self.offload.look()
+        self.offload.before_clipping()
         holders = self.offload.holders(parameters)
         optimizer = self.offload.clipping_in_step(holders) if norm_type == 2 else None
         if optimizer is None:
@@ -305,7 +305,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clip gradients of a model's parameters where they are: on the host. See Accelerate's `clip_grad_value_`."""
-        self.offload.look()
+        self.offload.before_clipping()
         super().clip_grad_value_(self.offload.holders(parameters), clip_value)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------

@@ -168,12 +168,12 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
             super().backward(tensor, module, *args, **kwargs)
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.offload.look()
+        self.offload.before_clipping()
         norm = super().clip_gradients_norm(*args, **kwargs)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def clip_gradients_value(self, *args: Any, **kwargs: Any) -> None:
-        self.offload.look()
+        self.offload.before_clipping()
         super().clip_gradients_value(*args, **kwargs)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------

@@ -677,14 +677,14 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
         return self.kept.fp32_state
 
     def enter_run(self, sums_of: SumsOf, wait: Callable[[], None]) -> None:
-        """Take part in a run, until `leave_run`."""
+        """Take part in a run, until `exit_run`."""
         self._sums_of = sums_of
         self.wait = wait
 
-    def leave_run(self) -> None:
+    def exit_run(self) -> None:
         """Use nothing of a run that is over: take memory from torch from now on, and measure gradients alone."""
         try:
-            self.kept.leave_run(self.plain_state)
+            self.kept.exit_run(self.plain_state)
         finally:
             if self.kept.lost:
                 self.plain_state.clear()
@@ -773,7 +773,7 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
         if self.isa not in _cpu.supported_isas():
             self.isa = _cpu.best_isa()
         self.teams = ThreadTeams.detect()
-        self.leave_run()
+        self.exit_run()
 
 
 # ----------------------------------------------------------------------------------------------------

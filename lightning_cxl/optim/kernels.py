@@ -1,4 +1,4 @@
-"""What the compiled kernels take: number formats, layouts of tensors, threads and instructions."""
+"""Arguments of the compiled kernels: number formats, layouts of tensors, threads and instructions."""
 
 import operator
 import warnings

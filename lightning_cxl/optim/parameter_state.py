@@ -32,7 +32,7 @@ from lightning_cxl.shards import first_element, is_sharded, local, shard_of, sha
 
 
 class AdamScalars(NamedTuple):
-    """What one update needs besides the tensors; the row of numbers the kernel takes, in this order."""
+    """The numbers of one update; the row of numbers the kernel takes, in this order."""
 
     decay: float
     """Factor of the weight before the update: 1 - lr * weight_decay when decoupled, else 1."""
@@ -228,7 +228,7 @@ def in_shape(tensor: torch.Tensor, at: At) -> torch.Tensor:
 
 
 class KnownRow(NamedTuple):
-    """What the kernel was given for a parameter in its last step, and what must be the same for that to be right."""
+    """The kernel's row of a parameter in its last step, and the signature for which it is right."""
 
     signature: tuple[object, ...]
     numbers: tuple[int, ...]
@@ -321,12 +321,12 @@ class ParameterState:
 
     @property
     def entries(self) -> dict[str, torch.Tensor]:
-        """What steps change, by key of the optimizer's state, as it is shown there."""
+        """Tensors that steps change, by key of the optimizer's state, as they are shown there."""
         return dict(self._shown)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What steps change, without the count of them."""
+        """Tensors that steps change, but for the count of steps."""
         return [tensor for _, tensor in self._entries if tensor is not self.step]
 
     def holds(self, state: Mapping[str, Any]) -> bool:
@@ -520,7 +520,7 @@ class ParameterStates:
         if self.lost:
             raise StorageError(self.lost)
 
-    def leave_run(self, states: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:
+    def exit_run(self, states: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:
         """Take memory from torch from now on. State on SSD becomes memory that shows it, to which updates write."""
         swapper, self.swapper, self.allocate = self.swapper, None, allocate_from_torch
         if swapper is None:

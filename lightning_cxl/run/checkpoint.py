@@ -1,4 +1,4 @@
-"""What checkpoints hold beside the usual entries.
+"""Checkpoints: our entry beside the usual ones, and files that are written and read straight.
 
 A checkpoint is an ordinary Lightning file: `state_dict` and `optimizer_states` are what plain Lightning writes, reads.
 Under the key ``lightning_cxl`` lies what only we need: parameter names of the optimizers, so that state finds its
@@ -340,7 +340,7 @@ def put_in_place(folder: Path, path: Path) -> None:
 
 
 def take_place(finished: Path, path: Path) -> None:
-    """Rename a finished file or folder to `path`, also where a folder is. What was there is removed."""
+    """Rename a finished file or folder to `path`, also over a folder. Remove the one before."""
     replaced = _before(path)
     if os.path.lexists(path):  # also a link that leads nowhere
         if exchange(finished, path):

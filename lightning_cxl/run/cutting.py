@@ -1,4 +1,4 @@
-"""What front ends do to train a model in several processes: cut it, follow it with optimizers, whole weights."""
+"""For front ends that train a model in several processes: cut it, follow it with optimizers, gather whole weights."""
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping

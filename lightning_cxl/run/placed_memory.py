@@ -48,7 +48,7 @@ class PlacedMemory:
         self._heap = heap
         self._units = units
         self.on_ssd: StateOnSsd | None = None
-        """What does not lie in memory: optimizer state, weights, inputs of units."""
+        """Optimizer state, weights and inputs of units that lie on SSD."""
         self._warned_of_ssd = False
         self._seen_units: list[str] | None = []  # at most two, in the order they ask; None when they are planned
 
@@ -98,7 +98,7 @@ class PlacedMemory:
         return self.memory.tensor((numel,), dtype, placement, role)
 
     def slots(self, nbytes: int) -> Buffer:
-        """Return page-aligned memory that records visit."""
+        """Return page-aligned memory for the buffers of records."""
         placement = self.placements.place(SLOTS_OWNER, TensorRole.STAGING, nbytes)
         return self.memory.allocate(nbytes, placement, TensorRole.STAGING, alignment=BLOCK_BYTES)
 

@@ -6,7 +6,7 @@ places the weights and builds what receives gradients, streams weights and offlo
 Torn down in the opposite order by `Run.close` and `Host.close`, which may be called at any moment, any number of times.
 What belongs to the user outlives both: the weights stay where they are, inside the model, and optimizer state stays
 with the optimizers (as with plain Lightning, so that a checkpoint can still be saved after a run); both are freed when
-those objects are. What a later checkpoint needs of a run is in its `FinishedRun`.
+those objects are. A later checkpoint needs its `FinishedRun` alone.
 """
 
 import logging
@@ -65,7 +65,7 @@ from lightning_cxl.transfer.engine import TransferEngine, make_engine
 
 
 class Host:
-    """What a run needs before there is a model. See [Note: Order of life]."""
+    """The machine, before there is a model. See [Note: Order of life]."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Host:
         topology = binding.topology if binding else topology
         found = topology or Topology.detect(on_missing_tier=config.on_missing_tier)
         self.ssd_options = options = binding.ssd if binding else config.ssd()
-        """What this process has of the tier `ssd`; None where there is none."""
+        """The part of the tier `ssd` that this process has; None where there is none."""
         self.topology = found if options is None else found.with_ssd(options)
         self.ssd = None if options is None else ssd_of(self.topology)
         """The tier `ssd` with what it may hold; None where there is none."""

@@ -160,7 +160,7 @@ class AsyncSaves:
         self._group = dist.new_group(backend=dist.Backend.GLOO, timeout=timeout)
         self._thread = ThreadPoolExecutor(1, "checkpoint", prepare)
         self._last: Future[None] | None = None
-        """What the thread does last, of what nobody has waited for."""
+        """The last job of the thread, if it has not been waited for."""
 
     def save(self, path: Path, tensors: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         """Copy a checkpoint, and begin to write it. Waits for the one before."""

@@ -110,7 +110,7 @@ class ShardedCheckpoint:
             raise self._damaged(error) from error
         self._metadata = self._reader.metadata
         self._paths: Mapping[str, _Path] = self._metadata.planner_data or {}
-        """What the dots in names stand for: keys that have dots, too, and places in lists."""
+        """The path of each name: keys, which may have dots, and places in lists."""
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a whole tensor by its full name, in new memory."""

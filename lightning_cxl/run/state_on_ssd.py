@@ -248,7 +248,7 @@ class StateOnSsd:
         self.owns_generations = True
 
     def settle(self, generation: int) -> None:
-        """Let go of all generations of the store but one. What fails is done before the next write or commit."""
+        """Let go of all generations of the store but one; again before the next write or commit where that fails."""
         self._to_settle = generation
         self.store.settle(generation)
         self._to_settle = None

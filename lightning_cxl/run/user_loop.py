@@ -37,9 +37,9 @@ from lightning_cxl.streaming.unit_weights import peek
 from lightning_cxl.torch_private import (
     MOVE,
     UNSCALE,
-    leave_to_python,
     mark_as_called,
     set_compiler,
+    skip_compiling,
     step_hooks,
 )
 
@@ -258,11 +258,11 @@ class UserLoop:
         pairs = (run.masters.find(parameter) for run in self.session.runs)
         return next((pair.master for pair in pairs if pair is not None), parameter)
 
-    def look(self) -> None:
+    def before_clipping(self) -> None:
         """Remember which gradient is bad before all are: they are about to be clipped in place."""
         for run in self.session.runs:
             for optimizer in run.optimizers:
-                run.guard.look(optimizer)
+                run.guard.note_bad(optimizer)
 
     def clipping_in_step(self, holders: Sequence[Tensor]) -> CPUAdam | None:
         """Return the optimizer that can clip the gradients of `holders` in the sweep of its step.
@@ -472,7 +472,7 @@ class _Forward:
         self._run = run
         self._num_steps = self._num_received = 0
         self.loop = loop  # lives as long as a model that it has placed
-        leave_to_python(_Forward.__call__, "a step of lightning_cxl begins before the model's forward")
+        skip_compiling(_Forward.__call__, "a step of lightning_cxl begins before the model's forward")
 
     def __call__(self, *_: Any) -> None:
         compiler = set_compiler(None)  # which would compile this anew in each step

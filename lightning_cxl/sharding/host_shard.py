@@ -72,7 +72,7 @@ class Drives(Protocol):
 
 
 class _Bytes:
-    """What all views of one shard share: the way to the device, and the last copy that reads the host."""
+    """Shared by all views of one shard: the way to the device, and the last copy that reads the host."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self.engine = engine
@@ -136,7 +136,7 @@ class HostShard(Tensor):
         self.host, self._bytes.drives = host, drives
         return self
 
-    def leave(self, drives: Drives) -> None:
+    def forget_drives(self, drives: Drives) -> None:
         """Use these drives no more, where they are those of the bytes: `host` goes on to show them."""
         if self._bytes.drives is drives:
             self._bytes.drives = None

@@ -147,7 +147,7 @@ def on_all_ranks(step: Callable[[], _T], group: Any = None) -> list[_T]:
 
 
 class _Answer(NamedTuple):
-    """What a rank tells the others. Not every result or error can be sent: bytes and text can."""
+    """The answer of a rank to the others. Not every result or error can be sent: bytes and text can."""
 
     result: bytes = b""
     kind: type[LightningCXLError] = LightningCXLError
@@ -238,7 +238,7 @@ def _gloo_states() -> list[str]:
 
 
 @atexit.register  # runs before `_wait_for_gloo`
-def leave_nccl() -> None:
+def destroy_nccl_group() -> None:
     """End the process group of a process that ends well: threads of NCCL's would meet a driver that is gone."""
     if dist.is_initialized() and "nccl" in dist.get_backend_config() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()

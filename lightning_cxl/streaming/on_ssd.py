@@ -422,4 +422,4 @@ class ShardsOnSsd:
         """Let shards be copied from the window, without the record's drives. Idempotent."""
         self._arrived = None
         for shard in self._shards:
-            shard.leave(self)
+            shard.forget_drives(self)

@@ -14,7 +14,7 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.memory.host_memory import is_dense
 from lightning_cxl.shards import local
 from lightning_cxl.streaming.quantised import is_quantised_later, tensors_of
-from lightning_cxl.torch_private import compiled_module, leave_to_python, set_compiler, storage_key
+from lightning_cxl.torch_private import compiled_module, set_compiler, skip_compiling, storage_key
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -198,7 +198,7 @@ class StandIn:
     """Whether later stand-ins of the module come under this one."""
 
     def __init__(self, module: nn.Module) -> None:
-        leave_to_python(StandIn.__call__, _REASON)
+        skip_compiling(StandIn.__call__, _REASON)
         self.module = module
         self._had_own = module.__dict__.get("forward")
         self._is_removed = False

@@ -83,14 +83,14 @@ def test_what_was_bad_before_clipping_in_place_is_named():
     params, guard = guarded()
     owner = torch.optim.SGD(params)
     spoil(params[1], math.nan)
-    guard.look(owner)
+    guard.note_bad(owner)
     torch.nn.utils.clip_grad_norm_(params, 1.0)
     assert not params[0].grad.isfinite().any()
     with pytest.warns(LightningCXLWarning, match="`body`"):
         assert not guard.accepts(owner, params)
     assert not guard.accepts(owner, params), "remembered for one step"
     set_gradients(params, 0)
-    guard.look(owner)
+    guard.note_bad(owner)
     assert guard.accepts(owner, params)
     spoil(params[2])
     with pytest.warns(LightningCXLWarning, match="`head`"):

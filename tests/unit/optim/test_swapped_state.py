@@ -332,7 +332,7 @@ def test_state_outlives_the_store_as_memory(tmp_path) -> None:
     plain = CPUAdam(plain_parameters)
     for step in range(2):
         step_both(own, plain, plain_parameters, step)
-    own.optimizer.leave_run()
+    own.optimizer.exit_run()
     own.close()
     assert os.listdir(tmp_path) == ["lightning_cxl.lock"]
     assert_equal_runs(own, plain, plain_parameters)
@@ -552,7 +552,7 @@ def test_state_whose_write_failed_is_refused_from_then_on(tmp_path) -> None:
         with pytest.raises(StorageError, match="not whole"):
             own.optimizer.state_dict()
     with pytest.raises(StorageError, match="not whole"):
-        own.optimizer.leave_run()
+        own.optimizer.exit_run()
     own.close()
     for use in (own.optimizer.state_dict, own.optimizer.step):
         with pytest.raises(StorageError, match="lost with its run"):

@@ -20,5 +20,5 @@ def test_the_group_is_destroyed_at_a_good_end(backends, fails, destroyed, monkey
     monkeypatch.delattr(sys, "last_value", raising=False)
     if fails:
         monkeypatch.setattr(sys, "last_value", RuntimeError(), raising=False)
-    processes.leave_nccl()
+    processes.destroy_nccl_group()
     assert len(calls) == destroyed
