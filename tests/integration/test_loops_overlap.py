@@ -124,7 +124,7 @@ def test_a_file_is_made_when_updates_are_done(monkeypatch):
     model, optimizer = accelerator.prepare(*made())
     accelerator.backward(loss_of(model, batches()[0]))
     optimizer.step()
-    units = accelerator.offload.session.runs[0]._residence.units
+    units = accelerator.offload.session.runs[0]._streamer._units
     assert any(unit.is_updating() for unit in units)
     found = []
 
