@@ -210,6 +210,14 @@ def measure_machine(
     host = NamedEngine(f"cpu, {_cpu.available_threads()} threads", HostEngine())
     devices = [_device(host, None, copies, options, rows)]
     devices += [_device(each, index, copies, options, rows) for index, each in enumerate(engines)]
+    drives = []
+    for folder in ssds:
+        read, write, direct = measure_ssd(folder, options.ssd_bytes)
+        if not direct:
+            say(f"{folder}: its file system cannot read and write past the page cache (O_DIRECT), so memory takes part")
+        rows += [Row(f"{folder}, read", "B/s", read), Row(f"{folder}, write", "B/s", write)]
+        speeds = {"read_bytes_per_s": read.value, "write_bytes_per_s": write.value}
+        drives.append(SsdSpeeds(folder=str(folder.resolve()), direct=direct, **speeds))
     calibration = Calibration(
         date=datetime.date.today().isoformat(),
         num_threads=_cpu.available_threads(),
@@ -217,7 +225,7 @@ def measure_machine(
         devices=tuple(devices),
         cache_bytes=caches,
         cache_bytes_per_s=None if cached is None else cached.value,
-        ssds=tuple(_ssd(folder, options, say, rows) for folder in ssds),
+        ssds=tuple(drives),
     )
     return calibration, rows
 
@@ -242,15 +250,6 @@ def _device(
         flops=max(figure.value for figure in flops.values()),
         **links,
     )
-
-
-def _ssd(folder: Path, options: Options, say: Callable[[str], None], rows: list[Row]) -> SsdSpeeds:
-    read, write, direct = measure_ssd(folder, options.ssd_bytes)
-    if not direct:
-        say(f"{folder}: its file system cannot read and write past the page cache (O_DIRECT), so memory takes part")
-    rows += [Row(f"{folder}, read", "B/s", read), Row(f"{folder}, write", "B/s", write)]
-    speeds = {"read_bytes_per_s": read.value, "write_bytes_per_s": write.value}
-    return SsdSpeeds(folder=str(folder.resolve()), direct=direct, **speeds)
 
 
 def machine_facts() -> dict[str, Any]:

@@ -76,7 +76,7 @@ quantised weights become plain numbers.""",
 
 
 def plan() -> argparse.ArgumentParser:
-    """Return the parser of `plan`; its defaults are those of `commands.planned_model.Settings`."""
+    """Return the parser of `plan`; its defaults are those of `commands.plan.Settings`."""
     parser = _parser(
         "plan",
         """\

@@ -43,7 +43,6 @@ from lightning_cxl.inventory.tensors import (
     with_slots,
 )
 from lightning_cxl.optim.cpu_adam import Precisions
-from lightning_cxl.optim.kernels import MasterForm
 from lightning_cxl.optim.masters import master_dtype, needs_master
 from lightning_cxl.placement.placement import ModuleTiers, TensorRole
 from lightning_cxl.shards import is_sharded, local
@@ -181,45 +180,30 @@ def state_tensors(
             if is_lazy(parameter):
                 continue
             form = precisions.form_for(optimizer, parameter)
-            separate = needs_master(parameter, master_dtype(parameter, form), on_host=on_host(parameter))
-            half_sums = config.accumulate == "bf16"
-            bytes_of = _master_and_grad(parameter, form, separate, half_sums=half_sums, accumulates=accumulates)
+            numel, dtype = local(parameter).numel(), master_dtype(parameter, form)
+            separate = needs_master(parameter, dtype, on_host=on_host(parameter))
+            half_sums = config.accumulate == "bf16" and parameter.dtype is torch.bfloat16
+            grad_dtype = dtype
+            if dtype in _HALF or form is not None:
+                wide = accumulates and parameter.dtype in _HALF and not half_sums
+                grad_dtype = torch.float32 if wide else parameter.dtype
+            grad_role = TensorRole.MASTER_GRADS if separate else TensorRole.COMPUTE_GRADS
+            bytes_of = {
+                TensorRole.MASTER_WEIGHTS: numel * dtype.itemsize if separate else 0,
+                grad_role: numel * grad_dtype.itemsize if parameter.requires_grad else 0,
+            }
             moment = precisions.moment_bytes(optimizer, parameter)
-            in_state = {TensorRole.MASTER_WEIGHTS: _lower_half_bytes(parameter, form)}
+            in_state = {TensorRole.MASTER_WEIGHTS: 2 * numel if dtype in _HALF and parameter.requires_grad else 0}
             if moment or not parameter.requires_grad:
                 in_state |= {TensorRole.MOMENTUM: moment, TensorRole.VARIANCE: moment}
-            else:
-                bytes_of[TensorRole.MOMENTUM] = _foreign_bytes(optimizer, precisions, group, parameter)
+            elif not precisions.becomes_cpu_adam(optimizer):
+                # what a torch optimizer makes itself at its first step: all of it counts as momentum
+                bytes_of[TensorRole.MOMENTUM] = num_state_tensors(optimizer, group) * numel * dtype.itemsize
             for is_state, sizes in ((False, bytes_of), (True, in_state)):
                 for role, nbytes in sizes.items():
                     if nbytes:
                         found[id(parameter), role, is_state] = HostTensor(parameter, role, nbytes, in_state=is_state)
     return list(found.values())
-
-
-def _lower_half_bytes(parameter: torch.Tensor, form: MasterForm | None) -> int:
-    return 2 * local(parameter).numel() if master_dtype(parameter, form) in _HALF and parameter.requires_grad else 0
-
-
-def _foreign_bytes(optimizer: Optimizer, precisions: Precisions, group: dict[str, Any], parameter: torch.Tensor) -> int:
-    """Return the bytes of the state that a torch optimizer makes itself at its first step; all of it is MOMENTUM."""
-    if precisions.becomes_cpu_adam(optimizer):
-        return 0
-    itemsize = master_dtype(parameter, precisions.form_for(optimizer, parameter)).itemsize
-    return num_state_tensors(optimizer, group) * local(parameter).numel() * itemsize
-
-
-def _master_and_grad(
-    parameter: torch.Tensor, form: MasterForm | None, separate: bool, *, half_sums: bool, accumulates: bool
-) -> dict[TensorRole, int]:
-    numel, dtype = local(parameter).numel(), master_dtype(parameter, form)
-    master_bytes = numel * dtype.itemsize if separate else 0
-    sums = dtype in _HALF or form is not None
-    wide = accumulates and parameter.dtype in _HALF and not (half_sums and parameter.dtype is torch.bfloat16)
-    grad_dtype = (torch.float32 if wide else parameter.dtype) if sums else dtype
-    grad_role = TensorRole.MASTER_GRADS if separate else TensorRole.COMPUTE_GRADS
-    grad_bytes = numel * grad_dtype.itemsize if parameter.requires_grad else 0
-    return {TensorRole.MASTER_WEIGHTS: master_bytes, grad_role: grad_bytes}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
