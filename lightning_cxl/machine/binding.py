@@ -28,12 +28,20 @@ from torch.numa.binding import AffinityMode, NumaOptions
 from lightning_cxl.config import SSD, OffloadConfig, SsdOptions
 from lightning_cxl.devices.device_type import device_type_of
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.machine.topology import Tier, Topology, parse_id_list, read_text, ssd_capacity_bytes
+from lightning_cxl.machine.topology import (
+    Tier,
+    Topology,
+    node_cpus,
+    node_distances,
+    online_node_ids,
+    parse_id_list,
+    read_text,
+    ssd_capacity_bytes,
+)
 from lightning_cxl.native import _cpu
 from lightning_cxl.text import format_bytes
 from lightning_cxl.torch_private import find
 
-_NODES = "sys/devices/system/node"
 _CPUS = "sys/devices/system/cpu"
 _THREADS = "OMP_NUM_THREADS"
 LOCAL, REMOTE = 10, 20
@@ -74,22 +82,18 @@ class HostCpus:
 def read_host_cpus(root: Path, allowed: Sequence[int]) -> HostCpus:
     """Return the CPUs of a machine. A kernel without NUMA shows as node 0; without files, with the `allowed` CPUs."""
     online = parse_id_list(read_text(root / _CPUS / "online") or "")
-    node_ids = parse_id_list(read_text(root / _NODES / "online") or "")
-    nodes = {node: parse_id_list(read_text(root / _NODES / f"node{node}/cpulist") or "") for node in node_ids}
+    node_ids = online_node_ids(root)
+    nodes = node_cpus(root, node_ids)
     if not any(nodes.values()):
         nodes = {0: online or tuple(allowed)}
     if online:
         nodes = {node: tuple(cpu for cpu in cpus if cpu in online) for node, cpus in nodes.items()}
     nodes = {node: cpus for node, cpus in nodes.items() if cpus}
-    distances: dict[int, dict[int, int]] = {}
-    for node in node_ids:
-        words = (read_text(root / _NODES / f"node{node}/distance") or "").split()
-        distances[node] = {other: int(word) for other, word in zip(node_ids, words, strict=False)}
     return HostCpus(
         nodes=nodes,
         sockets={node: _socket(root, node, cpus[0]) for node, cpus in nodes.items()},
         cores={cpu: _core(root, cpu) for cpus in nodes.values() for cpu in cpus},
-        distances=distances,
+        distances=node_distances(root, node_ids),
     )
 
 

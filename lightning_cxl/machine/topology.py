@@ -99,8 +99,9 @@ def read_nodes(root: Path) -> tuple[Node, ...]:
     base = root / _NODES
     if not node_ids:
         return (Node(0, True, read_meminfo(root / "proc/meminfo").get("MemTotal", 0)),)
-    online = parse_id_list(read_text(base / "online") or "") or node_ids
-    cpu_ids = frozenset(node_id for node_id in online if read_text(base / f"node{node_id}/cpulist"))
+    online = online_node_ids(root) or node_ids
+    cpu_ids = frozenset(node_id for node_id, cpus in node_cpus(root, online).items() if cpus)
+    distances = node_distances(root, online)
     normal = read_text(base / "has_normal_memory")
     normal_ids = node_ids if normal is None else parse_id_list(normal)
     return tuple(
@@ -108,7 +109,7 @@ def read_nodes(root: Path) -> tuple[Node, ...]:
             node_id=node_id,
             has_cpus=node_id in cpu_ids,
             capacity_bytes=_capacity_bytes(root, node_id, node_ids),
-            distance=_distance(base / f"node{node_id}/distance", online, cpu_ids),
+            distance=min((d for other, d in distances.get(node_id, {}).items() if other in cpu_ids), default=10),
             movable=node_id not in normal_ids,
             read_bytes_per_s=_rating(base / f"node{node_id}", "read_bandwidth", 1e6),
             write_bytes_per_s=_rating(base / f"node{node_id}", "write_bandwidth", 1e6),
@@ -145,10 +146,21 @@ def _capacity_bytes(root: Path, node_id: int, node_ids: tuple[int, ...]) -> int:
     return read_meminfo(path).get("MemTotal", 0)
 
 
-def _distance(path: Path, online: tuple[int, ...], cpu_ids: frozenset[int]) -> int:
-    distances = [int(word) for word in (read_text(path) or "").split()]
-    from_cpus = [distance for node_id, distance in zip(online, distances, strict=False) if node_id in cpu_ids]
-    return min(from_cpus, default=10)
+def online_node_ids(root: Path) -> tuple[int, ...]:
+    return parse_id_list(read_text(root / _NODES / "online") or "")
+
+
+def node_cpus(root: Path, node_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    return {node: parse_id_list(read_text(root / _NODES / f"node{node}/cpulist") or "") for node in node_ids}
+
+
+def node_distances(root: Path, online: Sequence[int]) -> dict[int, dict[int, int]]:
+    """Return the SLIT distances from every online node to every other; the columns of a node are the online nodes."""
+    found = {}
+    for node in online:
+        words = (read_text(root / _NODES / f"node{node}/distance") or "").split()
+        found[node] = {other: int(word) for other, word in zip(online, words, strict=False)}
+    return found
 
 
 def _rating(node: Path, name: str, factor: float) -> float | None:
@@ -166,19 +178,16 @@ def _rating(node: Path, name: str, factor: float) -> float | None:
 def usable_cpus(root: Path = Path("/"), allowed: frozenset[int] | None = None) -> dict[int, tuple[int, ...]]:
     """Return the CPUs of every node that this process may run on; nodes without such CPUs are left out."""
     allowed = frozenset(os.sched_getaffinity(0)) if allowed is None else allowed
-    online = parse_id_list(read_text(root / _NODES / "online") or "")
-    by_node = {node: parse_id_list(read_text(root / _NODES / f"node{node}/cpulist") or "") for node in online}
+    by_node = node_cpus(root, online_node_ids(root))
     usable = {node: tuple(cpu for cpu in cpus if cpu in allowed) for node, cpus in by_node.items()}
     return {node: cpus for node, cpus in usable.items() if cpus}
 
 
 def nearest_cpu_nodes(root: Path, cpu_nodes: frozenset[int]) -> dict[int, int]:
     """Return, for every online node, the nearest of `cpu_nodes` by SLIT distance; the lowest id of equals."""
-    online = parse_id_list(read_text(root / _NODES / "online") or "")
     nearest = {}
-    for node in online:
-        distances = [int(word) for word in (read_text(root / _NODES / f"node{node}/distance") or "").split()]
-        candidates = [(d, other) for other, d in zip(online, distances, strict=False) if other in cpu_nodes]
+    for node, distances in node_distances(root, online_node_ids(root)).items():
+        candidates = [(distance, other) for other, distance in distances.items() if other in cpu_nodes]
         if candidates:
             nearest[node] = min(candidates)[1]
     return nearest
