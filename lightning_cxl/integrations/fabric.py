@@ -30,7 +30,7 @@ from lightning_cxl.integrations.lightning.lightning_api import (
     FabricParallelStrategy,
 )
 from lightning_cxl.inventory.tensors import Loop
-from lightning_cxl.run.cutting import cut_for, cut_state
+from lightning_cxl.run.session import cut_for, cut_state
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.run.user_loop import UserLoop

@@ -26,9 +26,8 @@ from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.parameter_state import plain
 from lightning_cxl.run.checkpoint import entry_of, load_optimizers, own_entry, restore_masters
-from lightning_cxl.run.cutting import follow
 from lightning_cxl.run.run import Run, bring_to_host
-from lightning_cxl.run.session import Session
+from lightning_cxl.run.session import Session, follow
 from lightning_cxl.run.sharded_checkpoint import optimizer_tensors
 from lightning_cxl.run.sharded_checkpoint import save as save_together
 from lightning_cxl.run.state_on_ssd import KEY, check_together

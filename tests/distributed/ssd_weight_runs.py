@@ -11,8 +11,7 @@ from torch import nn
 
 from lightning_cxl.errors import LightningCXLError
 from lightning_cxl.inventory.tensors import Loop
-from lightning_cxl.run.cutting import whole_state
-from lightning_cxl.run.session import Session
+from lightning_cxl.run.session import Session, whole_state
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import cut
 from lightning_cxl.sharding.host_shard import HostShard

@@ -128,8 +128,7 @@ def test_checkpoints_of_lightning_are_of_any_number_of_processes(ranks, tmp_path
 
 def cut_anew(spoil):
     """Cut a quantised model that `spoil` has changed."""
-    from lightning_cxl.run.cutting import cut_for
-    from lightning_cxl.run.session import Session
+    from lightning_cxl.run.session import Session, cut_for
 
     model = training.make_model(STREAMED)
     spoil(model)

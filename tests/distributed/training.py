@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import lightning_cxl
 from lightning_cxl.inventory.tensors import Loop
-from lightning_cxl.run.cutting import cut_for
-from lightning_cxl.run.session import Session
+from lightning_cxl.run.session import Session, cut_for
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import root_of
 from lightning_cxl.sharding.processes import gather_on_machine

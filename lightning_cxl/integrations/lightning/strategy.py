@@ -46,8 +46,8 @@ from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run import checkpoint as ckpt
 from lightning_cxl.run.checkpoint import remove
-from lightning_cxl.run.cutting import cut_for, cut_state
 from lightning_cxl.run.run import Host, Run
+from lightning_cxl.run.session import cut_for, cut_state
 from lightning_cxl.run.sharded_checkpoint import TIED, AsyncSaves, is_sharded_checkpoint, optimizer_tensors, save
 from lightning_cxl.run.state_on_ssd import KEY, StateOnSsd, check_together
 from lightning_cxl.run.user_loop import end_earlier_trainings
