@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_cxl.config import OffloadConfig, SsdOptions
 from lightning_cxl.gradients.offload import MAX_STAGED
@@ -266,14 +265,6 @@ def test_moves_of_weights_and_moments():
         Move("update", "cpu", 2 * weights.nbytes),
     )
     assert momentum.moves == (Move("update", "cpu", 2 * momentum.nbytes),)
-
-
-def test_one_layer_without_units_is_planned_too():
-    model = nn.Linear(64, 64, device="meta")
-    x = torch.empty(8, 64, device="meta")
-    job = job_of("layer", model, OffloadConfig(), Workload(batch=8, sequence=1), lambda: model(x).sum())
-    assert job.num_units == 1
-    assert TensorRole.ACTIVATIONS not in job.bytes_of()
 
 
 @pytest.mark.parametrize("replicates", [True, False])

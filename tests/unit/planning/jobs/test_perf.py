@@ -125,11 +125,6 @@ def test_a_tier_that_another_one_backs_is_as_fast_as_that_one():
         )
 
 
-def test_nothing_takes_no_time():
-    assert predict_adam_seconds(0, split_of(0.5), PAPER) == 0
-    assert predict_copy_seconds(0, split_of(0.5), PAPER, "d2h") == 0
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -148,30 +143,6 @@ def test_what_cannot_be_predicted_is_refused(call, error, message):
 
 sizes = st.integers(0, 10**12)
 shares = st.floats(0, 1)
-
-
-@given(sizes, sizes, shares)
-def test_more_elements_take_longer(few, more, share):
-    few, more = sorted((few, more))
-    short, long = (predict_adam_seconds(n, split_of(share), PAPER) for n in (few, more))
-    assert 0 <= short <= long
-
-
-@given(sizes, sizes, shares, st.sampled_from(["h2d", "d2h"]), st.integers(1, 8), st.integers(1, 8))
-def test_more_bytes_and_more_devices_take_longer(few, more, share, direction, devices, others):
-    few, more = sorted((few, more))
-    fewer_devices, more_devices = sorted((devices, others))
-    short = predict_copy_seconds(few, split_of(share), PAPER, direction, fewer_devices)
-    assert 0 <= short <= predict_copy_seconds(more, split_of(share), PAPER, direction, fewer_devices) * (1 + 1e-12)
-    assert short <= predict_copy_seconds(few, split_of(share), PAPER, direction, more_devices) * (1 + 1e-12)
-
-
-@given(sizes, shares, shares, st.sampled_from(["h2d", "d2h"]))
-def test_more_on_the_card_is_no_faster_for_copies(nbytes, share, other, direction):
-    """One link's rate is less than DRAM's, so that only the card can slow a copy down, but for 0.1 % of contention."""
-    less, more = sorted((share, other))
-    fast, slow = (predict_copy_seconds(nbytes, split_of(each), PAPER, direction) for each in (less, more))
-    assert fast <= slow * 1.001
 
 
 @given(sizes, shares, shares)

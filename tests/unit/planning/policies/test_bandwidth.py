@@ -8,7 +8,7 @@ import pytest
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.planning.job import predict_step
 from lightning_cxl.planning.policies import Bandwidth, Bounds, LatencyFirst, minimise
-from tests.unit.planning.policies.jobs import NEMO_12B, QWEN_7B, R, bytes_by_tier, job_of, machine
+from tests.unit.planning.policies.jobs import NEMO_12B, QWEN_7B, R, bytes_by_tier, machine
 
 STREAMED = (R.MOMENTUM, R.VARIANCE, R.MASTER_GRADS, R.MASTER_WEIGHTS)
 
@@ -42,11 +42,6 @@ def test_dram_is_filled_to_the_last_byte_where_it_is_what_is_short():
     host = machine(dram=64, cards=(256,))
     splits = Bandwidth().decide(NEMO_12B, host).splits
     assert bytes_by_tier(NEMO_12B, splits)["dram0"] == pytest.approx(host.tier("dram0").capacity_bytes, rel=1e-3)
-
-
-def test_a_machine_with_one_kind_of_memory():
-    splits = Bandwidth().decide(job_of({R.MOMENTUM: 100, R.ACTIVATIONS: 10}), machine(cards=())).splits
-    assert splits == {R.MOMENTUM: {"dram0": 1.0}, R.ACTIVATIONS: {"dram0": 1.0}}
 
 
 def test_reasons_say_what_moves_and_what_was_weighed():

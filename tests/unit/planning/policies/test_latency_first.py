@@ -38,11 +38,6 @@ def test_a_mixed_class_takes_at_most_its_equal_share_of_dram():
     assert split == pytest.approx({"dram0": 0.33, "cxl0": 0.335, "cxl1": 0.335})
 
 
-def test_a_class_that_fits_exactly_is_local():
-    split = LatencyFirst().decide(job_of({R.MOMENTUM: 100}), machine(dram=100, unit=1)).splits[R.MOMENTUM]
-    assert split == {"dram0": 1.0}
-
-
 def test_a_full_card_leaves_its_part_to_the_other():
     split = (
         LatencyFirst().decide(job_of({R.MOMENTUM: 100}), machine(dram=0, cards=(10, 200), unit=1)).splits[R.MOMENTUM]
