@@ -36,7 +36,7 @@ parameter and its master are (see [Note: Compute and master weights]):
   group while more than the bytes of the largest one are being copied ([Note: Copies and streams]).
 * A backward that fails does not come to its end: what it has left behind is dropped when the next one starts.
 * Gradient memory belongs to ``.grad`` alone: nothing else keeps it, so whoever holds an old gradient keeps its values,
-  and ``zero_grad`` gives the bytes back. What is ours is known by the tensor itself: memory that was given back may be
+  and ``zero_grad`` gives the bytes back. Our memory is known by the tensor itself: memory that was given back may be
   anybody's.
 * Gradients are numbered as autograd delivers them, which does not depend on when copies are done. The random bits of a
   sum depend on that number.
@@ -87,7 +87,7 @@ class Gradient:
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class GradientGroup:
     """Gradients that are copied to the host together."""
 
     pair_ids: frozenset[int]
@@ -96,7 +96,7 @@ class Group:
     transfer: Transfer
     gradients: list[Gradient]
     """Empty once they are accumulated, so that staging memory goes back."""
-    accumulate: Callable[["Group"], None]
+    accumulate: Callable[["GradientGroup"], None]
     result: "Future[None] | None" = None
     """Of the worker; None where `wait` accumulates."""
 
@@ -163,12 +163,12 @@ class GradientOffload:
         # gradients from the device
         self._unit: object = None  # whose group is not complete
         self._group: dict[int, Gradient] = {}  # what has come of it, by id of the pair
-        self._groups: deque[Group] = deque()  # copied, not known to be accumulated
+        self._groups: deque[GradientGroup] = deque()  # copied, not known to be accumulated
         self._on_device: deque[tuple[Transfer, int]] = deque()  # that the device has not waited for, and their bytes
         self._device_bytes = self._largest_bytes = 0
         self._pending: dict[int, WeightPair] = {}  # whose ``.grad`` is None because gradients are on their way, by id
         self._sums: dict[int, torch.Tensor] = {}  # of these and of those handed over, so far, by id of the pair
-        self._handed: dict[int, list[Group]] = {}  # groups of gradients that an update takes, by id of the pair
+        self._handed: dict[int, list[GradientGroup]] = {}  # groups of gradients that an update takes, by id of the pair
         self._given: set[int] = set()  # ids of pairs handed over in this step
 
     # -- what is received
@@ -362,7 +362,7 @@ class GradientOffload:
         transfer = self._start(copies, from_here=not any(is_replicated(each.pair.compute) for each in copied))
         landed = [Gradient(each.pair, there, each.key, each.stays) for each, there in zip(copied, memory, strict=True)]
         pair_ids = frozenset(id(each.pair) for each in copied)
-        started = Group(pair_ids, bool(staged), transfer, landed, self._accumulate)
+        started = GradientGroup(pair_ids, bool(staged), transfer, landed, self._accumulate)
         if self._worker is not None:
             started.result = self._worker.submit(self._accumulate, started)
         self._groups.append(started)
@@ -382,7 +382,7 @@ class GradientOffload:
         return transfer
 
     @torch.no_grad()
-    def _accumulate(self, group: Group) -> None:
+    def _accumulate(self, group: GradientGroup) -> None:
         """Add gradients of different parameters to the sums so far, when they have landed."""
         group.transfer.wait_host()
         landed, group.gradients = group.gradients, []

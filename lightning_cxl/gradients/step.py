@@ -323,7 +323,8 @@ def _apply(step: AdamStep, work: list[Work], scale: float) -> None:
 #    (`prepare`), and the guard looks at the gradients. Where they may not be used, the step ends there, without an
 #    update. That is possible as long as the optimizer has written to none of its parameters; else the guard raises.
 # 4. The update (`update`): by the optimizer's own step, or by `UnitUpdates` in parts.
-# 5. The model gets the new weights (`write_back`), and state that the optimizer has made moves to its tier (`rehome`).
+# 5. The model gets the new weights (`write_back`), and state that the optimizer has made moves to its tier
+#    (`place_state`).
 #
 # An optimizer that evaluates its closure again after it has written (LBFGS in its line search) finds the loss of the
 # weights it has written: they are written back before.
@@ -338,14 +339,14 @@ class HostStep:
         guard: OverflowGuard,
         updates: WholeUpdates,
         masters: MasterWeights,
-        rehome: Callable[[Optimizer], None],
+        place_state: Callable[[Optimizer], None],
     ) -> None:
         self._optimizer = optimizer
         self._grads = grads
         self._guard = guard
         self._updates = updates
         self._masters = masters
-        self._rehome = rehome
+        self._place_state = place_state
         self._step = optimizer.step
         self._versions: dict[int, int] = {}  # of the parameters when the step began, by id
         self._evaluates_first = evaluates_first(optimizer)
@@ -390,7 +391,7 @@ class HostStep:
         # fused optimizers of torch, and those of bitsandbytes, write without a trace: copies must become old
         torch.autograd.graph.increment_version([p for p in updated if not self._is_written(p)])
         self._updates.write_back(self._optimizer, updated)
-        self._rehome(self._optimizer)
+        self._place_state(self._optimizer)
         return result
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
@@ -512,7 +513,7 @@ class Adoption:
         guard: OverflowGuard,
         updates: WholeUpdates,
         allocate_state: AllocateState,
-        rehome: Callable[[Optimizer, Callable[[torch.Tensor], torch.Tensor]], None],
+        place_state: Callable[[Optimizer, Callable[[torch.Tensor], torch.Tensor]], None],
         meter: GradientMeter,
         swapper: StateSwapper | None,
     ) -> None:
@@ -522,7 +523,7 @@ class Adoption:
         self._guard = guard
         self._updates = updates
         self._allocate = allocate_state  # of a compute parameter
-        self._rehome = rehome
+        self._place_state = place_state
         self._meter = meter
         self._swapper = swapper
         # the user's object, the one in use, and what gives their methods back
@@ -541,14 +542,14 @@ class Adoption:
             current = self._make_cpu_adam(optimizer)
             current.enter_run(self._meter.sums_of, self._updates.wait)
         else:
-            self.rehome_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
+            self.place_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
         self._await(current)
         self._adopted[-1] = (optimizer, current, undo)
 
         def add_param_group(param_group: dict[str, Any]) -> None:
             type(current).add_param_group(current, self._adopt_group(current, param_group))
 
-        step = HostStep(current, self._grads, self._guard, self._updates, self._masters, self.rehome_state)
+        step = HostStep(current, self._grads, self._guard, self._updates, self._masters, self.place_state)
         _replace(undo, current, "step", step)
         _replace(undo, current, "add_param_group", add_param_group)
         for name in ("train", "eval"):
@@ -575,9 +576,9 @@ class Adoption:
 
         return call
 
-    def rehome_state(self, optimizer: Optimizer) -> None:
+    def place_state(self, optimizer: Optimizer) -> None:
         """Move optimizer state in ordinary memory (loaded, or made too early) to where the policy wants it."""
-        self._rehome(optimizer, self._masters.compute_of)
+        self._place_state(optimizer, self._masters.compute_of)
 
     def adopt_joined(self) -> None:
         """Adopt parameters of the model that have come into groups by another way than `add_param_group`."""

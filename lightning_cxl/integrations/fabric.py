@@ -241,7 +241,7 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
 
 
 class _BackwardSync:
-    """What `fabric.no_backward_sync` asks."""
+    """The way in which `fabric.no_backward_sync` asks a strategy."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return without_reducing(module) if enabled else nullcontext()

@@ -88,7 +88,7 @@ def dry_run(
         stack.callback(prepare_layers(model, ()))
         offload.attach(units, model)
         stack.callback(offload.detach)
-        stack.enter_context(_gradients_leave(model))
+        stack.enter_context(_gradients_offloaded(model))
         meter = stack.enter_context(_Meter())
         stack.enter_context(_autocast_of_cpu(mixed))
         function = stack.enter_context(_Functions(meter))
@@ -123,7 +123,7 @@ class _NoCopies(TransferEngine):
 
 
 @contextmanager
-def _gradients_leave(model: nn.Module) -> Iterator[None]:
+def _gradients_offloaded(model: nn.Module) -> Iterator[None]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     handles = [_on_accumulated(parameter, _drop_grad) for parameter in trained]
     try:

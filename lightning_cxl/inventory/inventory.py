@@ -76,19 +76,19 @@ class AskedTiers:
                 self._check_shared(self.names[parameter_id], owners)
 
     def lookup(
-        self, owner: Tensor | str, role: TensorRole, *, may_leave: bool = False, why_not: str = ""
+        self, owner: Tensor | str, role: TensorRole, *, may_be_on_ssd: bool = False, why_not: str = ""
     ) -> tuple[str | None, str]:
         """Return the tier that is asked for, and who asks; None and an empty text where nobody does.
 
         Args:
             owner: a parameter, or the name of a unit for its inputs.
-            may_leave: whether the tier `ssd` can hold it. If not, and that is asked for, the tier is None, with the
+            may_be_on_ssd: whether the tier `ssd` can hold it. If not, and that is asked for, the tier is None, with the
                 reason.
             why_not: why weights that are cut over processes cannot lie there.
         """
         owners = [owner] if isinstance(owner, str) else self._owners.get(id(owner), [""])
         for tier, source in (self._tiers.lookup(module, role) for module in owners):
-            if tier == SSD and not may_leave:
+            if tier == SSD and not may_be_on_ssd:
                 return None, self._why_in_memory(owner, role, source, why_not)
             if tier is not None or source:
                 return tier, source
@@ -213,7 +213,7 @@ class Inventory:
     model: nn.Module
     workload: Workload
     asked: AskedTiers
-    """What decorators and rules ask for; `tensors` has the answers."""
+    """The requests of decorators and rules; `tensors` has the answers."""
     units: NamedUnits
     """Blocks whose inputs are offloaded, and which are recomputed."""
     streamed: tuple[StreamedUnit, ...]
@@ -290,8 +290,8 @@ def list_tensors(
         return parameter.requires_grad and id(parameter) in held
 
     def ask(parameter: nn.Parameter) -> tuple[str | None, str]:
-        may_leave = id(parameter) in in_units - stays
-        return asked.lookup(parameter, TensorRole.COMPUTE_WEIGHTS, may_leave=may_leave, why_not=why_not)
+        may_be_on_ssd = id(parameter) in in_units - stays
+        return asked.lookup(parameter, TensorRole.COMPUTE_WEIGHTS, may_be_on_ssd=may_be_on_ssd, why_not=why_not)
 
     def pieces_of(shards: bool) -> tuple[StreamedUnit, ...]:
         units = ((name, module, [p for p in own if is_sharded(p) is shards]) for name, module, own in found)
@@ -383,9 +383,9 @@ def _weights(
     in_units = units_by_parameter(streamed)
 
     def piece(unit: StreamedUnit, group: list[nn.Parameter]) -> HostTensor:
-        may_leave = not any(id(parameter) in stays for parameter in group)
+        may_be_on_ssd = not any(id(parameter) in stays for parameter in group)
         nbytes, updated = piece_nbytes(unit.module, group), is_updated(group[0])
-        return HostTensor(group[0], role, nbytes, unit.name, is_updated=updated, may_leave=may_leave)
+        return HostTensor(group[0], role, nbytes, unit.name, is_updated=updated, may_be_on_ssd=may_be_on_ssd)
 
     rest = [p for p in known_parameters(model) if (all_on_host or is_sharded(p)) and id(p) not in in_units]
     tensors = tensors_by_parameter(model) if rest else {}
@@ -395,14 +395,14 @@ def _weights(
 
 
 def _with_tier(each: HostTensor, asked: AskedTiers, why_not: str) -> HostTensor:
-    may_leave = each.may_leave or each.in_state or each.role is TensorRole.ACTIVATIONS
-    tier, source = asked.lookup(each.owner, each.role, may_leave=may_leave, why_not=why_not)
-    return each._replace(tier=tier, source=source, may_leave=may_leave)
+    may_be_on_ssd = each.may_be_on_ssd or each.in_state or each.role is TensorRole.ACTIVATIONS
+    tier, source = asked.lookup(each.owner, each.role, may_be_on_ssd=may_be_on_ssd, why_not=why_not)
+    return each._replace(tier=tier, source=source, may_be_on_ssd=may_be_on_ssd)
 
 
 def _inputs(measured: DryRun, units: NamedUnits, asked: AskedTiers) -> list[HostTensor]:
     """Return the inputs of units; those without a known size where they are asked for on the tier `ssd`."""
     role, stored = TensorRole.ACTIVATIONS, dict(measured.stored_bytes)
     if not stored:
-        stored = {name: 0 for name, _ in units if asked.lookup(name, role, may_leave=True)[0] == SSD}
+        stored = {name: 0 for name, _ in units if asked.lookup(name, role, may_be_on_ssd=True)[0] == SSD}
     return [HostTensor(None, role, nbytes, unit, is_updated=False) for unit, nbytes in stored.items()]

@@ -142,8 +142,8 @@ class HostTensor(NamedTuple):
         in_state: it is part of `CPUAdam`'s state: momentum, variance, or what a split master weight has beyond the
             bfloat16 weight.
         is_updated: steps write it; of weights, an optimizer has to hold them.
-        may_leave: it may lie on the tier `ssd`: such state, inputs of units, and weights of units that stream, if no
-            other optimizer than `CPUAdam` writes them.
+        may_be_on_ssd: such state, inputs of units, and weights of units that stream, if no other optimizer than
+            `CPUAdam` writes them.
         source: of the request for `tier`, or why the tier that is asked for cannot hold it.
     """
 
@@ -154,7 +154,7 @@ class HostTensor(NamedTuple):
     tier: str | None = None
     in_state: bool = False
     is_updated: bool = True
-    may_leave: bool = False
+    may_be_on_ssd: bool = False
     source: str = ""
 
     @property
@@ -193,7 +193,7 @@ def grouped(parameters: Iterable[nn.Parameter], key: Callable[[nn.Parameter], Ha
     return list(groups.values())
 
 
-def leaving_groups(tensors: Iterable[HostTensor]) -> list[list[HostTensor]]:
+def offload_groups(tensors: Iterable[HostTensor]) -> list[list[HostTensor]]:
     """Return the gradients among the tensors in groups as they leave the device, the largest group first."""
     groups: dict[object, list[HostTensor]] = {}
     for each in tensors:
@@ -222,7 +222,7 @@ def gradients_at_once(tensors: Iterable[HostTensor]) -> list[HostTensor]:
 def widened_gradients(tensors: Iterable[HostTensor]) -> list[HostTensor]:
     """Return the largest first gradients of a step that are still there while sums become wider (`GradientOffload`)."""
     wider = [each for each in tensors if each.nbytes > each.parameter_nbytes]
-    largest = next(iter(leaving_groups(wider)), [])
+    largest = next(iter(offload_groups(wider)), [])
     return [each._replace(nbytes=each.parameter_nbytes) for each in largest]
 
 
@@ -240,7 +240,7 @@ def staged_gradients(tensors: Iterable[HostTensor], workload: Workload) -> tuple
             total += num_landed * each.parameter_nbytes
             if num_landed:
                 landing.append(each._replace(nbytes=each.parameter_nbytes))
-    groups = leaving_groups(landing)[:MAX_STAGED]
+    groups = offload_groups(landing)[:MAX_STAGED]
     return [each._replace(role=TensorRole.STAGING) for group in groups for each in group], total
 
 
@@ -382,7 +382,7 @@ def with_slots(
 
 def slot_bytes(records: Sequence[PlannedRecord], num_drives: int = 1, num_devices: int = 1) -> int:
     """Return the bytes of all slots that these records visit, each cut over some drives; see `with_slots`."""
-    once = update_slot_bytes(records, num_drives) + hop_slot_bytes(records, num_drives)
+    once = update_slot_bytes(records, num_drives) + weight_slot_bytes(records, num_drives)
     return once + num_devices * input_slot_bytes(records, num_drives)
 
 
@@ -395,7 +395,7 @@ def update_slot_bytes(records: Iterable[PlannedRecord], num_drives: int = 1) -> 
     return NUM_UPDATE_SLOTS * max(of_owner.values(), default=0)
 
 
-def hop_slot_bytes(records: Iterable[PlannedRecord], num_drives: int = 1) -> int:
+def weight_slot_bytes(records: Iterable[PlannedRecord], num_drives: int = 1) -> int:
     """Return the bytes of the slots of weights on their way to the device; each holds the largest of them."""
     return NUM_HOP_SLOTS * max((record.nbytes_on(num_drives) for record in records if record.is_weights), default=0)
 

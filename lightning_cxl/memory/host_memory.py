@@ -70,7 +70,7 @@ class _Count:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _Account:
     nbytes: int
     spans: tuple[Span, ...]
     tiers: tuple[tuple[str, int], ...]  # bytes by tier
@@ -88,7 +88,7 @@ class Ledger(MemoryResource):
         self._lock = threading.Lock()
         self._dead: deque[int] = deque()
         self._starts: list[int] = []  # addresses of living buffers, sorted
-        self._entries: dict[int, _Entry] = {}  # by address
+        self._entries: dict[int, _Account] = {}  # by address
         self._tiers: dict[str, _Count] = {}
         self._roles: dict[tuple[TensorRole, str], _Count] = {}
 
@@ -101,7 +101,7 @@ class Ledger(MemoryResource):
         counts = Counter[str]()
         for span in inner.spans:
             counts[span.tier] += span.nbytes
-        entry = _Entry(inner.nbytes, inner.spans, tuple(counts.items()), role, split)
+        entry = _Account(inner.nbytes, inner.spans, tuple(counts.items()), role, split)
         with self._lock:
             self._settle()
             self._entries[inner.address] = entry
@@ -161,7 +161,7 @@ class Ledger(MemoryResource):
                 peak.setdefault(role.value, {})[tier] = count.peak_bytes
             return live, peak
 
-    def _find(self, address: int) -> tuple[int, _Entry | None]:
+    def _find(self, address: int) -> tuple[int, _Account | None]:
         """Return the start of the living buffer that has `address`, and its entry."""
         with self._lock:
             self._settle()
@@ -170,7 +170,7 @@ class Ledger(MemoryResource):
             entry = self._entries.get(start)
             return start, entry if entry is not None and address < start + entry.nbytes else None
 
-    def _count(self, entry: _Entry, sign: int) -> None:
+    def _count(self, entry: _Account, sign: int) -> None:
         for tier, nbytes in entry.tiers:
             self._tiers.setdefault(tier, _Count()).add(sign * nbytes)
             self._roles.setdefault((entry.role, tier), _Count()).add(sign * nbytes)

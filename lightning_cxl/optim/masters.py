@@ -12,8 +12,8 @@ says that it is on the device (`sharding/host_shard.py`), where types allow that
 ``on_before_optimizer_step``) finds them there, and every step ends by writing the new values back to the compute
 parameter.
 
-What loops over the model do counts, too: a separate master's compute parameter becomes a `_Front` in its run. Its
-``.grad`` is that of the master, on the host, also where the weights are on a device; what is assigned goes to the
+Changes made in loops over the model count, too: a separate master's compute parameter becomes a `_Front` in its run.
+Its ``.grad`` is that of the master, on the host, also where the weights are on a device; what is assigned goes to the
 master. Writes through ``.data``, which torch does not count, are noticed because someone has asked for ``.data``: the
 next step compares then. Autograd, which reads and writes ``.grad`` past Python, and our own code use `torch_private`.
 Shards keep torch's ``.grad`` and ``.data``: DTensors have no subclasses, and FSDP2 sets their ``.grad`` itself.

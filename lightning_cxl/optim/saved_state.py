@@ -232,7 +232,7 @@ class StateLoading:
         """Return torch's state dict; its tensors are not copies.
 
         Of state on tier `ssd` tensors show what the drives have now, in pages of the page cache and not in memory of
-        the process; checksums have been compared. What is written to them changes no state, and the next step may
+        the process; checksums have been compared. Writes to them change no state, and the next step may
         change what they show: clone what is to be kept.
         """
         found = super().state_dict()  # type: ignore[misc]

@@ -94,7 +94,7 @@ _HOMES: Mapping[TensorRole, tuple[TierKind, ...]] = {
 }
 
 
-def home_kinds(role: TensorRole, *, cpu_computes: bool) -> tuple[TierKind, ...]:
+def preferred_kinds(role: TensorRole, *, cpu_computes: bool) -> tuple[TierKind, ...]:
     """Return the kinds of memory that a role belongs on, its home first.
 
     Args:
@@ -140,7 +140,7 @@ class RoleHomePolicy:
 
     Args:
         topology: the tiers there are.
-        cpu_computes: see `home_kinds`.
+        cpu_computes: see `preferred_kinds`.
     """
 
     def __init__(self, topology: Topology, *, cpu_computes: bool = False) -> None:
@@ -158,7 +158,7 @@ class RoleHomePolicy:
             others = [name for name in self._topology.names if name != first]
             reason = request.source or "asked for explicitly"
         else:
-            first, *others = self._by_kind(home_kinds(request.role, cpu_computes=self._cpu_computes))
+            first, *others = self._by_kind(preferred_kinds(request.role, cpu_computes=self._cpu_computes))
             reason = f"home of {request.role.value}"
         if free.get(first, request.nbytes) < request.nbytes:
             reason += f"; {first} has {format_bytes(free[first])} free of {format_bytes(request.nbytes)} needed"

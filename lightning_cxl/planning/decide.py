@@ -147,7 +147,7 @@ def _choices(inventory: Inventory) -> list[Iterator[Sequence[PlannedRecord]]]:
     units = sorted((r for r in state if r.name not in parameters), key=lambda record: order[record.name])
     largest = max((record.nbytes for record in units), default=0)
     others = sorted((r for r in state if r.name in parameters), key=lambda r: (r.nbytes > largest, -r.nbytes))
-    weights = [record for record in free if record.is_weights and record.tensors[0].may_leave]
+    weights = [record for record in free if record.is_weights and record.tensors[0].may_be_on_ssd]
     frozen, updated = ([r for r in weights if r.is_updated is wanted] for wanted in (False, True))
     inputs = [record for record in free if record.is_inputs and record.nbytes]
     return [
@@ -339,8 +339,8 @@ class Plan:
         key = self._key(owner, role, in_state)
         if key not in self._decided:
             of_units = role in (TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS)
-            may_leave = in_state or role is TensorRole.ACTIVATIONS
-            tier, source = self._settled.get(key) or self.asked.lookup(owner, role, may_leave=may_leave)
+            may_be_on_ssd = in_state or role is TensorRole.ACTIVATIONS
+            tier, source = self._settled.get(key) or self.asked.lookup(owner, role, may_be_on_ssd=may_be_on_ssd)
             if tier == SSD and of_units:
                 self._decided[key] = Placement((tier,), reason=source)
             else:

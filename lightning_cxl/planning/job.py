@@ -54,7 +54,7 @@ from lightning_cxl.config import SSD
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.dry_run import known_parameters
 from lightning_cxl.inventory.inventory import Inventory
-from lightning_cxl.inventory.tensors import GRADIENTS, HostTensor, Mesh, Overlap, leaving_groups, parameter_bytes
+from lightning_cxl.inventory.tensors import GRADIENTS, HostTensor, Mesh, Overlap, offload_groups, parameter_bytes
 from lightning_cxl.machine.speeds import Machine, MachineTier, Split, check_split
 from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.streaming.quantised import numel
@@ -116,7 +116,7 @@ class Job:
     """Blocks that come and go one after the other."""
     num_records: int = 0
     """Of state and weights on the tier `ssd`."""
-    num_visits: int = 0
+    num_swaps: int = 0
     """Of these records to memory in one update, one after the other: what belongs to one unit comes together."""
     num_tokens: int = 0
     """Of one optimizer step."""
@@ -156,7 +156,7 @@ class Job:
         """Return the job as if memory were large enough: nothing has a tier, and nothing moves from or to drives."""
         job = self.without_ssd_moves()
         classes = tuple(replace(each, tier=None) for each in job.classes)
-        return replace(job, classes=classes, num_records=0, num_visits=0)
+        return replace(job, classes=classes, num_records=0, num_swaps=0)
 
     def free_classes(self) -> dict[TensorRole, MemoryClass]:
         """Return the classes that the policy decides about, by role."""
@@ -170,7 +170,7 @@ class Job:
         return total
 
 
-class Group(NamedTuple):
+class UnitShards(NamedTuple):
     """Parameters that are gathered and reduced together: those of a unit, or with an empty name those of the root."""
 
     name: str
@@ -180,7 +180,9 @@ class Group(NamedTuple):
     """Result of a reduction on one rank, with padding."""
 
 
-def groups_of(model: nn.Module, units: NamedUnits, mesh: Mesh, *, reduce_itemsize: int | None = None) -> list[Group]:
+def groups_of(
+    model: nn.Module, units: NamedUnits, mesh: Mesh, *, reduce_itemsize: int | None = None
+) -> list[UnitShards]:
     """Return the groups of a model: its units in their order, then the root where anything is left for it."""
     left = {id(parameter): parameter for parameter in known_parameters(model)}
     groups = []
@@ -189,12 +191,12 @@ def groups_of(model: nn.Module, units: NamedUnits, mesh: Mesh, *, reduce_itemsiz
         if own:
             shards = sum(mesh.shard_numel(p) * p.element_size() for p in own)
             reduced = sum(mesh.shard_numel(p) * (reduce_itemsize or p.element_size()) for p in own if p.requires_grad)
-            groups.append(Group(name, shards, reduced))
+            groups.append(UnitShards(name, shards, reduced))
     return groups
 
 
 def exchanges(
-    groups: Sequence[Group], mesh: Mesh, num_micro_batches: int = 1, *, no_sync: bool = False
+    groups: Sequence[UnitShards], mesh: Mesh, num_micro_batches: int = 1, *, no_sync: bool = False
 ) -> tuple[Exchange, ...]:
     """Return what the ranks exchange in one step. See [Note: Communication volume]."""
     if not mesh.is_sharded:
@@ -239,7 +241,7 @@ def model_job(name: str, inventory: Inventory) -> Job:
         num_parameters=sum(numel(p) for p in known_parameters(inventory.model)),
         num_units=max(1, len(inventory.units)),
         num_records=sum(not record.is_inputs for record in inventory.ssd_records),
-        num_visits=len({each.owner for each in inventory.ssd_records if each.is_updated}),
+        num_swaps=len({each.owner for each in inventory.ssd_records if each.is_updated}),
         num_tokens=workload.batch * workload.sequence * n * mesh.num_ranks,
         forward_flops=run.forward_flops * n,
         backward_flops=run.backward_flops * n,
@@ -340,7 +342,7 @@ def _device_parts(inventory: Inventory) -> dict[str, int]:
     buffers = sum(buffer.nbytes for buffer in model.buffers() if not is_lazy(buffer))
     tensors = tensors_by_parameter(model)
     rest = sum(t.nbytes for p in known_parameters(model) if id(p) not in streamed for t in tensors[id(p)])
-    leaving = leaving_groups(inventory.gradients)[:2]  # one is copied, one is computed
+    leaving = offload_groups(inventory.gradients)[:2]  # one is copied, one is computed
     parts = {
         "weights that stay on the device": 0 if on_host else rest + buffers,
         f"{NUM_SLOTS} slots for weights that stream": NUM_SLOTS * max(unit_bytes.values(), default=0),
@@ -353,7 +355,7 @@ def _device_parts(inventory: Inventory) -> dict[str, int]:
 def _parts_of_rank(inventory: Inventory) -> dict[str, int]:
     """Return memory of one of several ranks on its device, or where the CPU computes, what it works in."""
     workload = inventory.workload
-    *units, root = [*groups_of(inventory.model, inventory.units, Mesh()), Group("", 0, 0)]
+    *units, root = [*groups_of(inventory.model, inventory.units, Mesh()), UnitShards("", 0, 0)]
     if units and not units[-1].name:
         root = units.pop()
     buffers = sum(buffer.nbytes for buffer in inventory.model.buffers() if not is_lazy(buffer))
@@ -393,7 +395,7 @@ def _parts_of_rank(inventory: Inventory) -> dict[str, int]:
 # The soft maximum of t1 and t2 is (t1^p + t2^p)^(1/p) with p `Machine.write_contention`: reads were measured to take
 # what the slower of link and tier takes, but writes take longer than that where both are about equally fast.
 #
-# What was measured on the machine of arXiv 2507.03305 (its authors' raw data: github.com/DandinPower,
+# Measured on the machine of arXiv 2507.03305 (its authors' raw data: github.com/DandinPower,
 # numa-cpu-adam-bench and numa-gpu-xfer-bench) is met within 4 % from 64 M elements and 64 MiB on, one process, one or
 # two devices; ``examples/machines/paper_a.yaml`` says how each constant was found. The measurements are in
 # ``tests/unit/planning/jobs/test_perf.py``. Smaller sizes stay in caches or are dominated by the start of threads, and
@@ -420,7 +422,7 @@ def _parts_of_rank(inventory: Inventory) -> dict[str, int]:
 # `soft_maximum` is how writes of copies slow down, see above; a cache that takes in a copy's
 # writes does not help here, as a step writes many times its size.
 #
-# What lies on the tier `ssd` visits memory to be updated, one visit after the other, each with all records of one unit:
+# State on the tier `ssd` is swapped in to be updated, one unit after the other, with all records of the unit:
 # one is read while another is updated and a third is written, reads and writes side by side, each at the speed of all
 # drives together. With R and V the seconds in which all of it is read and written, the update takes, as such a
 # pipeline::
@@ -627,7 +629,7 @@ class StepModel:
             if through_host:
                 ways = [self._copied(phase, kind, through_host) for kind in (0, 1)]
                 self._add(self._fixed, ways, {machine.tiers[_NEAREST].name: 1.0})
-        self._visits = max(1, job.num_visits)
+        self._swaps = max(1, job.num_swaps)
         self._ssd_speeds = (0.0, 0.0)  # seconds per byte; as if it took no time where they are not known
         if machine.ssd is not None and machine.ssd.read_bytes_per_s and machine.ssd.write_bytes_per_s:
             self._ssd_speeds = (1 / machine.ssd.read_bytes_per_s, 1 / machine.ssd.write_bytes_per_s)
@@ -726,7 +728,7 @@ class StepModel:
 
     def _update_seconds(self, load: list[float]) -> float:
         stages = (self._seconds_in_memory(load), *self._ssd_seconds(load))
-        return sum(stages) / self._visits + (1 - 1 / self._visits) * max(stages)
+        return sum(stages) / self._swaps + (1 - 1 / self._swaps) * max(stages)
 
     def _ssd_seconds(self, load: list[float]) -> tuple[float, float]:
         return load[_SSD] * self._ssd_speeds[0], load[_SSD + 1] * self._ssd_speeds[1]

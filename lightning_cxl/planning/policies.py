@@ -10,7 +10,7 @@ from lightning_cxl.config import SSD
 from lightning_cxl.errors import ConfigError, TierFullError
 from lightning_cxl.machine.speeds import Machine, MachineSsd, MachineTier, Split
 from lightning_cxl.machine.topology import TierKind
-from lightning_cxl.placement.placement import PlacementPolicy, TensorRole, home_kinds
+from lightning_cxl.placement.placement import PlacementPolicy, TensorRole, preferred_kinds
 from lightning_cxl.planning.job import Job, MemoryClass, StepModel, StepTime, predict_step
 from lightning_cxl.text import format_bytes
 
@@ -213,7 +213,7 @@ class ByRole(_RoleByRole):
 
     def split_of(self, each: MemoryClass, room: Room) -> tuple[Split, str]:
         dram, cards = room.machine.select(TierKind.DRAM), room.machine.select(TierKind.CXL)
-        home = home_kinds(each.role, cpu_computes=room.machine.device.is_host)[0]
+        home = preferred_kinds(each.role, cpu_computes=room.machine.device.is_host)[0]
         why = f"home of {each.role.value}"
         if each.nbytes > sum(room.left(tier.name) for tier in room.machine.tiers):
             raise room.full(each.role.value, each.nbytes, "` and `".join(tier.name for tier in room.machine.tiers))

@@ -285,10 +285,10 @@ def restore_masters(
 # its name when it is complete (`put_in_place`), and a folder gets a name like that again before it is removed
 # (`remove`). So a process that is killed leaves the last checkpoint whole.
 #
-# What killed processes have left is removed by the next `unfinished` in that place. It knows by a lock: a process
-# locks what it writes, and the kernel lets go of the lock when the process is killed, whatever container or machine it
-# is in. A new file or folder is there before it can be locked. A process that loses it to another one in between, finds
-# the lock taken or the name gone, and makes another one.
+# Files that killed processes have left are removed by the next `unfinished` in that place. It knows by a lock: a
+# process locks what it writes, and the kernel lets go of the lock when the process is killed, whatever container or
+# machine it is in. A new file or folder is there before it can be locked. A process that loses it to another one in
+# between, finds the lock taken or the name gone, and makes another one.
 #
 # Some filesystems have no locks. Tokens would hide what the dead have left there: its name is ``.NAME.partial`` then,
 # and the next one of the same name replaces it.

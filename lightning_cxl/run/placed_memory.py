@@ -174,7 +174,7 @@ class PlacedMemory:
     def weights(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor | None:
         role = TensorRole.COMPUTE_WEIGHTS
         placement = self.placements.place(parameter, role, tensor.nbytes)
-        if self._is_at_home(tensor, placement):
+        if self._is_placed(tensor, placement):
             return None
         return mirror(tensor, tensor.dtype, lambda count, dtype: self.memory.tensor((count,), dtype, placement, role))
 
@@ -182,11 +182,11 @@ class PlacedMemory:
         """Return 1-D memory for the shard of a parameter's weights; None if it is where it belongs, or goes to SSD."""
         role = TensorRole.COMPUTE_WEIGHTS
         placement = self.placements.place(parameter, role, numel * shard.element_size())
-        if numel == 0 or placement.tiers[0] == SSD or self._is_at_home(shard, placement):
+        if numel == 0 or placement.tiers[0] == SSD or self._is_placed(shard, placement):
             return None
         return self.memory.tensor((numel,), shard.dtype, placement, role)
 
-    def rehome(self, optimizer: Optimizer, compute_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def place_state(self, optimizer: Optimizer, compute_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Move an optimizer's state in ordinary memory to where the policy wants it.
 
         What it leaves goes back to the OS piece by piece: the C library would keep most of it. Views of a
@@ -227,7 +227,7 @@ class PlacedMemory:
             if each.role is not TensorRole.ACTIVATIONS:
                 self.placements.count(each.role, each.nbytes, self.placements.of(each))
 
-    def _is_at_home(self, tensor: torch.Tensor, placement: Placement) -> bool:
+    def _is_placed(self, tensor: torch.Tensor, placement: Placement) -> bool:
         return is_ordinary(tensor) and self.memory.is_placed(tensor.data_ptr(), placement)
 
 

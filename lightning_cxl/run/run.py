@@ -4,7 +4,7 @@
 Built: the host (topology, memory, policy, engine); then, with the model, the inventory and the decision; then the run
 places the weights and builds what receives gradients, streams weights and offloads inputs; then it adopts optimizers.
 Torn down in the opposite order by `Run.close` and `Host.close`, which may be called at any moment, any number of times.
-What belongs to the user outlives both: the weights stay where they are, inside the model, and optimizer state stays
+The user's own tensors outlive both: the weights stay where they are, inside the model, and optimizer state stays
 with the optimizers (as with plain Lightning, so that a checkpoint can still be saved after a run); both are freed when
 those objects are. A later checkpoint needs its `FinishedRun` alone.
 """
@@ -396,7 +396,7 @@ class Run:
                 self.guard,
                 self._updates,
                 self._placed.flat,
-                self._placed.rehome,
+                self._placed.place_state,
                 self.meter,
                 None if self.on_ssd is None else self.on_ssd.state,
             )
@@ -446,9 +446,9 @@ class Run:
         """Adopt parameters that someone has put into the optimizers' groups. See [Note: Adoption]."""
         self._adoption.adopt_joined()
 
-    def rehome_state(self, optimizer: Optimizer) -> None:
+    def place_state(self, optimizer: Optimizer) -> None:
         """Move optimizer state in ordinary memory that was loaded to where the policy wants it."""
-        self._adoption.rehome_state(optimizer)
+        self._adoption.place_state(optimizer)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

@@ -133,8 +133,8 @@ def _saved_entry(entry: Mapping[str, Any], parameter: torch.Tensor) -> dict[str,
 #
 # [Note: Saves behind the training]
 # `save` copies what this process has of the checkpoint to host memory, and returns; a thread writes the copy, as [Note:
-# Sharded checkpoints] says. What is no tensor is pickled at once. So a checkpoint has the values of the moment of the
-# call, whatever is updated after it.
+# Sharded checkpoints] says. Values other than tensors are pickled at once. So a checkpoint has the values of the moment
+# of the call, whatever is updated after it.
 #
 # * The threads of all processes agree in a process group of their own. A group serves one collective after the other,
 #   in the same order everywhere, and nobody knows when a thread comes to its next one. So none of the training's is

@@ -19,7 +19,13 @@ from torch.optim import Optimizer
 
 from lightning_cxl.config import SsdOptions
 from lightning_cxl.errors import CheckpointError, StorageError, UnsupportedError
-from lightning_cxl.inventory.tensors import PlannedRecord, hop_slot_bytes, input_slot_bytes, round_up, update_slot_bytes
+from lightning_cxl.inventory.tensors import (
+    PlannedRecord,
+    input_slot_bytes,
+    round_up,
+    update_slot_bytes,
+    weight_slot_bytes,
+)
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.swapped_state import OnSsd, StateRecord, StateSwapper, taken_nbytes
@@ -87,7 +93,7 @@ def saved_generation(path: str | os.PathLike[str], folders: Sequence[str]) -> in
         with zipfile.ZipFile(path) as archive:
             (name,) = [each for each in archive.namelist() if fnmatch(each, "*/data.pkl")]
             with archive.open(name) as file:
-                saved = _Unpickler(file).load()[KEY][SSD]
+                saved = _ReferenceUnpickler(file).load()[KEY][SSD]
         return int(saved["generation"]) if saved["folders"] == list(folders) else None
     except Exception:  # whatever a damaged file makes of the unpickler
         return None
@@ -118,7 +124,7 @@ class _Anything(dict[Any, Any]):
         pass
 
 
-class _Unpickler(pickle.Unpickler):
+class _ReferenceUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         return _Anything
 
@@ -151,7 +157,7 @@ class StateOnSsd:
         self._to_settle: int | None = None  # the generation that stays, where letting go of the others has failed
         self._record_of: dict[int, StateRecord] = {}  # by id of the parameter
         self._given: dict[int, set[tuple[TensorRole, torch.dtype]]] = {}
-        self._homes: dict[int, WeightRecord] = {}  # by id of the first parameter
+        self._weight_records: dict[int, WeightRecord] = {}  # by id of the first parameter
         self._num_updated_weights = 0
         self._num_added = 0
         self._pace = Pace()
@@ -170,7 +176,7 @@ class StateOnSsd:
 
             updates = swapper(update_slot_bytes(planned, num_drives), before_write=self.make_room)
             self.state = StateSwapper(updates)
-            weights = swapper(hop_slot_bytes(planned, num_drives), begin_thread=engine.use_in_this_thread)
+            weights = swapper(weight_slot_bytes(planned, num_drives), begin_thread=engine.use_in_this_thread)
             self._weights = WeightsOnSsd(weights, engine)
             self.store.check_found({each.name: each.nbytes for each in planned if each.is_state})
             # all planned inputs together: each image gets its place in this space when there is one
@@ -184,8 +190,9 @@ class StateOnSsd:
                 if each.is_inputs:
                     continue
                 if each.is_weights:
-                    home = self._homes[id(each.tensors[0].parameter)] = self._weights.reserve(each.name, each.nbytes)
-                    self.state.include(home)
+                    weight = self._weights.reserve(each.name, each.nbytes)
+                    self._weight_records[id(each.tensors[0].parameter)] = weight
+                    self.state.include(weight)
                     self._num_updated_weights += each.is_updated
                 else:
                     record = self.state.reserve(each.name, each.nbytes)
@@ -209,16 +216,16 @@ class StateOnSsd:
         return self._record_of[id(parameter)].take(dtype, numel)
 
     def home(self, first: torch.Tensor) -> WeightRecord:
-        return self._homes[id(first)]
+        return self._weight_records[id(first)]
 
     @property
     def has_saved(self) -> bool:
         """Whether what checkpoints have lies here: state of optimizers, or weights."""
-        return bool(self._record_of or self._homes)
+        return bool(self._record_of or self._weight_records)
 
     def check_weights(self) -> None:
         """Read weights and compare checksums, before a checkpoint copies what windows show."""
-        for home in self._homes.values():
+        for home in self._weight_records.values():
             self._weights.swapper.verify(home.record)
 
     def refuse_state_of_earlier_run(self, optimizers: Iterable[Optimizer]) -> None:
@@ -398,8 +405,8 @@ def restore(on_ssd: StateOnSsd | None, saved: Mapping[str, Any]) -> None:
 def whole(states: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return state dicts of optimizers with tensors in the place of references.
 
-    The tensors show the files. What is referred to is read once and its checksums compared, in memory as large as the
-    largest record.
+    The tensors show the files. The records referred to are read once and their checksums compared, in memory as large
+    as the largest record.
     """
     states = list(states)
     paths = [Path(folder) for folder in saved["folders"]]

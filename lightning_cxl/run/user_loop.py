@@ -87,14 +87,14 @@ class _LoadStateDict(_FileMethod):
         """Load into the memory that the state has already, by parameter name where names are known."""
         run, own = self._settled_run(), own_entry(state_dict)
         plain = {key: value for key, value in state_dict.items() if key != KEY}
-        with self._set_aside():
+        with self._without_own_method():
             load_optimizers([self._optimizer], [plain], own, run.masters.name_of, run.on_ssd)
-        run.rehome_state(self._optimizer)
+        run.place_state(self._optimizer)
         run.num_received = own.get("num_gradients", 0)
         restore_masters(own.get("master_weights"), run.masters, [self._optimizer])
 
     @contextmanager
-    def _set_aside(self) -> Iterator[None]:
+    def _without_own_method(self) -> Iterator[None]:
         """Return a region in which the optimizer has its own method: what loads it knows nothing of this one."""
         del self._optimizer.load_state_dict
         try:
@@ -351,7 +351,7 @@ class UserLoop:
             run = self.run_of(optimizer)
             run.adopt_joined()
             folder.optimizer(index, optimizer, run.masters.name_of)
-            run.rehome_state(optimizer)
+            run.place_state(optimizer)
             run.num_received = own.get("num_gradients", 0)
         for run in {id(run): run for run in map(self.run_of, optimizers.values())}.values():
             saved = folder.masters({pair.name: pair.master for pair in run.masters})

@@ -240,7 +240,7 @@ def place_shards(model: nn.Module, place: PlaceShard) -> None:
             apart = isinstance(shard, HostShard)
             home = place(parameter, local(parameter), shard.numel() if apart else padded_size(each).numel())
             if home is not None:
-                fill_home(each, home)
+                fill_host(each, home)
 
     if shards:
         mesh = shards[0].sharded_param.device_mesh
@@ -248,7 +248,7 @@ def place_shards(model: nn.Module, place: PlaceShard) -> None:
 
 
 @torch.no_grad()
-def fill_home(managed: Any, home: torch.Tensor) -> None:
+def fill_host(managed: Any, home: torch.Tensor) -> None:
     """Move a shard to other host memory, where FSDP2 gathers it from.
 
     Args:
@@ -271,7 +271,7 @@ def _num_uses(module: nn.Module) -> int:
 
 
 class PooledCollective:
-    """What FSDP2 calls to gather or to reduce: as before, in memory of a pool. For a CPU that computes.
+    """The collectives that FSDP2 calls to gather or to reduce, in memory of a pool. For a CPU that computes.
 
     For each unit FSDP2 asks its collectives for an output, and drops it soon. From torch's allocator these blocks come
     out of the C library's heap, where they leave holes between what stays. Such a heap grows by more than 64 MiB in

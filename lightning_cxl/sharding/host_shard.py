@@ -14,7 +14,7 @@ for the copy of each one. A `HostShard` says that it is on the device, so for FS
   the unit's tensor may go. It needs no event and no `record_stream`: [Note: Copies and streams] keeps the tensor.
 * Drives. `host` may only show what lies on drives, and a gather brings it from there: [Note: Shards on SSD].
 * Bytes. `host` is written by who updates weights, on the host. When the host has run ahead, a copy to the device may
-  still read it: `settle` waits for that. What torch writes through the shard does so by itself.
+  still read it: `settle` waits for that. Torch's own writes through the shard wait by themselves.
 * Everything else is as with a tensor of the device: who reads the shard gets its values there, who writes it changes
   the bytes on the host. Copies to the CPU do not go over the device.
 """

@@ -202,7 +202,7 @@ class Swappable(Protocol):
         """Note that the record is written as `fill` has left the buffer."""
 
 
-class Job(Protocol):
+class BufferJob(Protocol):
     """Work of a thread of the swapper with one buffer, which is free when `run` returns or raises."""
 
     def run(self, buffer: Buffer) -> None: ...
@@ -246,7 +246,7 @@ class Swapper:
         self._before_write = before_write
         self._begin_thread = begin_thread
         self._pid = os.getpid()
-        self._jobs: SimpleQueue[tuple[int, Job] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[int, BufferJob] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._turn = threading.Lock()  # of the thread that waits for a job and its buffer
         self._changed = threading.Condition()  # guards all below, and the pool
@@ -315,13 +315,13 @@ class Swapper:
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
-    def submit(self, nbytes: int, job: Job) -> None:
+    def submit(self, nbytes: int, job: BufferJob) -> None:
         """Run a job in a thread of the swapper once there is a buffer for it; jobs get buffers in this order."""
         self.check_process()
         self._submit(nbytes, job)
 
     @uninterrupted
-    def _submit(self, nbytes: int, job: Job) -> None:
+    def _submit(self, nbytes: int, job: BufferJob) -> None:
         with self._changed:
             if len(self._threads) < _MAX_THREADS:
                 thread = threading.Thread(target=self._work, name=f"swap {len(self._threads)}", daemon=True)

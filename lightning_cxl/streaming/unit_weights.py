@@ -202,7 +202,7 @@ class Place(NamedTuple):
         return self.parameter.data_ptr() == shown_at
 
 
-class Piece(NamedTuple):
+class WeightPiece(NamedTuple):
     """Parameters that belong on the same tier: what one transfer moves."""
 
     offset: int
@@ -225,7 +225,7 @@ class UnitWeights:
         self.name = name
         self.module = module
         self.nbytes = 0
-        self.pieces: list[Piece] = []
+        self.pieces: list[WeightPiece] = []
         self.places: list[Place] = []
         self._slot: torch.Tensor | None = None  # the device memory that the parameters show
         self.num_forwards = 0
@@ -275,7 +275,7 @@ class UnitWeights:
             if not (isinstance(host, InMemory) and host.is_inherited) and each.parameter.numel():
                 self._not_inherited.add(each.host.data_ptr())
         self.places += moved
-        self.pieces.append(Piece(self.nbytes, host.buffer.tensor((end,), torch.uint8), host))
+        self.pieces.append(WeightPiece(self.nbytes, host.buffer.tensor((end,), torch.uint8), host))
         self.nbytes += end
 
     @property

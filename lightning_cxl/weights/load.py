@@ -558,7 +558,7 @@ class SavedQuantised(WeightSource):
 
 
 class LoadReport(NamedTuple):
-    """What `load_weights` did; the first two as `torch.nn.Module.load_state_dict` returns them."""
+    """The result of `load_weights`; the first two as `torch.nn.Module.load_state_dict` returns them."""
 
     missing_keys: list[str]
     """Weights that no file holds: as they were, or still on the meta device."""

@@ -141,7 +141,7 @@ MUTATIONS = {
         Mutation("random rounding continues after a resume", "run: _LoadStateDict.__call__", DELETE, "num_received"),
     ),
     "integration/test_accelerate.py::test_loaded_state_lies_on_its_tier": (
-        Mutation("restored state is on its tier", "run: _LoadStateDict.__call__", DELETE, "rehome_state"),
+        Mutation("restored state is on its tier", "run: _LoadStateDict.__call__", DELETE, "place_state"),
     ),
     "distributed/test_loading.py::test_a_model_can_be_used_before_it_is_cut": (
         Mutation(

@@ -105,7 +105,7 @@ class _Schedule:
         self._phase: Phase = "forward"
         self._ranks = range(units.num_ranks)
         self._slots = units.prefetch + 1
-        self._visits: list[list[Flow]] = []  # computations of the ranks, visit after visit
+        self._swaps: list[list[Flow]] = []  # computations of the ranks, visit after visit
         self._reductions: list[list[Flow]] = []
         self._updated: dict[int, list[Flow]] = {}  # by unit
 
@@ -125,7 +125,7 @@ class _Schedule:
                 self._updated[unit] = self._update(left[unit] if behind_backward else everything)
         while (event_s := self._clock.next_event_s()) != float("inf"):
             self._clock.advance(event_s)
-        return max(flow.end_s or 0.0 for flow in self._visits[-1])
+        return max(flow.end_s or 0.0 for flow in self._swaps[-1])
 
     def _forward(self, unit: int) -> list[Flow]:
         read = self._read(unit)
@@ -133,7 +133,7 @@ class _Schedule:
         return [self._copy(rank, "d2h", self._units.activation_bytes, [computed[rank]]) for rank in self._ranks]
 
     def _backward(self, unit: int, stored: list[Flow]) -> list[Flow]:
-        room = self._before(self._visits, self._slots)
+        room = self._before(self._swaps, self._slots)
         read = self._read(unit)  # the last unit's weights need not wait until its input has been stored
         loaded = [
             self._copy(rank, "h2d", self._units.activation_bytes, [stored[rank], *room[rank : rank + 1]])
@@ -147,20 +147,20 @@ class _Schedule:
 
     def _read(self, unit: int) -> list[Flow]:
         """Copy every rank's shard of a unit to the devices."""
-        updated, room = self._updated.get(unit, []), self._before(self._visits, self._slots)
+        updated, room = self._updated.get(unit, []), self._before(self._swaps, self._slots)
         return [
             self._copy(rank, "h2d", self._units.shard_bytes, [*updated[rank : rank + 1], *room]) for rank in self._ranks
         ]
 
     def _compute(self, seconds: float, read: list[Flow], needed: list[list[Flow]]) -> list[Flow]:
         """Gather what was read, and compute with it on all devices."""
-        room = self._before(self._visits, self._slots)
+        room = self._before(self._swaps, self._slots)
         gathered = self._ring("gather", [*read, *room])
         computed = [
             self._submit(f"compute {rank}", 1.0, Route({f"compute {rank}": seconds}, 0.0), [gathered, *needed[rank]])
             for rank in self._ranks
         ]
-        self._visits.append(computed)
+        self._swaps.append(computed)
         return computed
 
     def _update(self, needed: list[Flow]) -> list[Flow]:

@@ -383,7 +383,7 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
             ckpt.load_optimizers(optimizers, checkpoint["optimizer_states"], own, name_of, self._on_ssd)
         if isinstance(run, Run):
             for optimizer in optimizers:
-                run.rehome_state(optimizer)
+                run.place_state(optimizer)
         if run is not None:
             run.num_received = own.get("num_gradients", 0)
             if folder is None:

@@ -314,7 +314,7 @@ def test_weights_that_nobody_trains_are_only_read():
     assert len(inventory.ssd_records) == 8
     assert inventory.bytes_of(TensorRole.STAGING) == NUM_HOP_SLOTS * inventory.ssd_records[0].nbytes
     job = model_job("it", inventory)
-    assert (job.moved_bytes("ssd_write"), job.num_visits) == (0, 0)
+    assert (job.moved_bytes("ssd_write"), job.num_swaps) == (0, 0)
     assert job.moved_bytes("ssd_read") == 2 * job.ssd_bytes()
 
 
@@ -351,7 +351,7 @@ def test_what_a_step_moves_of_weights_and_of_state():
     assert job.moved_bytes("ssd_write") == weights - frozen + state
     assert job.moved_bytes("ssd_read") == 2 * 3 * weights + job.moved_bytes("ssd_write")
     assert (job.ssd_bytes(), job.ssd_bytes(2)) == (weights + state, weights + 2 * state)
-    assert (job.num_records, job.num_visits) == (10, 7)  # units 3 and 4 bring weights and state at once
+    assert (job.num_records, job.num_swaps) == (10, 7)  # units 3 and 4 bring weights and state at once
 
 
 def test_slots_hold_records_that_are_cut_over_several_drives():

@@ -14,7 +14,7 @@ from lightning_cxl.storage.drive import StorageTransfer
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.streaming.on_ssd import WeightsOnSsd
-from lightning_cxl.streaming.unit_weights import InMemory, Piece, Slot
+from lightning_cxl.streaming.unit_weights import InMemory, Slot, WeightPiece
 from lightning_cxl.transfer.engine import HostEngine
 from tests.storage_cases import Gate
 
@@ -338,7 +338,7 @@ class Unit:
     """What a slot wants of a unit of one piece."""
 
     def __init__(self, flat, home):
-        self.pieces = [Piece(0, flat, home)]
+        self.pieces = [WeightPiece(0, flat, home)]
         self.readers = ()
 
     def versions(self):

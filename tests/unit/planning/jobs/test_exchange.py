@@ -16,10 +16,10 @@ from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.planning.job import (
     COLLECTIVES,
     Exchange,
-    Group,
     Job,
     MemoryClass,
     Move,
+    UnitShards,
     exchanges,
     groups_of,
     predict_step,
@@ -40,8 +40,8 @@ MACHINE = Machine(
     device=Device(flops=1, h2d_bytes_per_s=10, d2h_bytes_per_s=10, count=2),
     links=LINKS,
 )
-UNITS = [Group(f"unit {index}", 10, 20) for index in range(3)]
-ROOT = Group("", 5, 0)
+UNITS = [UnitShards(f"unit {index}", 10, 20) for index in range(3)]
+ROOT = UnitShards("", 5, 0)
 
 
 def received(groups, mesh, *batches, **options):
@@ -69,9 +69,9 @@ def test_groups_of_a_model():
     units = [("0", model[0]), ("1", model[1])]
     half = Mesh(num_devices=2)
     assert groups_of(model, units, half) == [
-        Group("0", 2 * (12 + 2), 2 * (12 + 2)),
-        Group("1", 2 * 8, 0),
-        Group("", 2 * 3, 2 * 3),
+        UnitShards("0", 2 * (12 + 2), 2 * (12 + 2)),
+        UnitShards("1", 2 * 8, 0),
+        UnitShards("", 2 * 3, 2 * 3),
     ]
     assert groups_of(model, units, half, reduce_itemsize=4)[0].reduced_bytes == 4 * 14
     assert [group.name for group in groups_of(model, [("all", model)], half)] == ["all"]

@@ -289,7 +289,7 @@ def job_on_ssd(*classes, records=5, **values):
     moves = (Move("update", "cpu", 400), Move("update", "ssd_read", 200), Move("update", "ssd_write", 200))
     job = job_of(*classes, **values)
     momentum = MemoryClass(role=R.MOMENTUM, nbytes=200, tier="ssd", moves=moves)
-    return replace(job, classes=(*job.classes, momentum), num_records=records, num_visits=records)
+    return replace(job, classes=(*job.classes, momentum), num_records=records, num_swaps=records)
 
 
 def test_records_are_read_updated_and_written_in_a_pipeline():
