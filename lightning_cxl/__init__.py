@@ -31,8 +31,7 @@ from lightning_cxl.integrations.lightning.strategy import CXLOffloadStrategy
 from lightning_cxl.machine.speeds import Machine, MachineTier, load_machine
 from lightning_cxl.machine.topology import Node, Tier, TierKind, Topology
 from lightning_cxl.memory.hook import empty, host_allocation, residency
-from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.placement.placement import (
+from lightning_cxl.memory.placement import (
     Placement,
     PlacementPolicy,
     PlacementRequest,
@@ -40,6 +39,7 @@ from lightning_cxl.placement.placement import (
     TensorRole,
     tier,
 )
+from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.planning.job import Job, MemoryClass, Move, predict_adam_seconds, predict_copy_seconds
 from lightning_cxl.planning.policies import Decision, PlanningPolicy
 from lightning_cxl.run.checkpoint import plain_checkpoint

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from lightning_cxl.transfer.engine import DeviceEngine, HostEngine
+from lightning_cxl.devices.transfer import DeviceEngine, HostEngine
 from tests import training_device
 
 

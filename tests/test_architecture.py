@@ -200,8 +200,8 @@ def test_users_of_other_front_ends_are_not_told_lightnings_words():
             assert all("Lightning" in each for each in told), f"{path}: {told}"
 
 
-ACCELERATOR = ("transfer/engine.py", "devices/device_type.py", "commands/env.py")
-ENGINE = "transfer/engine.py"
+ACCELERATOR = ("devices/transfer.py", "devices/device_type.py", "commands/env.py")
+ENGINE = "devices/transfer.py"
 STREAM_METHODS = {"current_stream", "set_stream", "wait_stream", "wait_event", "record_event", "record_stream"}
 
 

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.tensors import Overlap
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.job import Job, MemoryClass, Move
 from lightning_cxl.weights.hf import SHAPES
 

@@ -27,7 +27,7 @@ from schedule.paper import CLAIMS, MODELS, OUR_LAYOUT, PAPER_LAYOUT, THROUGHPUT_
 
 from lightning_cxl.machine.speeds import Machine
 from lightning_cxl.machine.topology import TierKind
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.job import Job, StepTime
 from lightning_cxl.planning.policies import PolicyPlan, compare, dram_only_time
 

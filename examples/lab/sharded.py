@@ -22,7 +22,7 @@ from simulation.machine_links import links_of
 
 from lightning_cxl.inventory.tensors import Mesh
 from lightning_cxl.machine.speeds import Machine, load_machine
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.job import Group, Job, MemoryClass, Move, exchanges, predict_step
 
 GOAL = 1.10

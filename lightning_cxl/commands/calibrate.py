@@ -26,6 +26,7 @@ from lightning_cxl.commands import parsers
 from lightning_cxl.commands.parsers import check_target, write_text
 from lightning_cxl.config import SsdOptions
 from lightning_cxl.devices.device_type import devices_apart
+from lightning_cxl.devices.transfer import HostEngine, TransferEngine, make_engine
 from lightning_cxl.errors import ConfigError, LightningCXLError, TierFullError
 from lightning_cxl.machine.speeds import (
     Calibration,
@@ -47,7 +48,6 @@ from lightning_cxl.memory.host_memory import Pinner, make_pinner
 from lightning_cxl.memory.resource import PAGE_BYTES, MemoryResource, NumaResource
 from lightning_cxl.native import _cpu, _membench
 from lightning_cxl.text import format_bytes, parse_bytes, table_lines
-from lightning_cxl.transfer.engine import HostEngine, TransferEngine, make_engine
 
 READ, WRITE, ADAM = "read", "write", "Adam's mix"
 H2D, D2H = "h2d", "d2h"

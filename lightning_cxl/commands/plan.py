@@ -22,7 +22,7 @@ from lightning_cxl.inventory.inventory import list_tensors
 from lightning_cxl.inventory.tensors import Mesh, Workload
 from lightning_cxl.machine.speeds import Machine, MachineSsd, load_machine, machine_of, machine_without_speeds
 from lightning_cxl.machine.topology import TierKind, Topology
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.decide import FreeMemory, settle_state
 from lightning_cxl.planning.job import COLLECTIVES, Job, StepTime, model_job
 from lightning_cxl.planning.policies import (

@@ -1,1 +1,1 @@
-"""Device types: which there are, and how host memory is registered with their driver."""
+"""Device types, and copies between device and host: the only owner of streams and events."""

@@ -1,23 +1,252 @@
-"""`OverflowGuard`: what happens when a gradient is infinite or not a number."""
+"""`GradientMeter` and `OverflowGuard`: norms of gradients, and the step where one is infinite or not a number."""
 
 import logging
 import math
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_cxl.errors import GradientOverflowError, LightningCXLWarning
-from lightning_cxl.gradients.meter import GradientMeter
-from lightning_cxl.optim.cpu_adam import CPUAdam, gradients
-from lightning_cxl.shards import first_over_processes
-from lightning_cxl.torch_private import unscale
+from lightning_cxl.memory.host_memory import is_dense
+from lightning_cxl.native import _grads
+from lightning_cxl.optim.cpu_adam import CPUAdam, gradients, kernel_can_read, sums_of_squares
+from lightning_cxl.optim.kernels import GRAD_FORMATS, chosen_isa, same_layout, thread_count
+from lightning_cxl.shards import first_over_processes, local
+from lightning_cxl.torch_private import hooks_after_accumulation, unscale
+
+# ----------------------------------------------------------------------------------------------------
+# `GradientMeter`: sums of squares of gradients, taken in the sweep that moves them and kept with them.
+#
+# [Note: Measured gradients]
+# The sum of squares of a gradient serves clipping (the norm) and the overflow check (it is finite if and only if every
+# element is). `GradientOffload` measures whole gradients in the sweep that writes them, and the number is kept on the
+# tensor object together with its version counter. At the end of backward only these numbers are combined; a gradient
+# that was written since, by autograd or by a user's hook, has another version and is measured again in one read. Writes
+# through ``.data`` leave the version as it is: where user code may do that, `trusts_versions` is off, and the number of
+# a parameter that has hooks of the user is not used.
+
+# ----------------------------------------------------------------------------------------------------
+# Hooks around autograd's accumulation into one leaf parameter.
+#
+# [Note: Which hooks stay]
+# Autograd's node of a leaf is made anew whenever the leaf's data changes its device, and hooks on the old node are
+# lost. Hooks on the tensor itself stay, but those before the accumulation also run when `torch.autograd.grad` asks for
+# the leaf's gradient. So a parameter that stays where it is has its first hook on the node, others have both on the
+# tensor.
+#
+# The gradient of such another parameter may come while it is not where it was used: that of a bias that is added last
+# needs nothing that is recomputed, so it comes before the unit is entered. Autograd takes it as it is, but copies one
+# that others hold as well, such as the gradient of the output itself, to where the parameter is then. So the hook
+# before gives it one of its own.
+#
+# Torch keeps hooks where the garbage collector does not look: they are removed when a run is closed.
+
+
+class GradientHooks:
+    """Calls `received` whenever autograd has finished accumulating into `parameter`.
+
+    Args:
+        received: called before hooks that the user has put on the parameter so far where it `stays`, else after all.
+        before: called just before autograd adds to ``.grad``; where the parameter does not stay, also for gradients
+            that `torch.autograd.grad` returns.
+        stays: whether the parameter never changes its device. See [Note: Which hooks stay].
+    """
+
+    def __init__(
+        self,
+        parameter: Parameter,
+        received: Callable[[], None],
+        before: Callable[[], None] | None = None,
+        *,
+        stays: bool,
+    ) -> None:
+        was_trainable = parameter.requires_grad
+        parameter.requires_grad_(True)  # autograd accepts hooks on trainable tensors only
+        self._parameter = weakref.ref(parameter)  # whose hooks are ours: no circle
+        self._received = received
+        self._before = before
+        self._stays = stays
+        handle = parameter.register_post_accumulate_grad_hook(self._after_hook)  # type: ignore[no-untyped-call]
+        self._handles: list[Any] = [handle]
+        self._key: int = handle.id
+        self._hooks: Any = hooks_after_accumulation(parameter)
+        self._node: Any = None
+        if stays:
+            for key in [key for key in self._hooks if key != self._key]:
+                self._hooks[key] = self._hooks.pop(key)  # to the end, in their order
+        if before is not None and stays:
+            self._node = torch.autograd.graph.get_gradient_edge(parameter).node  # lives as long as somebody holds it
+            self._handles.append(self._node.register_prehook(self._before_node))
+        elif not stays:
+            self._handles.append(parameter.register_hook(self._before_hook))  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(was_trainable)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._node = None
+
+    def _before_hook(self, grad: torch.Tensor) -> torch.Tensor | None:
+        self._hooks[self._key] = self._hooks.pop(self._key)  # after those that have come since
+        with torch.no_grad():
+            if self._before is not None:
+                self._before()
+            return _of_its_own(grad, self._parameter()) if not grad.requires_grad else None
+
+    def _before_node(self, _grads: tuple[torch.Tensor, ...]) -> None:
+        assert self._before is not None
+        with torch.no_grad():
+            self._before()
+
+    def _after_hook(self, _parameter: torch.Tensor) -> None:
+        with torch.no_grad():
+            self._received()
+
+
+def _of_its_own(grad: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a copy that autograd keeps as it is, of a gradient that is not where the parameter is; else None."""
+    if parameter is None or grad.device == parameter.device or grad.layout is not torch.strided:
+        return None
+    copy = torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device)
+    return copy.copy_(grad)
+
+
+_NOTE = "_cxl_sum_of_squares"
+
+
+class Addition(NamedTuple):
+    source: torch.Tensor
+    accumulator: torch.Tensor
+    key: int
+
+
+class _Note:
+    """The sum of squares of one tensor, as long as it has one version. Copies and pickles of the tensor have none."""
+
+    __slots__ = ("_tensor", "_value", "_version")
+
+    def __init__(self, tensor: torch.Tensor, value: float) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._version = tensor._version
+        self._value = value
+
+    def value_for(self, tensor: torch.Tensor) -> float | None:
+        """Return the sum, if it is that of `tensor` as it is now."""
+        return self._value if self._tensor() is tensor and self._version == tensor._version else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let copies and pickles of the tensor hold an empty set in the place of this note."""
+        return set, ()  # which `torch.load` takes without further ado
+
+
+class GradientMeter:
+    """Copies, adds and measures gradients with the compiled kernels; torch does what these cannot."""
+
+    def __init__(self, num_threads: int | None = None, isa: str | None = None) -> None:
+        self.num_threads = thread_count(num_threads)
+        self._isa = chosen_isa(isa)
+        self.trusts_versions = True
+        """Whether a gradient of the same version is taken to be unchanged. See [Note: Measured gradients]."""
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Set `destination` to `source` and measure it; float32 takes any floating point dtype."""
+        self.copy_all([(source, destination)])
+
+    def copy_all(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Set the second tensor of each copy to the first and measure it, in one sweep; see `copy`."""
+        rows, written = array("Q"), []
+        for source, destination in copies:
+            same_or_wider = destination.dtype in (source.dtype, torch.float32)
+            if same_or_wider and _kernel_can_move(local(source), local(destination)):
+                rows.extend(_row(local(source), local(destination)))
+                written.append(destination)
+            else:
+                local(destination).copy_(local(source))
+        self._sweep(_grads.copy, rows, written)
+
+    def accumulate(self, source: torch.Tensor, accumulator: torch.Tensor, key: int) -> None:
+        """Add `source` and measure the sum. A bfloat16 accumulator is rounded stochastically, depending on `key`."""
+        self.accumulate_all([Addition(source, accumulator, key)])
+
+    def accumulate_all(self, additions: Sequence[Addition]) -> None:
+        """Add up in one sweep, in different accumulators; see `accumulate`."""
+        rows, written = array("Q"), []
+        for source, accumulator, key in additions:
+            known = accumulator.dtype in (torch.float32, torch.bfloat16)
+            if known and _kernel_can_move(local(source), local(accumulator)):
+                rows.extend(_row(local(source), local(accumulator), key))
+                written.append(accumulator)
+            else:
+                local(accumulator).add_(local(source))
+                torch.autograd.graph.increment_version([accumulator])
+        self._sweep(_grads.accumulate, rows, written)
+
+    def _sweep(self, kernel: Callable[..., None], rows: "array[int]", written: Sequence[torch.Tensor]) -> None:
+        if not written:
+            return
+        results = array("d", bytes(8 * len(written)))
+        kernel(rows, results, self.num_threads, self._isa)
+        torch.autograd.graph.increment_version(written)
+        for grad, value in zip(written, results, strict=True):
+            _note(grad, value)
+
+    def sums(self, grads: Sequence[torch.Tensor]) -> list[float]:
+        """Return the sum of squares of each host gradient; of those not measured yet in one sweep over all of them."""
+        sums = [_noted(grad) if self.trusts_versions else None for grad in grads]
+        missing = [index for index, value in enumerate(sums) if value is None]
+        if missing:
+            measured = sums_of_squares([grads[index] for index in missing], self.num_threads, self._isa)
+            for index, value in zip(missing, measured, strict=True):
+                sums[index] = value
+                _note(grads[index], value)
+        return [value for value in sums if value is not None]
+
+    def sums_of(self, parameters: Iterable[torch.Tensor]) -> list[float]:
+        """Return the sums of the gradients that `parameters` have, as they are after hooks on the parameters."""
+        parameters = list(parameters)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                _forget_where_hooks_run(parameter)
+        return self.sums(gradients(parameters))
+
+
+def _forget_where_hooks_run(parameter: torch.Tensor) -> None:
+    """Drop the number of a gradient that a user's hook may have edited through ``.data`` after it was measured."""
+    hooks = hooks_after_accumulation(parameter)
+    if not all(isinstance(getattr(hook, "__self__", None), GradientHooks) for hook in hooks.values()):
+        vars(parameter.grad).pop(_NOTE, None)
+
+
+def _row(source: torch.Tensor, destination: torch.Tensor, key: int = 0) -> tuple[int, ...]:
+    formats = GRAD_FORMATS[source.dtype], GRAD_FORMATS[destination.dtype]
+    return source.data_ptr(), destination.data_ptr(), source.numel(), *formats, key
+
+
+def _kernel_can_move(source: torch.Tensor, destination: torch.Tensor) -> bool:
+    return (
+        kernel_can_read(source) and is_dense(destination) and same_layout(source, destination) and not source.is_neg()
+    )
+
+
+def _note(grad: torch.Tensor, value: float) -> None:
+    setattr(grad, _NOTE, _Note(grad, value))
+
+
+def _noted(grad: torch.Tensor) -> float | None:
+    note = getattr(grad, _NOTE, None)
+    return note.value_for(grad) if isinstance(note, _Note) else None
+
 
 # ----------------------------------------------------------------------------------------------------
 # How stand-ins for methods travel: a copy or a pickle gets the method that they stand in for.

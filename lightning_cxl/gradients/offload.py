@@ -56,15 +56,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lightning_cxl.devices.transfer import Transfer, TransferEngine
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.gradients.guard import ReplacedMethod
-from lightning_cxl.gradients.meter import Addition, GradientHooks, GradientMeter
+from lightning_cxl.gradients.guard import Addition, GradientHooks, GradientMeter, ReplacedMethod
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.kernels import mix_key
 from lightning_cxl.optim.masters import WeightPair, is_on_host
-from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.shards import is_replicated, is_sharded, local, sharded_like
 from lightning_cxl.torch_private import at_end_of_backward, backward_id, plain_grad, set_plain_grad
-from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 AllocateAll = Callable[[Sequence[tuple[Parameter, torch.dtype]], TensorRole], list[torch.Tensor]]
 """Returns uninitialised host tensors like compute parameters, those of one placement in one piece of memory."""

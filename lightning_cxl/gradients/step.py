@@ -13,14 +13,13 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_cxl.gradients.guard import OverflowGuard
-from lightning_cxl.gradients.meter import GradientMeter
+from lightning_cxl.gradients.guard import GradientMeter, OverflowGuard
 from lightning_cxl.gradients.offload import GradientOffload
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.cpu_adam import AdamStep, CPUAdam, Precisions, Work, written_by
 from lightning_cxl.optim.masters import MasterWeights, WeightPair
 from lightning_cxl.optim.parameter_state import AllocateState, AwaitedParams, plain
 from lightning_cxl.optim.swapped_state import StateSwapper
-from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.streaming.unit_weights import ParamStreamer, UnitWeights
 from lightning_cxl.torch_private import keeps_mark, mark_as_called, step_hooks
 

@@ -30,12 +30,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_cxl.config import OffloadConfig
+from lightning_cxl.devices.transfer import After, Copy, FinishedTransfer, Transfer, TransferEngine
 from lightning_cxl.inventory.tensors import Workload
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
 from lightning_cxl.streaming.quantised import numel, prepare_layers
 from lightning_cxl.streaming.units import NamedUnits, find_units
 from lightning_cxl.torch_private import TorchDispatchMode, run_backward, storage_key, tree_leaves, without_dispatch
-from lightning_cxl.transfer.engine import After, Copy, FinishedTransfer, Transfer, TransferEngine
 
 _META = torch.device("meta")
 _on_accumulated: Any = torch.Tensor.register_post_accumulate_grad_hook

@@ -42,9 +42,9 @@ from lightning_cxl.inventory.tensors import (
     widened_gradients,
     with_slots,
 )
+from lightning_cxl.memory.placement import ModuleTiers, TensorRole
 from lightning_cxl.optim.cpu_adam import Precisions
 from lightning_cxl.optim.masters import master_dtype, needs_master
-from lightning_cxl.placement.placement import ModuleTiers, TensorRole
 from lightning_cxl.shards import is_sharded, local
 from lightning_cxl.streaming.unit_weights import piece_nbytes, tensors_by_parameter
 from lightning_cxl.streaming.units import NamedUnits, find_units, streamable

@@ -15,8 +15,8 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.gradients.offload import MAX_STAGED
 from lightning_cxl.gradients.step import MAX_UNITS_IN_FLIGHT
 from lightning_cxl.machine.speeds import MachineSsd
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.swapped_state import taken_nbytes
-from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.shards import local
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.streaming.on_ssd import NUM_INPUT_SLOTS

@@ -1,1 +1,1 @@
-"""Bytes on a known tier: resources, pools, and the hook that makes torch allocate through them."""
+"""The tier of a tensor: roles, rules, decorators. Bytes on it: resources, pools, torch's hook."""

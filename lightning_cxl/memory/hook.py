@@ -33,7 +33,7 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory import host_memory as kernel
 from lightning_cxl.memory.host_memory import HostMemory
-from lightning_cxl.placement.placement import (
+from lightning_cxl.memory.placement import (
     Placer,
     RoleHomePolicy,
     TensorRole,

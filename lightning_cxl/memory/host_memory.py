@@ -29,6 +29,7 @@ from lightning_cxl.errors import (
     UnsupportedError,
 )
 from lightning_cxl.machine.topology import Tier, TierKind, Topology
+from lightning_cxl.memory.placement import Placement, TensorRole
 from lightning_cxl.memory.resource import (
     Budget,
     BudgetFullError,
@@ -49,7 +50,6 @@ from lightning_cxl.memory.resource import (
     stripe_bytes_for,
 )
 from lightning_cxl.native._numa import NOWHERE, page_nodes
-from lightning_cxl.placement.placement import Placement, TensorRole
 from lightning_cxl.text import format_bytes
 
 # ----------------------------------------------------------------------------------------------------

@@ -28,10 +28,10 @@ import torch
 from torch.nn import Parameter
 
 from lightning_cxl import torch_private
+from lightning_cxl.devices.transfer import HostEngine, Transfer, TransferEngine
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.kernels import MasterForm, is_flat_like
-from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.shards import is_sharded, local, settle, sharded_like
-from lightning_cxl.transfer.engine import HostEngine, Transfer, TransferEngine
 
 AllocateFor = Callable[[Parameter, TensorRole, torch.dtype], torch.Tensor]
 """Returns an uninitialised host tensor like a compute parameter, placed by the policy for that role."""

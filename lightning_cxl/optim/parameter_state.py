@@ -10,6 +10,7 @@ import torch
 
 from lightning_cxl.errors import ConfigError, StorageError, UnsupportedError
 from lightning_cxl.memory.host_memory import is_dense, laid_out_as
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.kernels import (
     BLOCK_SIZE,
     StatePrecision,
@@ -24,7 +25,6 @@ from lightning_cxl.optim.kernels import (
     split,
 )
 from lightning_cxl.optim.swapped_state import At, OnSsd, StateRecord, StateSwapper
-from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.shards import first_element, is_sharded, local, shard_of, sharded_like
 
 # ----------------------------------------------------------------------------------------------------

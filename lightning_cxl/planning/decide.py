@@ -22,7 +22,7 @@ from lightning_cxl.inventory.tensors import HostTensor, PlannedRecord, records_o
 from lightning_cxl.machine.speeds import MachineSsd, check_split, machine_of, machine_without_speeds, with_new_tiers
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.host_memory import HostMemory, anonymous_bytes, is_ordinary
-from lightning_cxl.placement.placement import (
+from lightning_cxl.memory.placement import (
     Placement,
     PlacementPolicy,
     PlacementRequest,

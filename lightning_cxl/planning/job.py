@@ -56,7 +56,7 @@ from lightning_cxl.inventory.dry_run import known_parameters
 from lightning_cxl.inventory.inventory import Inventory
 from lightning_cxl.inventory.tensors import GRADIENTS, HostTensor, Mesh, Overlap, offload_groups, parameter_bytes
 from lightning_cxl.machine.speeds import Machine, MachineTier, Split, check_split
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.streaming.quantised import numel
 from lightning_cxl.streaming.unit_weights import NUM_SLOTS, tensors_by_parameter
 from lightning_cxl.streaming.units import NamedUnits

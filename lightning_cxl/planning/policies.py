@@ -10,7 +10,7 @@ from lightning_cxl.config import SSD
 from lightning_cxl.errors import ConfigError, TierFullError
 from lightning_cxl.machine.speeds import Machine, MachineSsd, MachineTier, Split
 from lightning_cxl.machine.topology import TierKind
-from lightning_cxl.placement.placement import PlacementPolicy, TensorRole, preferred_kinds
+from lightning_cxl.memory.placement import PlacementPolicy, TensorRole, preferred_kinds
 from lightning_cxl.planning.job import Job, MemoryClass, StepModel, StepTime, predict_step
 from lightning_cxl.text import format_bytes
 

@@ -18,6 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cxl.config import SsdOptions
+from lightning_cxl.devices.transfer import TransferEngine
 from lightning_cxl.errors import CheckpointError, StorageError, UnsupportedError
 from lightning_cxl.inventory.tensors import (
     PlannedRecord,
@@ -26,17 +27,16 @@ from lightning_cxl.inventory.tensors import (
     update_slot_bytes,
     weight_slot_bytes,
 )
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.swapped_state import OnSsd, StateRecord, StateSwapper, taken_nbytes
-from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.shards import local
 from lightning_cxl.storage.drive import BLOCK_BYTES, MANIFEST, make_parents, remove_left
 from lightning_cxl.storage.store import Area, Record, Store, files_shown_at
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.streaming.on_ssd import InputsOnSsd, WeightRecord, WeightsOnSsd
-from lightning_cxl.transfer.engine import TransferEngine
 
 
 class Pace:

@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_cxl.devices.transfer import TransferEngine
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.host_memory import large_blocks_apart
 from lightning_cxl.memory.resource import Buffer, MemoryResource, PoolResource
@@ -48,7 +49,6 @@ from lightning_cxl.torch_private import (
     put_shard,
     sharded_parameters,
 )
-from lightning_cxl.transfer.engine import TransferEngine
 
 _num_regions: "WeakKeyDictionary[FSDPModule, int]" = WeakKeyDictionary()
 """How many regions without reductions have a module, which torch cannot be asked."""

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_cxl.devices.transfer import Transfer, TransferEngine
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.torch_private import (
     TO_COPY,
@@ -36,7 +37,6 @@ from lightning_cxl.torch_private import (
     tree_map,
     written_by,
 )
-from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 _aten = torch.ops.aten
 SHAPE_ALONE = frozenset(

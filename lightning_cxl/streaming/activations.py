@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_cxl.devices.transfer import Transfer, TransferEngine
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.memory.host_memory import storage_extent
 from lightning_cxl.streaming.on_ssd import InputOnSsd
@@ -52,7 +53,6 @@ from lightning_cxl.torch_private import (
     is_in_transform,
     let_parametrizations_write_nothing,
 )
-from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 # ----------------------------------------------------------------------------------------------------
 # The tensors that a unit's forward was given, kept until its recompute: on a host tier, or by reference.

@@ -42,6 +42,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_cxl.devices.transfer import Transfer, TransferEngine
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.host_memory import aligned_nbytes, copy_bytes, has_private_pages
 from lightning_cxl.memory.resource import Buffer
@@ -49,7 +50,6 @@ from lightning_cxl.sharding.host_shard import HostShard
 from lightning_cxl.storage.store import Area, Record
 from lightning_cxl.storage.swap import Swapper, uninterrupted
 from lightning_cxl.torch_private import gathered_together, put_shard
-from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 # ----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from lightning_cxl.devices.transfer import Transfer, TransferEngine
 from lightning_cxl.errors import ConfigError, StorageError, UnsupportedError
 from lightning_cxl.memory.host_memory import aligned_nbytes, laid_out_as
 from lightning_cxl.memory.resource import Buffer
@@ -28,7 +29,6 @@ from lightning_cxl.torch_private import (
     set_plain_grad,
     tree_leaves,
 )
-from lightning_cxl.transfer.engine import Transfer, TransferEngine
 
 # ----------------------------------------------------------------------------------------------------
 # `UnitListener`: learns what happens to streamed units. Gradients are offloaded in step with it.

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.memory.hook import new_weight, ordinary_memory
 from lightning_cxl.memory.host_memory import large_blocks_apart
-from lightning_cxl.placement.placement import TierSpec, owner_spec
+from lightning_cxl.memory.placement import TierSpec, owner_spec
 from lightning_cxl.shards import is_sharded
 from lightning_cxl.streaming.quantised import is_quantised_later
 from lightning_cxl.weights.files import (

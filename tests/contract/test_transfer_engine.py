@@ -8,8 +8,8 @@ import torch
 from simulation.engine import SimulatedEngine
 from simulation.links import Link, Links
 
+from lightning_cxl.devices.transfer import HostEngine, make_engine
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.transfer.engine import HostEngine, make_engine
 from tests import training_device
 
 _LINKS = Links(device=Link(2e9, 2e9, 1e-4, duplex=2), tiers={"dram": Link(4e9, 4e9), "cxl": Link(1e9, 0.5e9)})

@@ -12,11 +12,11 @@ from lightning.pytorch import Callback, seed_everything
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_cxl.devices.transfer import DeviceEngine
 from lightning_cxl.errors import LightningCXLWarning, UnsupportedError
 from lightning_cxl.gradients.offload import MAX_STAGED, GradientOffload
 from lightning_cxl.optim.cpu_adam import AdamStep
-from lightning_cxl.run.placed_memory import PlacedMemory
-from lightning_cxl.transfer.engine import DeviceEngine
+from lightning_cxl.run.run import PlacedMemory
 from tests import training_device
 from tests.cases import every_pair, every_value
 from tests.integration.training import EXACT, make_trainer, offload

@@ -8,8 +8,8 @@ from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_cxl.devices.device_type import device_type_of
+from lightning_cxl.memory.placement import Placement, TensorRole
 from lightning_cxl.memory.resource import PoolResource
-from lightning_cxl.placement.placement import Placement, TensorRole
 from tests import training_device
 from tests.apart.test_fork import in_child
 from tests.integration.training import make_trainer, offload

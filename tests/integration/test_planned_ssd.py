@@ -10,7 +10,7 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.inventory.tensors import SLOTS_OWNER, Loop
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.placement.placement import Placement
+from lightning_cxl.memory.placement import Placement
 from lightning_cxl.planning.decide import free_for, memory_bytes_of
 from lightning_cxl.run.run import Host
 from lightning_cxl.run.session import format_report

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import seed_everything
 
 from lightning_cxl.errors import TierFullError
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.policies import POLICIES, Decision
 from lightning_cxl.run import run
 from lightning_cxl.run.run import place_model
@@ -35,7 +35,7 @@ class AllNear:
     """One that is asked tensor by tensor."""
 
     def place(self, request, free):
-        from lightning_cxl.placement.placement import Placement
+        from lightning_cxl.memory.placement import Placement
 
         return Placement(("dram", "cxl"), reason="all near")
 

@@ -9,9 +9,9 @@ from lightning.pytorch import LightningModule, seed_everything
 
 import lightning_cxl
 from lightning_cxl import UnsupportedError, residency
+from lightning_cxl.devices import transfer as engine
 from lightning_cxl.storage.store import Store
 from lightning_cxl.streaming.unit_weights import NUM_SLOTS, UnitWeights
-from lightning_cxl.transfer import engine
 from tests import training_device
 from tests.cases import every_value
 from tests.integration.llama import LlamaTask, tiny_llama

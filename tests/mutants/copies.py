@@ -4,31 +4,31 @@ from tests.mutants.mutation import ALWAYS, ARGUMENT, DELETE, NEVER, VALUE, WITHO
 
 MUTATIONS = {
     "unit/transfer/test_device_engine.py contract/test_transfer_engine.py": (
-        Mutation("a copy waits for what its device has queued", "transfer: DeviceEngine._start", DELETE, "wait_stream"),
-        Mutation("a copy waits for the copies that it follows", "transfer: DeviceEngine._start", DELETE, "wait_event"),
-        Mutation("the device waits for a copy", "transfer: DeviceTransfer.wait", DELETE, "wait_event"),
-        Mutation("the host waits for a copy", "transfer: DeviceTransfer.wait_host", NEVER, "done"),
-        Mutation("a copy is done when its event has passed", "transfer: DeviceTransfer.done", NEVER, "query"),
-        Mutation("host memory is held during its copy", "transfer: DeviceTransfer.__init__", VALUE, "_on_host", "()"),
+        Mutation("a copy waits for what its device has queued", "devices: DeviceEngine._start", DELETE, "wait_stream"),
+        Mutation("a copy waits for the copies that it follows", "devices: DeviceEngine._start", DELETE, "wait_event"),
+        Mutation("the device waits for a copy", "devices: DeviceTransfer.wait", DELETE, "wait_event"),
+        Mutation("the host waits for a copy", "devices: DeviceTransfer.wait_host", NEVER, "done"),
+        Mutation("a copy is done when its event has passed", "devices: DeviceTransfer.done", NEVER, "query"),
+        Mutation("host memory is held during its copy", "devices: DeviceTransfer.__init__", VALUE, "_on_host", "()"),
         Mutation(
-            "device memory is held during its copy", "transfer: DeviceTransfer.__init__", VALUE, "_on_device", "()"
+            "device memory is held during its copy", "devices: DeviceTransfer.__init__", VALUE, "_on_device", "()"
         ),
         Mutation(
             "only the stream that started a copy lets its memory go",
-            "transfer: DeviceTransfer.wait",
+            "devices: DeviceTransfer.wait",
             WITHOUT,
             "_origin",
         ),
         Mutation(
             "memory of another stream is held until its copy is done",
-            "transfer: DeviceTransfer.wait",
+            "devices: DeviceTransfer.wait",
             WITHOUT,
             "_from_here",
         ),
-        Mutation("the engine holds copies in flight", "transfer: DeviceEngine._start", DELETE, "append"),
+        Mutation("the engine holds copies in flight", "devices: DeviceEngine._start", DELETE, "append"),
         Mutation(
             "the event of a copy is recorded after the copy",
-            "transfer: DeviceEngine._start",
+            "devices: DeviceEngine._start",
             ARGUMENT,
             "DeviceTransfer.0",
             "origin.record_event()",

@@ -10,7 +10,7 @@ from timing import Contender
 
 from adam_bench.problems import Problem
 from lightning_cxl.commands.calibrate import Sweep, read, update
-from lightning_cxl.gradients.meter import GradientMeter
+from lightning_cxl.gradients.guard import GradientMeter
 from lightning_cxl.optim.cpu_adam import CPUAdam
 
 OURS, ROOF, FUSED = "CPUAdam", "roof", "torch fused"

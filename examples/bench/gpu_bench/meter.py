@@ -38,7 +38,7 @@ class HostWork:
     """Adds up the seconds that the host spends on updates and gradients, on whichever thread."""
 
     def __init__(self) -> None:
-        from lightning_cxl.gradients.meter import GradientMeter
+        from lightning_cxl.gradients.guard import GradientMeter
         from lightning_cxl.gradients.step import UnitUpdates
         from lightning_cxl.optim.cpu_adam import AdamStep
 

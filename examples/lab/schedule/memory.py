@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 import torch
 from simulation.addresses import AddressMap
 
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.memory.resource import Buffer, Span
-from lightning_cxl.placement.placement import TensorRole
 
 Shares = Mapping[str, float]
 SharesOf = Callable[[TensorRole, str], Shares]

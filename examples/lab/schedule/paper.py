@@ -18,7 +18,7 @@ from simulation.links import HostTraffic, Links
 from simulation.machine_links import links_of
 
 from lightning_cxl.machine.speeds import Machine, Split, load_machine
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.job import Job
 
 GIB = 2**30

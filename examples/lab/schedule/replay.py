@@ -10,7 +10,7 @@ from simulation.links import Route
 from simulation.trace import Trace
 
 from lightning_cxl.machine.speeds import Split
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.policies import get_policy
 from schedule.grid import MODES, NUM_SLOTS
 from schedule.memory import LabelledMemory

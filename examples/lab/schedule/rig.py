@@ -9,7 +9,7 @@ from simulation.engine import SimulatedEngine
 from simulation.links import HostTraffic, Links
 
 from lightning_cxl.memory.host_memory import mirror
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.unit_weights import InMemory, ParamStreamer, UnitWeights
 from lightning_cxl.streaming.units import streamable

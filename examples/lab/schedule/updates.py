@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from simulation.engine import SimulatedEngine
 
-from lightning_cxl.gradients.meter import GradientMeter
+from lightning_cxl.gradients.guard import GradientMeter
 from lightning_cxl.gradients.offload import GradientOffload
 from lightning_cxl.gradients.step import UnitUpdates
 from lightning_cxl.optim.cpu_adam import CPUAdam

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_cxl.commands.plan import main
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.memory.placement import TensorRole
 from tests.integration.llama import tiny_llama
 
 MACHINE = """

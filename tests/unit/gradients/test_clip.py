@@ -6,8 +6,7 @@ import types
 import pytest
 import torch
 
-from lightning_cxl.gradients.guard import HostClip, OverflowGuard
-from lightning_cxl.gradients.meter import GradientMeter
+from lightning_cxl.gradients.guard import GradientMeter, HostClip, OverflowGuard
 from lightning_cxl.optim.cpu_adam import CPUAdam, clip_factor
 from tests.unit.optim.adam_pairs import assert_close, pair, parameters, set_gradients
 

@@ -9,12 +9,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_cxl.gradients.meter import GradientMeter
+from lightning_cxl.devices.transfer import HostEngine
+from lightning_cxl.gradients.guard import GradientMeter
 from lightning_cxl.gradients.offload import GradientOffload
 from lightning_cxl.memory.host_memory import mirror
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.masters import MasterWeights
-from lightning_cxl.placement.placement import TensorRole
-from lightning_cxl.transfer.engine import HostEngine
 
 
 class Rig:

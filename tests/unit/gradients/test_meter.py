@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from lightning_cxl.gradients.meter import GradientHooks, GradientMeter
+from lightning_cxl.gradients.guard import GradientHooks, GradientMeter
 from lightning_cxl.optim import cpu_adam as clipping
 from lightning_cxl.optim.cpu_adam import gradients
 

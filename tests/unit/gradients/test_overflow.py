@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from lightning_cxl.errors import GradientOverflowError, LightningCXLWarning
-from lightning_cxl.gradients.guard import HostUnscale, OverflowGuard
-from lightning_cxl.gradients.meter import GradientMeter
+from lightning_cxl.gradients.guard import GradientMeter, HostUnscale, OverflowGuard
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from tests.unit.optim.adam_pairs import assert_close, parameters, set_gradients
 

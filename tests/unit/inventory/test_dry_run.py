@@ -13,11 +13,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_cxl.config import OffloadConfig
+from lightning_cxl.devices.transfer import HostEngine
 from lightning_cxl.inventory.dry_run import dry_run, estimate
 from lightning_cxl.inventory.tensors import Workload
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.units import find_units
-from lightning_cxl.transfer.engine import HostEngine
 from tests.integration.llama import tiny_llama
 from tests.models import TinyTransformer
 

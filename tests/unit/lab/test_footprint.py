@@ -5,8 +5,8 @@ import pytest
 from footprint import PUBLISHED, ModelShape, shape_named, split_masters, zero_offload
 
 from lightning_cxl.gradients import step as updates
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.kernels import BLOCK_SIZE
-from lightning_cxl.placement.placement import TensorRole
 
 R = TensorRole
 GIB = 2**30

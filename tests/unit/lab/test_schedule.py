@@ -7,7 +7,7 @@ from schedule.paper import GIB, MODELS, OUR_LAYOUT, PAPER_LAYOUT, paper_links, p
 from schedule.replay import Setting, closed_form, contenders
 from simulation.links import HostTraffic
 
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.memory.placement import TensorRole
 
 ROLES = set(PAPER_LAYOUT.roles) | {TensorRole.ACTIVATIONS}
 SEVEN, TWELVE = MODELS

@@ -13,7 +13,7 @@ from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundEr
 from lightning_cxl.machine.topology import TierKind, Topology
 from lightning_cxl.memory import hook as scope
 from lightning_cxl.memory.host_memory import HostMemory
-from lightning_cxl.placement.placement import Placer, RoleHomePolicy
+from lightning_cxl.memory.placement import Placer, RoleHomePolicy
 
 GIB = 1 << 30
 NODE = "sys/devices/system/node"

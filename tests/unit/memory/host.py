@@ -6,8 +6,8 @@ from torch import nn
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.hook import HostAllocationMode
 from lightning_cxl.memory.host_memory import HostMemory, residency
+from lightning_cxl.memory.placement import Placer, RoleHomePolicy, TensorRole
 from lightning_cxl.memory.resource import PinnedResource
-from lightning_cxl.placement.placement import Placer, RoleHomePolicy, TensorRole
 
 LIMIT = 64 * 2**20
 

@@ -10,8 +10,8 @@ from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory import hook as scope
 from lightning_cxl.memory.hook import empty, host_allocation, residency
 from lightning_cxl.memory.host_memory import HostMemory
+from lightning_cxl.memory.placement import Placer, RoleHomePolicy, TensorRole, tier
 from lightning_cxl.native._numa import NOWHERE, page_nodes
-from lightning_cxl.placement.placement import Placer, RoleHomePolicy, TensorRole, tier
 
 
 def make_host(**budgets: int) -> tuple[HostMemory, Placer]:

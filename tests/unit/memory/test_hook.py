@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.host_memory import make_pinner
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.memory.placement import TensorRole
 from tests.unit.memory.host import Host
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import TierFullError, TierNotFoundError
-from lightning_cxl.placement.placement import TensorRole, tier
+from lightning_cxl.memory.placement import TensorRole, tier
 from tests.unit.memory.host import LIMIT, Host, Net
 
 

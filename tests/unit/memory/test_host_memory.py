@@ -20,8 +20,8 @@ from lightning_cxl.errors import (
 )
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.host_memory import HostMemory, residency
+from lightning_cxl.memory.placement import Placement, TensorRole
 from lightning_cxl.memory.resource import PinnedResource
-from lightning_cxl.placement.placement import Placement, TensorRole
 
 MIB = 2**20
 CXL_FIRST = Placement(("cxl", "dram"))

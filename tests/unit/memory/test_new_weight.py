@@ -6,7 +6,7 @@ import torch
 from lightning_cxl.errors import TierNotFoundError
 from lightning_cxl.memory import hook as scope
 from lightning_cxl.memory.hook import is_placing, new_weight, ordinary_memory
-from lightning_cxl.placement.placement import (
+from lightning_cxl.memory.placement import (
     Placer,
     RoleHomePolicy,
     TensorRole,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from lightning_cxl.errors import SpillWarning, TierFullError
 from lightning_cxl.machine.topology import Node, Tier, TierKind, Topology
 from lightning_cxl.memory.host_memory import HostMemory
+from lightning_cxl.memory.placement import Placement, TensorRole
 from lightning_cxl.memory.resource import Buffer, NumaResource, PinnedResource, Span, StripedResource
 from lightning_cxl.native._numa import Mapping, page_nodes
-from lightning_cxl.placement.placement import Placement, TensorRole
 
 MIB = 2**20
 STRIPE = 2 * MIB

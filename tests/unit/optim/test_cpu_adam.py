@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.parameter_state import allocate_from_torch
-from lightning_cxl.placement.placement import TensorRole
 from tests.unit.optim.adam_pairs import assert_close, assert_same_state, pair, parameters, set_gradients
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_cxl import CPUAdam, OffloadConfig
-from lightning_cxl.gradients.meter import GradientMeter
+from lightning_cxl.gradients.guard import GradientMeter
 from lightning_cxl.native import _cpu
 from lightning_cxl.optim.kernels import kernel_threads
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lightning_cxl.errors import CheckpointError
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.kernels import check_map, decode, dynamic_map
 from lightning_cxl.optim.parameter_state import Moment, allocate_from_torch, choose_precision, moment_bytes
-from lightning_cxl.placement.placement import TensorRole
 from tests.numerics.reference import blockwise
 
 PRECISIONS = ["fp32", "bf16", "8bit"]

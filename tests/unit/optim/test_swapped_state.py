@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from lightning_cxl.errors import StorageError, UnsupportedError
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.swapped_state import OnSsd as StandIn
 from lightning_cxl.optim.swapped_state import StateRecord, StateSwapper, taken_nbytes
-from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.storage.drive import StorageTransfer, System
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.swap import BufferPool, Swapper

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.placement.placement import TensorRole, TierSpec, class_spec, constructing_spec, instance_spec, tier
+from lightning_cxl.memory.placement import TensorRole, TierSpec, class_spec, constructing_spec, instance_spec, tier
 
 
 @tier(weights="cxl", activations="cxl")

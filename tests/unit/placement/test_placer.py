@@ -6,7 +6,7 @@ import pytest
 from lightning_cxl.config import SsdOptions
 from lightning_cxl.errors import MissingTierWarning, TierNotFoundError, UnsupportedError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.placement.placement import Placement, PlacementRequest, Placer, RoleHomePolicy, TensorRole, TierSpec
+from lightning_cxl.memory.placement import Placement, PlacementRequest, Placer, RoleHomePolicy, TensorRole, TierSpec
 
 TOPOLOGY = Topology.fake(dram=("4GiB",), cxl=("8GiB",))
 

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from lightning_cxl.errors import TierNotFoundError
 from lightning_cxl.machine.topology import Node, Tier, TierKind, Topology
-from lightning_cxl.placement.placement import PlacementRequest, RoleHomePolicy, TensorRole
+from lightning_cxl.memory.placement import PlacementRequest, RoleHomePolicy, TensorRole
 
 TOPOLOGY = Topology.fake(("8GiB",), ("8GiB",))
 FREE = {"dram": 8 << 30, "cxl": 8 << 30}

@@ -6,7 +6,7 @@ from torch import nn
 from lightning_cxl.config import SsdOptions
 from lightning_cxl.errors import ConfigError, TierNotFoundError, UnsupportedError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.placement.placement import TensorRole, resolve, tier
+from lightning_cxl.memory.placement import TensorRole, resolve, tier
 
 TOPOLOGY = Topology.fake(("1GiB",), ("1GiB",))
 WEIGHTS, ACTIVATIONS, MOMENTUM = TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS, TensorRole.MOMENTUM

@@ -7,7 +7,7 @@ import pytest
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.speeds import Device, Machine, MachineTier
 from lightning_cxl.machine.topology import TierKind
-from lightning_cxl.placement.placement import Placement, TensorRole
+from lightning_cxl.memory.placement import Placement, TensorRole
 from lightning_cxl.planning.job import Job, MemoryClass, Move
 from lightning_cxl.planning.policies import POLICIES, compare, dram_only_time, fits, fits_device, with_working_memory
 

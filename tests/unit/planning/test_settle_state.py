@@ -24,7 +24,7 @@ from lightning_cxl.inventory.tensors import (
 )
 from lightning_cxl.machine.speeds import MachineSsd
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.placement.placement import Placer, RoleHomePolicy, TensorRole, resolve
+from lightning_cxl.memory.placement import Placer, RoleHomePolicy, TensorRole, resolve
 from lightning_cxl.planning.decide import NO_ROOM, Plan, evenly_spread, memory_bytes_of, settle_state
 from lightning_cxl.planning.job import model_job
 

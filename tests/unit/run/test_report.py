@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cxl.errors import TierFullError
-from lightning_cxl.placement.placement import Placement, TensorRole
+from lightning_cxl.memory.placement import Placement, TensorRole
 from lightning_cxl.planning.decide import Plan, check_fits, split_bytes
 from lightning_cxl.run.session import format_report
 

@@ -6,7 +6,7 @@ import torch
 from lightning_cxl import OffloadConfig, Topology
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.binding import bind_rank
-from lightning_cxl.placement.placement import Placement, TensorRole
+from lightning_cxl.memory.placement import Placement, TensorRole
 from lightning_cxl.run.run import Host
 
 MIB = 1 << 20

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from lightning_cxl.config import read_ssd_options
+from lightning_cxl.devices.transfer import HostEngine
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
 from lightning_cxl.inventory.tensors import HostTensor, PlannedRecord
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.swapped_state import OnSsd
-from lightning_cxl.placement.placement import TensorRole
 from lightning_cxl.run.checkpoint import save_file
 from lightning_cxl.run.state_on_ssd import KEY, SSD, StateOnSsd, commit_beside, refer, saved_generation, whole
 from lightning_cxl.storage.drive import Folder
 from lightning_cxl.storage.store import Store
-from lightning_cxl.transfer.engine import HostEngine
 from tests.storage_cases import memory_of
 
 NBYTES = 1 << 16

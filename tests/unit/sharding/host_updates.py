@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from lightning_cxl.devices.transfer import DeviceEngine, Transfer
 from lightning_cxl.sharding.host_shard import HostShard, host_shards
-from lightning_cxl.transfer.engine import DeviceEngine, Transfer
 from tests import apart
 from tests.apart import fsdp_runs
 

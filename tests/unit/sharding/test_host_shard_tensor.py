@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_cxl.devices.transfer import make_engine
 from lightning_cxl.sharding.host_shard import HostShard
-from lightning_cxl.transfer.engine import make_engine
 from tests import apart
 
 pytestmark = pytest.mark.usefixtures("on_apart")

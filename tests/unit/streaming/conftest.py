@@ -5,8 +5,8 @@ On the device whatever a test makes without naming a device is made there.
 
 import pytest
 
+from lightning_cxl.devices.transfer import HostEngine, make_engine
 from lightning_cxl.streaming.activations import ActivationOffload
-from lightning_cxl.transfer.engine import HostEngine, make_engine
 from tests import training_device
 from tests.fakes import RecyclingMemory
 

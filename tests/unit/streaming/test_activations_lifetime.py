@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_cxl.devices.transfer import HostEngine
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.streaming.activations import ActivationOffload, UnitForward
 from lightning_cxl.streaming.units import find_units
-from lightning_cxl.transfer.engine import HostEngine
 from tests import training_device
 from tests.fakes import LoggingDeviceEngine, LoggingHostEngine, RecyclingMemory
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from lightning_cxl.devices.transfer import HostEngine
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.optim.swapped_state import StateSwapper
 from lightning_cxl.storage.store import Area, Store
 from lightning_cxl.storage.swap import BufferPool, Lease, Swapper, uninterrupted
 from lightning_cxl.streaming.on_ssd import InputsOnSsd, WeightsOnSsd
-from lightning_cxl.transfer.engine import HostEngine
 
 NBYTES = 64 << 10
 NUM_RECORDS = 3  # more than there are buffers

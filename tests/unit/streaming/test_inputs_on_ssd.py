@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_cxl.devices.transfer import HostEngine
 from lightning_cxl.errors import StorageError
 from lightning_cxl.storage.drive import System
 from lightning_cxl.storage.store import Area, Store
@@ -17,7 +18,6 @@ from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.on_ssd import NUM_INPUT_SLOTS, InputsOnSsd
 from lightning_cxl.streaming.units import find_units
-from lightning_cxl.transfer.engine import HostEngine
 from tests.storage_cases import BLOCK, Gate, data_file, memory_of
 
 FEATURES = 64

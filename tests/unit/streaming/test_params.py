@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_cxl.devices.transfer import HostEngine
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.gradients.meter import GradientHooks
+from lightning_cxl.gradients.guard import GradientHooks
 from lightning_cxl.memory.resource import Buffer, Span
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.unit_weights import InMemory, NoListener, ParamStreamer, UnitWeights
 from lightning_cxl.streaming.units import streamable
-from lightning_cxl.transfer.engine import HostEngine
 from tests import training_device
 from tests.cases import every_value
 from tests.fakes import RecyclingMemory

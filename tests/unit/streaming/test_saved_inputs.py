@@ -3,9 +3,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_cxl.devices.transfer import HostEngine
 from lightning_cxl.memory.host_memory import storage_extent
 from lightning_cxl.streaming.activations import HeldInput, SavedBytes, StoredInput, can_store
-from lightning_cxl.transfer.engine import HostEngine
 from tests import training_device
 from tests.fakes import RecyclingMemory
 

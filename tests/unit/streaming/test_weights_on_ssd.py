@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from lightning_cxl.devices.transfer import HostEngine
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.host_memory import has_private_pages
 from lightning_cxl.memory.resource import Buffer
@@ -15,7 +16,6 @@ from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.streaming.on_ssd import WeightsOnSsd
 from lightning_cxl.streaming.unit_weights import InMemory, Slot, WeightPiece
-from lightning_cxl.transfer.engine import HostEngine
 from tests.storage_cases import Gate
 
 SIZES = [8192, 20_000, 4096, 12_288, 20_000]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_cxl.devices.transfer import HostEngine
 from lightning_cxl.streaming.activations import ActivationOffload, same_bits
-from lightning_cxl.transfer.engine import HostEngine
 from tests.fakes import RecyclingMemory
 
 WIDTH = 16

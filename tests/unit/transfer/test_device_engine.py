@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
+from lightning_cxl.devices.transfer import DeviceEngine, make_engine
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.transfer.engine import DeviceEngine, make_engine
 from tests import apart, training_device
 from tests.fakes import RecyclingMemory
 

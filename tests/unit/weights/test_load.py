@@ -9,7 +9,7 @@ import lightning_cxl
 from lightning_cxl.errors import CheckpointError, TierFullError
 from lightning_cxl.memory import hook as scope
 from lightning_cxl.memory.hook import HostAllocationMode
-from lightning_cxl.placement.placement import Placer, RoleHomePolicy, TensorRole
+from lightning_cxl.memory.placement import Placer, RoleHomePolicy, TensorRole
 from lightning_cxl.weights.files import FileTensor
 from lightning_cxl.weights.load import empty_weights, load_weights
 from tests.models import TinyConvNet, TinyTransformer

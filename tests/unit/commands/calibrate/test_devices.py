@@ -14,12 +14,12 @@ from lightning_cxl.commands.calibrate import (
     measure_machine,
 )
 from lightning_cxl.devices.device_type import devices_apart
+from lightning_cxl.devices.transfer import HostEngine
 from lightning_cxl.errors import PinnedMemoryError
 from lightning_cxl.machine.speeds import machine_of, save_calibration
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.host_memory import make_pinner
 from lightning_cxl.memory.resource import NumaResource
-from lightning_cxl.transfer.engine import HostEngine
 from tests import apart
 from tests.fakes import LoggingDeviceEngine
 

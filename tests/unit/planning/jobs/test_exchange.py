@@ -12,7 +12,7 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.tensors import Mesh
 from lightning_cxl.machine.speeds import Device, Machine, MachineLinks, MachineTier
 from lightning_cxl.machine.topology import TierKind
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.job import (
     COLLECTIVES,
     Exchange,

@@ -13,7 +13,7 @@ from lightning_cxl.inventory.dry_run import measure
 from lightning_cxl.inventory.inventory import AskedTiers, list_tensors
 from lightning_cxl.inventory.tensors import Mesh, Workload
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.placement.placement import TensorRole, resolve
+from lightning_cxl.memory.placement import TensorRole, resolve
 from lightning_cxl.planning.job import Move, model_job
 from tests.cases import every_value
 from tests.integration.llama import LlamaTask, tiny_llama

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_cxl.errors import ConfigError, TierNotFoundError
 from lightning_cxl.machine.speeds import Device, Machine, MachineSsd, MachineTier
 from lightning_cxl.machine.topology import TierKind
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.job import Job, MemoryClass, Move, StepModel, predict_step, soft_maximum
 
 R = TensorRole

@@ -2,7 +2,7 @@
 
 from lightning_cxl.machine.speeds import Device, Machine, MachineTier
 from lightning_cxl.machine.topology import TierKind
-from lightning_cxl.placement.placement import TensorRole
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.job import Job, MemoryClass, Move
 
 GIB = 2**30

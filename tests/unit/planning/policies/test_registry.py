@@ -4,7 +4,7 @@ import pytest
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.placement.placement import Placement, Placer, RoleHomePolicy
+from lightning_cxl.memory.placement import Placement, Placer, RoleHomePolicy
 from lightning_cxl.planning.decide import DecidedPolicy
 from lightning_cxl.planning.policies import POLICIES, Decision, get_policy
 from tests.unit.planning.policies.jobs import R, job_of, machine

@@ -1,1 +1,0 @@
-"""The tier of a tensor: roles, decorators, rules, and the policy that is asked."""

@@ -1,1 +1,0 @@
-"""Copies between device and host memory: the only owner of streams and events."""
