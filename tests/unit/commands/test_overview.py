@@ -32,15 +32,6 @@ def test_every_command_is_in_the_table_and_can_be_imported():
         assert command.trains == (command.module == "lightning_cxl.finetune.cli")
 
 
-def test_help_is_one_screen_with_every_command(capsys):
-    with pytest.raises(SystemExit) as caught:
-        answer_at_once(["--help"])
-    assert caught.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 24 and max(map(len, lines)) <= 100
-    assert [line.split()[0] for line in lines if line.startswith("  ")] == ["command", *NAMES]
-
-
 ANSWERED_AT_ONCE = [
     (["--help"], 0, "calibrate"),
     (["--version"], 0, f"lightning_cxl {lightning_cxl.__version__}"),
@@ -85,11 +76,6 @@ def test_every_other_call_says_something_before_it_imports_torch(name, tmp_path)
     assert shown.stderr == f"python -m lightning_cxl {name}: importing torch and Lightning ...\n"
 
 
-def test_the_command_answers():
-    shown = run("-m", "lightning_cxl", "--version")
-    assert (shown.returncode, shown.stdout) == (0, f"lightning_cxl {lightning_cxl.__version__}\n")
-
-
 def test_source_that_shadows_the_installed_package_says_what_to_do(tmp_path):
     package = Path(lightning_cxl.__file__).parent
     shutil.copytree(package, tmp_path / "lightning_cxl", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -125,26 +111,9 @@ def test_options_of_plan_are_the_defaults_of_its_settings():
     assert all(name in parsers.plan().format_help() for name in POLICIES)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [([], "no command was given"), (["fitt"], "no command 'fitt': did you mean `fit`?"), (["xyz"], "no command 'xyz'")],
-)
-def test_no_or_a_wrong_command_is_answered_with_the_table(arguments, message, capsys):
-    with pytest.raises(SystemExit) as caught:
-        answer_at_once(arguments)
-    assert caught.value.code == 2
-    shown = capsys.readouterr()
-    assert shown.err.endswith(f"error: {message}\n") and "calibrate" in shown.err and not shown.out
-
-
 def test_bench_says_where_it_is_now():
     with pytest.raises(SystemExit, match=r"^`bench` is no command any more: .* in examples/bench$"):
         answer_at_once(["bench", "adam"])
-
-
-@pytest.mark.parametrize("arguments", [["env"], ["fit", "--help", "all"], ["fit"], ["--config", "a", "fit"], ["-c"]])
-def test_commands_and_options_of_the_main_job_are_let_through(arguments):
-    answer_at_once(arguments)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_cxl.__main__ import main
 from lightning_cxl.finetune.model import CausalLM
@@ -158,13 +158,6 @@ def test_the_example_of_a_given_model_trains(command, base, tmp_path, write_line
     assert f"step {last}/{last}  " in shown and "held-out sample 2" in shown
 
 
-def test_predict_shows_what_it_predicts(command, capsys):
-    command("predict", "--config", EXAMPLE)
-    shown = capsys.readouterr().out
-    assert len(re.findall(r"^row [12], text:      '.+'$", shown, re.M)) == 2
-    assert len(re.findall(r"^row [12], predicted: '.+'$", shown, re.M)) == 2
-
-
 def test_ctrl_c_says_what_is_saved_and_how_to_go_on(command, tmp_path, monkeypatch, capsys):
     stop_after = {"step": 3}
 
@@ -225,84 +218,3 @@ def test_what_cannot_be_done_ends_in_one_message(command, changed, message, hub_
 @pytest.fixture
 def hub_is_off(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-
-def test_a_file_that_is_no_text_or_no_checkpoint_ends_in_one_message(command, tmp_path):
-    junk = tmp_path / "junk"
-    junk.write_bytes(bytes(range(256)))
-    with pytest.raises(SystemExit, match=r"ConfigError: .*utf-8"):
-        command("fit", "--config", junk, tiny=False)
-    with pytest.raises(SystemExit, match="Error: "):
-        command("fit", "--config", EXAMPLE, ckpt_path=junk)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--modle.lr", "1"], "did you mean `--model.lr`?"),
-        (["--model", "Qwen/Qwen2.5-7B"], "write `--model.name_or_path`"),
-        (["--model.lr", "abc"], "Given value: abc"),
-    ],
-)
-def test_a_wrong_option_is_answered_in_a_few_lines(command, capsys, arguments, message):
-    with pytest.raises(SystemExit) as caught:
-        command("fit", *arguments, tiny=False)
-    lines = capsys.readouterr().err.splitlines()
-    assert caught.value.code == 2
-    assert message in lines[-1] and len(lines) <= 9 and "--help" in lines[0]
-
-
-@pytest.mark.parametrize("text", ["model: {hidden_sise: 16}\n", "model: [unclosed\n"])
-def test_a_wrong_yaml_is_refused_by_name(command, tmp_path, capsys, text):
-    (tmp_path / "wrong.yaml").write_text(text)
-    with pytest.raises(SystemExit) as caught:
-        command("fit", "--config", tmp_path / "wrong.yaml", tiny=False)
-    assert caught.value.code == 2
-    shown = capsys.readouterr().err
-    assert "unclosed" not in text or f'in "{tmp_path / "wrong.yaml"}", line 1' in shown
-    assert "unclosed" in text or "did you mean `--model.hidden_size`?" in shown
-
-
-_CLASS = "trainer: {{callbacks: [{{class_path: lightning_cxl.OffloadProgressBar}}, {{{}}}]}}"
-
-
-@pytest.mark.parametrize(
-    ("text", "messages", "most_lines"),
-    [
-        (
-            _CLASS.format("class_path: lightning.pytorch.callbacks.ModelCheckpoint, init_args: {save_weights_onl: 1}"),
-            ("ModelCheckpoint: Option 'save_weights_onl' is not accepted", "did you mean `save_weights_only`?"),
-            4,
-        ),
-        (
-            "trainer: {strategy: {class_path: lightning_cxl.CXLOffloadStrategy, init_args: {tier: {dram: 1GiB}}}}",
-            ("lightning_cxl.CXLOffloadStrategy: Option 'tier.dram' is not accepted", "did you mean `tiers`?"),
-            4,
-        ),
-        (
-            _CLASS.format("class_path: lightning_cxl.OffloadProgressBa"),
-            ("lightning_cxl.OffloadProgressBa: module 'lightning_cxl' has no attribute 'OffloadProgressBa'",),
-            3,
-        ),
-        ("a secret of ours " * 100, ("Unexpected config", "..."), 3),
-    ],
-)
-def test_a_wrong_yaml_is_not_repeated(command, tmp_path, capsys, text, messages, most_lines):
-    (tmp_path / "wrong.yaml").write_text(text)
-    with pytest.raises(SystemExit):
-        command("fit", "--config", tmp_path / "wrong.yaml", tiny=False)
-    shown = capsys.readouterr().err
-    assert all(message in shown for message in messages)
-    assert len(shown.splitlines()) <= most_lines and len(shown) < 600
-    assert "Given value" not in shown and "Namespace" not in shown
-
-
-def test_conversations_train_and_the_export_keeps_their_template(command, tmp_path, write_lines, capsys):
-    path = write_lines(*({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(40)))
-    command("fit", "--config", EXAMPLE, **{"data.text_files": path, "data.seq_len": 64, "trainer.max_steps": 2})
-    assert "validation loss: before " in capsys.readouterr().out
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "runs/finetune_stdlib/tensorboard/version_0/export")
-    asked = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
-    )
-    assert asked == "### User:\nHi\n\n### Assistant:\n"

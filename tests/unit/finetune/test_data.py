@@ -3,7 +3,6 @@ import torch
 from tokenizers import processors
 
 from lightning_cxl.errors import ConfigError, LightningCXLWarning
-from lightning_cxl.finetune import data as module
 from lightning_cxl.finetune.data import FALLBACK_TEMPLATE, IGNORED, TextData, cut, pack, tokenize, train_tokenizer
 from lightning_cxl.sequences.packing import separate
 from tests.unit.finetune.chats import CHATML, MARKED, REWRITES, by_hand, byte_tokenizer
@@ -57,36 +56,6 @@ def test_prepared_data_is_opened_from_the_cache_until_something_changes(data, te
     assert any("tokenizer" in path.name for path in files().keys() - longer.keys())
 
 
-def test_the_default_text_is_the_standard_library(monkeypatch, text_folder):
-    few = sorted(text_folder.glob("*.txt"))
-    monkeypatch.setattr(module, "stdlib_files", lambda: few)
-    data = TextData(seq_len=16, batch_size=2, vocab_size=300)
-    data.setup()
-    assert len(data.train_dataloader()) > 1
-
-
-def test_a_given_tokenizer_is_used_instead_of_training_one(text_folder, tmp_path):
-    own = train_tokenizer(["completely different words"], 262)
-    own.save_pretrained(tmp_path / "own")
-    data = TextData(f"{text_folder}/**/*.txt", seq_len=16, batch_size=2, tokenizer_name_or_path=str(tmp_path / "own"))
-    data.setup()
-    assert data.tokenizer.get_vocab() == own.get_vocab()
-
-
-def test_too_little_text_is_an_error_with_the_numbers(text_folder):
-    data = TextData(f"{text_folder}/00.txt", seq_len=4096, batch_size=2, vocab_size=300)
-    with pytest.raises(ConfigError, match="0 blocks of 4096 tokens"):
-        data.setup()
-
-
-@pytest.mark.parametrize(
-    "option", [{"seq_len": 1}, {"batch_size": 0}, {"val_fraction": 0.0}, {"val_fraction": 1.0}, {"train_on": "x"}]
-)
-def test_impossible_numbers_are_refused(option):
-    with pytest.raises(ConfigError, match=next(iter(option))):
-        TextData(**option)
-
-
 def turns(number):
     return {"prompt": f"What is {number}?", "completion": "It is " + "very " * (number % 4) + f"{number}."}
 
@@ -121,15 +90,6 @@ def test_conversations_are_batches_with_labels_where_the_assistant_speaks(write_
     train, val = pairs(data.train_dataloader()), pairs(data.val_dataloader())
     assert (len(train), len(val)) == (8, 2)
     assert set(train) | set(val) == expected
-
-
-def test_all_of_a_conversation_is_learned_where_that_is_asked(write_lines, chat_tokenizer):
-    path = write_lines(*(turns(number) for number in range(4)))
-    data = TextData(str(path), seq_len=100, batch_size=1, tokenizer_name_or_path=chat_tokenizer, train_on="all")
-    data.setup()
-    for batch in data.train_dataloader():
-        learned = batch["position_ids"] > 0
-        assert torch.equal(batch["labels"][learned], batch["input_ids"][learned])
 
 
 def test_few_conversations_have_a_row_each_and_many_share_rows(write_lines, chat_tokenizer):
@@ -230,22 +190,10 @@ def test_an_error_in_a_line_names_file_and_line(write_lines, tmp_path, rows, tem
         data.setup()
 
 
-def test_an_error_in_a_line_is_found_while_a_tokenizer_is_trained(write_lines):
-    path = write_lines(turns(1), {"messages": []})
-    with pytest.raises(ConfigError, match=r"chat\.jsonl`, line 2: no message has the role assistant"):
-        TextData(str(path)).setup()
-
-
 def test_text_and_conversations_are_not_mixed(write_lines, text_folder):
     path = write_lines(turns(1))
     with pytest.raises(ConfigError, match=r"chat\.jsonl` \(conversations\), .*\.txt` \(text\)"):
         TextData([str(path), f"{text_folder}/00.txt"]).setup()
-
-
-def test_too_few_conversations_are_an_error_with_the_numbers(write_lines, chat_tokenizer):
-    data = TextData(str(write_lines(turns(1), turns(2))), batch_size=2, tokenizer_name_or_path=chat_tokenizer)
-    with pytest.raises(ConfigError, match="2 conversations, too few"):
-        data.setup()
 
 
 def test_a_held_out_sample_that_begins_with_its_answer_has_a_prompt():

@@ -1,12 +1,10 @@
 import pytest
 import torch
 
-from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.cli import FitSummary
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.evaluation_samples import EvaluationSamples
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.integrations.lightning.lightning_api import LightningModule
 from tests.unit.finetune.chats import MARKED, byte_tokenizer
 from tests.unit.finetune.conftest import SHAPE
 
@@ -32,13 +30,6 @@ def test_held_out_conversations_are_cut_where_the_answer_begins(chats):
         assert asked.endswith("<|im_end|>\n<|im_start|>assistant\n")
         number = asked.split("What is ")[1].split("?")[0]
         assert chats.tokenizer.decode(expected) == f"It is {number}.<|im_end|>"
-
-
-def test_held_out_blocks_are_cut_after_their_first_tokens(text_folder):
-    data = TextData(f"{text_folder}/**/*.txt", seq_len=24, batch_size=2, vocab_size=300)
-    data.setup()
-    ((prompt, expected),) = data.held_out(1)
-    assert (len(prompt), len(expected)) == (16, 8)
 
 
 def test_a_sample_that_begins_with_its_answer_has_a_token_to_go_on_from(chats, write_lines, make_trainer):
@@ -76,25 +67,6 @@ def test_each_evaluation_shows_samples_and_training_goes_on_as_without_them(chat
     assert titles == [f"step {step}, held-out sample {number}" for step in (2, 4) for number in (1, 2)]
     assert shown.count("expected: It is\n") == 4  # five tokens of bytes
     assert shown.count("What is ") == 4
-
-
-def test_the_last_sample_of_a_run_continues_the_users_data(chats, make_trainer):
-    summary = FitSummary(max_new_tokens=5)
-    make_trainer(max_steps=1, callbacks=[summary]).fit(CausalLM(**SHAPE), chats)
-    assert summary.sample.startswith("user\nWhat is ")
-
-
-@pytest.mark.parametrize("numbers", [{"count": 0}, {"max_new_tokens": 0}])
-def test_nothing_to_show_is_refused(numbers):
-    with pytest.raises(ConfigError, match="at least 1"):
-        EvaluationSamples(**numbers)
-
-
-def test_other_modules_are_refused(make_trainer, monkeypatch):
-    trainer = make_trainer()
-    monkeypatch.setattr(trainer.state, "fn", "fit")
-    with pytest.raises(ConfigError, match="not a LightningModule with NoneType"):
-        EvaluationSamples().on_validation_end(trainer, LightningModule())
 
 
 def test_the_held_out_loss_is_the_mean_over_all_tokens_of_answers(tmp_path, write_lines, make_trainer):

@@ -6,9 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_cxl import CXLOffloadStrategy
 from lightning_cxl.__main__ import main
-from lightning_cxl.errors import ConfigError
-from lightning_cxl.finetune.export import ExportPretrained, export_pretrained
-from lightning_cxl.integrations.lightning.lightning_api import LightningModule
+from lightning_cxl.finetune.export import ExportPretrained
 
 
 def test_an_export_loads_in_transformers_with_equal_weights_and_tokenizer(tiny_model, data, make_trainer, tmp_path):
@@ -22,14 +20,6 @@ def test_an_export_loads_in_transformers_with_equal_weights_and_tokenizer(tiny_m
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("word1 word2")["input_ids"] == data.tokenizer("word1 word2")["input_ids"]
     assert loaded.config.eos_token_id == tokenizer.eos_token_id == data.tokenizer.eos_token_id
-
-
-def test_there_must_be_something_to_export(tiny_model, tmp_path, make_trainer):
-    with pytest.raises(ConfigError, match="no model yet"):
-        export_pretrained(tiny_model, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(ConfigError, match="not a LightningModule"):
-        ExportPretrained().on_train_end(make_trainer(), LightningModule())
 
 
 @pytest.mark.parametrize(

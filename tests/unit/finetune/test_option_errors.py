@@ -40,17 +40,6 @@ def test_a_bug_in_the_users_module_stays_as_it_is(raising, error):
     assert caught.value is error
 
 
-def test_an_accident_of_lightning_keeps_its_traceback(raising):
-    with pytest.raises(ZeroDivisionError), option_errors():
-        raising("lightning.pytorch.loops", "return 1 % 0")()
-
-
-def test_what_torch_raises_while_it_computes_stays_as_it_is(raising):
-    computes = raising("torch.autograd", "raise RuntimeError('modified by an inplace operation')")
-    with pytest.raises(RuntimeError, match="inplace"), option_errors():
-        raising("lightning.pytorch.strategies", "computes()", computes=computes)()
-
-
 @pytest.mark.parametrize("error", [OSError("no room"), pickle.UnpicklingError("no checkpoint"), EOFError()])
 def test_a_file_that_lightning_cannot_read_is_about_options(raising, error):
     reads = raising("torch.serialization", "raise error", error=error)
@@ -69,11 +58,6 @@ def test_our_errors_are_found_inside_of_others(raising):
             raise ValueError("a long text of jsonargparse") from error
 
 
-def test_a_missing_package_is_for_the_front_of_the_command_line():
-    with pytest.raises(ModuleNotFoundError), option_errors():
-        raise ModuleNotFoundError("wandb")
-
-
 def test_a_bug_that_follows_one_of_our_errors_stays_as_it_is(raising):
     def meets():
         try:
@@ -84,11 +68,3 @@ def test_a_bug_that_follows_one_of_our_errors_stays_as_it_is(raising):
     users = raising("users_module", "raise ValueError('mine')")
     with pytest.raises(ValueError, match="mine"), option_errors():
         meets()
-
-
-def test_only_files_that_the_main_job_itself_reads_are_about_options(raising):
-    training = raising("lightning_cxl.memory.resource", "raise OSError('no page')")
-    with pytest.raises(OSError, match="no page"), option_errors():
-        raising("lightning_cxl.finetune.model", "training()", training=training)()
-    with pytest.raises(ConfigError, match="no text"), option_errors():
-        raising("lightning_cxl.finetune.data", "raise OSError('no text')")()

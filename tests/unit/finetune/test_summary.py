@@ -3,7 +3,6 @@ import pytest
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.finetune.cli import FitSummary
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.integrations.lightning.lightning_api import LightningModule
 from tests.unit.finetune.conftest import SHAPE
 
 
@@ -22,13 +21,6 @@ def test_losses_are_those_of_the_whole_validation_set_before_and_after(tiny_mode
     assert "peak host memory" in text
 
 
-def test_a_partial_sanity_check_is_not_passed_off_as_the_validation_loss(tiny_model, data, make_trainer):
-    summary = FitSummary()
-    trainer = make_trainer(max_steps=1, num_sanity_val_steps=1, limit_val_batches=2, callbacks=[summary])
-    trainer.fit(tiny_model, data)
-    assert "before not measured, after not measured" in summary.describe(trainer)
-
-
 def test_a_resumed_run_knows_the_first_loss(tiny_model, data, make_trainer, tmp_path):
     first = FitSummary()
     trainer = make_trainer(max_steps=2, num_sanity_val_steps=-1, callbacks=[first])
@@ -39,20 +31,6 @@ def test_a_resumed_run_knows_the_first_loss(tiny_model, data, make_trainer, tmp_
     resumed.fit(CausalLM(**SHAPE), data, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
     assert second.before == first.before is not None
     assert second.after.endswith("(step 4)")
-
-
-def test_a_strategy_with_a_report_has_it_printed(tiny_model, data, make_trainer, monkeypatch):
-    trainer = make_trainer()
-    assert "tier" not in FitSummary().describe(trainer)
-    strategy = type(trainer.strategy)
-    monkeypatch.setattr(strategy, "report", dict, raising=False)
-    monkeypatch.setattr(strategy, "__str__", lambda self: "tier dram 1.0 GiB")
-    assert "tier dram 1.0 GiB" in FitSummary().describe(trainer)
-
-
-def test_other_modules_are_refused(make_trainer):
-    with pytest.raises(ConfigError, match="not a LightningModule"):
-        FitSummary().on_train_end(make_trainer(), LightningModule())
 
 
 def test_what_was_removed_says_what_to_do_instead():

@@ -2,9 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune import data as module
-from lightning_cxl.finetune.data import cached_tokenizer, load_tokenizer, train_tokenizer
+from lightning_cxl.finetune.data import cached_tokenizer, train_tokenizer
 
 TEXTS = ["def f(x):\n    return x + 1\n" * 20, "class A:\n    pass\n" * 20]
 
@@ -22,11 +21,6 @@ def test_training_learns_merges_and_keeps_the_vocabulary_bound():
     assert len(tokenizer) == 280
     assert len(tokenizer("def f(x)")["input_ids"]) < len("def f(x)")
     assert tokenizer.eos_token == "<|endoftext|>"
-
-
-def test_too_small_a_vocabulary_is_refused():
-    with pytest.raises(ConfigError, match="257"):
-        train_tokenizer(TEXTS, 256)
 
 
 def test_the_cache_is_used_per_corpus_and_size(monkeypatch):
@@ -53,8 +47,3 @@ def test_a_failed_save_leaves_nothing_behind(cache, monkeypatch):
     with pytest.raises(OSError, match="no space"):
         cached_tokenizer(TEXTS, 280, "key")
     assert list((cache / "tokenizers").iterdir()) == []
-
-
-def test_a_folder_without_tokenizer_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot load"):
-        load_tokenizer(str(tmp_path))

@@ -1,7 +1,5 @@
-import pickle
 import sys
 
-import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -83,21 +81,3 @@ def test_on_a_terminal_it_is_lightnings_rich_bar(tmp_path, capsys, monkeypatch):
     assert "host_GiB" in shown
     assert "Epoch" in shown
     assert "step 1/7" not in shown
-
-
-@pytest.mark.usefixtures("quiet_loaders")
-def test_host_gib_is_this_processs_resident_memory(tmp_path):
-    bar = OffloadProgressBar()
-    trainer = fit(bar, tmp_path)
-    shown = bar.get_metrics(trainer, trainer.lightning_module)["host_GiB"]
-    assert shown == pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.2)
-
-
-def test_it_can_be_pickled_to_another_process():
-    copy = pickle.loads(pickle.dumps(OffloadProgressBar(plain_every_n_steps=4)))
-    assert copy.plain_every_n_steps == 4
-
-
-def test_an_impossible_interval_is_refused():
-    with pytest.raises(ValueError, match="at least 1"):
-        OffloadProgressBar(plain_every_n_steps=0)

@@ -21,18 +21,6 @@ def test_spans_say_what_a_part_of_a_buffer_lies_on():
     assert addresses.name(1079, 1) == "weights"
 
 
-def test_links_may_be_nodes():
-    addresses = AddressMap(lambda span: f"node{span.node_id}")
-    addresses.note(buffer(0, 40, "cxl", "cxl"), "moments")
-    assert addresses.shares(0, 40) == {"node0": 0.5, "node1": 0.5}
-
-
-def test_shares_that_are_given_hold_for_every_part():
-    addresses = AddressMap()
-    addresses.note(buffer(0, 40, "dram"), "gradients", {"dram": 0.75, "cxl": 0.25})
-    assert addresses.shares(3, 1) == {"dram": 0.75, "cxl": 0.25}
-
-
 @pytest.mark.parametrize("new", [(0, 100), (40, 20), (20, 30), (50, 40), (10, 21), (99, 1), (0, 40), (60, 40)])
 def test_memory_that_is_given_out_again_is_what_it_was_noted_as_last(new):
     addresses = AddressMap()

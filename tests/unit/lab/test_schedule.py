@@ -3,7 +3,7 @@
 import pytest
 from schedule.grid import MODES, Cell, Effort, measure
 from schedule.ideal import UnitShape
-from schedule.paper import GIB, MODELS, OUR_LAYOUT, PAPER_LAYOUT, paper_links, paper_machine, update_traffic
+from schedule.paper import GIB, MODELS, OUR_LAYOUT, PAPER_LAYOUT, update_traffic
 from schedule.replay import Setting, closed_form, contenders
 from simulation.links import HostTraffic
 
@@ -35,29 +35,6 @@ def test_every_contender_places_every_role_and_fits_the_machine(shape, contender
         assert all(split == {"dram0": 1.0} for split in splits.values())
 
 
-def test_contenders_are_the_packages_policies_on_one_card_and_two():
-    paper = [each.name for each in contenders() if each.layout is PAPER_LAYOUT]
-    names = ("naive interleave", "latency-first", "ours")
-    assert paper == ["DRAM only", *(f"{n}, 1 card" for n in names), *(f"{n}, 2 cards" for n in names)]
-    assert {each.policy for each in contenders()} == {"dram_only", "interleave", "latency_first", "bandwidth"}
-    two = next(each for each in contenders() if each.name == "naive interleave, 2 cards")
-    assert setting_of(SEVEN).splits(two)[TensorRole.MOMENTUM] == pytest.approx(
-        dict.fromkeys(("dram0", "cxl0", "cxl1"), 1 / 3)
-    )
-
-
-def test_dram_of_another_size_changes_what_the_greedy_places():
-    one = next(each for each in contenders() if each.name == "latency-first, 1 card")
-    parts = [setting_of(TWELVE, dram_bytes=size * GIB).splits(one)[TensorRole.MASTER_GRADS] for size in (100, 128)]
-    assert [part["dram0"] * 45.63 for part in parts] == pytest.approx([8.7, 22.8], abs=0.06)
-
-
-def test_machines_have_the_flops_that_are_asked_for():
-    assert paper_machine(1, 75e12).device.flops == 75e12
-    assert paper_machine(2, 75e12).names == ("dram0", "cxl0", "cxl1")
-    assert paper_machine(1, 75e12, 100 * GIB).tier("dram0").capacity_bytes == 100 * GIB
-
-
 def test_an_update_streams_what_the_paper_counts():
     traffic = update_traffic(PAPER_LAYOUT, {role: {"dram0": 0.75, "cxl0": 0.25} for role in ROLES}, 100)
     assert traffic == {"dram0": HostTraffic(18, 18) * 75, "cxl0": HostTraffic(18, 18) * 25}  # 6N + 28N + 2N
@@ -86,14 +63,6 @@ def test_ideal_and_bound():
     writing = UnitShape(4, 40, 4, update_s=1.0, h2d_bytes_per_s=20.0, d2h_bytes_per_s=4.0)
     assert writing.step(10, 3, 5.0, 15.0).bound_s() == (90 + 0.5) + (9 * 2 + 7 * 0.2 + 1.5 + 1 + 1)
     assert slow.ideal_s() == 400 + 2 + 1 + 1 == slow.bound_s()
-
-
-def test_ours_updates_on_both_equally_long():
-    ours = next(each for each in contenders() if each.name == "ours, 1 card" and each.layout is OUR_LAYOUT)
-    traffic = update_traffic(OUR_LAYOUT, setting_of(SEVEN).splits(ours), 1e9)
-    links = paper_links(1)
-    dram, card = (links.host_route({tier: traffic[tier]}).seconds(traffic[tier].nbytes) for tier in ("dram0", "cxl0"))
-    assert dram == pytest.approx(card, rel=0.05)
 
 
 @pytest.mark.parametrize("mode", MODES)

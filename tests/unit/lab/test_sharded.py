@@ -52,10 +52,3 @@ def test_prefetch_brings_a_step_close_to_the_ideal_and_without_it_it_is_not(coun
     assert 1 <= ahead <= 1.10
     assert alone > 1.10 and alone > 1.1 * ahead
     assert predicted_s(units, HOST) == pytest.approx(steps[1].seconds, rel=0.02)
-
-
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
-def test_no_step_is_faster_than_its_busiest_resource(overlap):
-    for ahead in (0, 1, 3):
-        step = simulate(replace(TWO, prefetch=ahead, overlap=overlap))
-        assert step.seconds >= step.longest_s * (1 - 1e-9)

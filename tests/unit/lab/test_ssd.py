@@ -5,9 +5,8 @@ import os
 import sys
 
 import pytest
-from ssd_bench import contenders, disk_area, fio, turns
+from ssd_bench import contenders, disk_area, turns
 from ssd_bench.contenders import ALONE, LOOP, OURS, DiskContender, Job
-from ssd_bench.fio import Pass, Setting
 
 MIB = 1 << 20
 
@@ -91,49 +90,7 @@ def test_each_contender_moves_all_tensors_and_no_other_byte(area, name, tensor_b
         assert contents(area) == new[:used] + before[used:]
 
 
-def test_a_write_counts_when_it_is_on_the_disk_and_a_read_needs_no_sync(area, monkeypatch):
-    synced = []
-    monkeypatch.setattr(os, "fsync", synced.append)
-    job = Job(area, MIB)
-    with contenders.our_engine(area) as engine:
-        for name in (OURS, ALONE, LOOP):
-            in_process(job, engine, writes=False)[name].go()
-            assert synced == []
-            in_process(job, engine, writes=True)[name].go()
-            assert synced == [area.fd]
-            synced.clear()
-
-
-def test_small_tensors_are_one_transfer_and_large_ones_have_one_each(area, monkeypatch):
-    monkeypatch.setattr(contenders, "_UNIT_BYTES", 2 * MIB)
-
-    def transfers(tensor_bytes: int, name: str) -> int:
-        with contenders.our_engine(area) as engine:
-            started, real = [], engine.read
-            monkeypatch.setattr(engine, "read", lambda pieces: started.append(pieces) or real(pieces))
-            in_process(Job(area, tensor_bytes), engine, writes=False)[name].go()
-            return len(started)
-
-    assert transfers(64 << 10, OURS) == 2
-    assert transfers(64 << 10, ALONE) == 64
-    assert transfers(4 * MIB, OURS) == 1
-    with contenders.our_engine(area) as engine:
-        assert ALONE not in in_process(Job(area, 4 * MIB), engine, writes=False)
-
-
 # -- fio ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("writes", [False, True])
-def test_fio_is_asked_for_the_same_bytes(area, log, writes):
-    took = fio.run(area, 3 * MIB, Setting("libaio", 2 * MIB, 4), writes=writes)
-    assert took.seconds == pytest.approx(0.250 * 3 / 2)  # it did only whole blocks: 2 MiB
-    assert took.cpu_seconds == pytest.approx(0.4 * 0.5)
-    (asked,) = log()
-    wanted = {"rw": "write" if writes else "read", "size": str(2 * MIB), "bs": str(2 * MIB), "iodepth": "4"}
-    assert wanted.items() <= asked.items()
-    assert asked["direct"] == str(int(area.direct)) and asked["end_fsync"] == "1"
-    assert asked["filename"] == str(area.path)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -163,20 +120,3 @@ def test_all_contenders_are_shown_and_ours_is_judged_against_the_fastest_other(t
     assert len(judged) == 4 and all(row["goal"] == turns.GOAL for row in judged)
     shown = capsys.readouterr().out
     assert "of 4 goals hold" in shown and "CPU s/GiB" in shown
-
-
-def test_rounds_count_and_first_passes_do_not():
-    calls = {"a": 0, "b": 0}
-    cleaned = []
-
-    def contender(name: str) -> DiskContender:
-        def go() -> Pass:
-            calls[name] += 1
-            return Pass(100.0 if calls[name] == 1 else 1.0, 0.5)
-
-        return DiskContender(name, go)
-
-    taken = turns.take_turns([contender("a"), contender("b")], 3, lambda: cleaned.append(None))
-    assert taken.timings.seconds == {"a": [1.0] * 3, "b": [1.0] * 3}
-    assert taken.cpu_seconds == {"a": [0.5] * 3, "b": [0.5] * 3}
-    assert calls == {"a": 4, "b": 4} and len(cleaned) == 6

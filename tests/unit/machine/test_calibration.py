@@ -158,10 +158,3 @@ def test_a_write_that_fails_leaves_the_old_file(machine, monkeypatch):
         save_calibration(replace(CALIBRATION, num_threads=5), topology, [])
     assert list(path.parent.iterdir()) == [path]
     assert load_calibration(topology, []) == CALIBRATION
-
-
-def test_a_disturbed_calibration_says_so_wherever_it_is_named():
-    assert CALIBRATION.origin == "calibration of 2026-01-31 with 2 threads"
-    assert replace(CALIBRATION, others_fraction=0.4).origin == (
-        "calibration of 2026-01-31 with 2 threads, beside others that took 40% of the CPU time"
-    )

@@ -1,5 +1,4 @@
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +7,6 @@ from lightning_cxl.config import SsdOptions
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine import topology as disk_space
 from lightning_cxl.machine.topology import ssd_capacity_bytes
-from tests.training_device import kernels_answer
 
 
 @pytest.fixture
@@ -76,8 +74,3 @@ def test_a_folder_in_memory_is_refused_and_one_on_a_network_is_warned_of(tmp_pat
         monkeypatch.setattr(disk_space, "filesystem_of", lambda folder, kind=kind: kind)
         assert ssd_capacity_bytes(options) == 1 << 30
         assert (f"is on {kind}:" in caplog.text) is is_said
-
-
-@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no /dev/shm")
-def test_the_kernel_says_what_is_memory():
-    assert kernels_answer(Path("/dev/shm")) == "tmpfs" and kernels_answer(Path("/proc")) == "proc"

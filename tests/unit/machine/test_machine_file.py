@@ -155,41 +155,6 @@ def test_a_file_that_says_something_else_is_refused(old, new, message, tmp_path)
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "the file must map name, tiers, device"),
-        ("- 1", "the file must map name, tiers, device"),
-        ("name: x\ntiers: 3\ndevice: {}", "tiers must be a list, each entry with name, kind"),
-        ("{", "is not YAML"),
-    ],
-)
-def test_what_is_no_machine_is_refused(text, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        load_machine(written(tmp_path, text))
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot read the machine file .*nowhere.yaml: No such file"):
-        load_machine(tmp_path / "nowhere.yaml")
-
-
-def test_the_tier_ssd_is_read_as_people_write_it(tmp_path):
-    text = SMALL + "ssd: {capacity_bytes: 1TiB, read_bytes_per_s: 7 GB/s, write_bytes_per_s: 6.0e+9}\n"
-    found = load_machine(written(tmp_path, text))
-    assert found.ssd == MachineSsd(capacity_bytes=1 << 40, read_bytes_per_s=7e9, write_bytes_per_s=6e9)
-    assert found.ssd.has_speeds
-    assert found.names == ("dram0",)
-    assert not MachineSsd(capacity_bytes=1, read_bytes_per_s=7e9).has_speeds
-
-
-def test_links_are_read_as_people_write_them_and_left_out_by_files_of_one_device(tmp_path):
-    text = SMALL + "links: {peer_bytes_per_s: 360 GB/s, network_bytes_per_s: 5.0e+10, network_latency_s: 2.0e-5}\n"
-    found = load_machine(written(tmp_path, text)).links
-    assert found == MachineLinks(peer_bytes_per_s=360e9, network_bytes_per_s=5e10, network_latency_s=2e-5)
-    assert load_machine(written(tmp_path, SMALL)).links == MachineLinks()
-
-
 def test_links_of_this_machine_may_be_in_a_file_of_overrides(tmp_path):
     found = load_overrides(written(tmp_path, "links: {peer_bytes_per_s: 25 GB/s}\n"))
     assert found.machine == {"links": MachineLinks(peer_bytes_per_s=25e9)}

@@ -1,19 +1,9 @@
-import pytest
-
 from lightning_cxl.machine.topology import (
     node_free_bytes,
-    parse_id_list,
     read_nodes,
 )
 
 NODE = "sys/devices/system/node"
-
-
-@pytest.mark.parametrize(
-    ("text", "ids"), [("", ()), ("\n", ()), ("0", (0,)), ("0-2", (0, 1, 2)), ("0,2-3,9\n", (0, 2, 3, 9))]
-)
-def test_parse_id_list(text, ids):
-    assert parse_id_list(text) == ids
 
 
 def test_read_nodes_of_a_machine_with_two_cards(machine):

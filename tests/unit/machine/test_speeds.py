@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_cxl.commands.env import advice, environment_report, format_environment
 from lightning_cxl.config import SsdOptions
 from lightning_cxl.errors import ConfigError, TierNotFoundError
 from lightning_cxl.machine.speeds import (
@@ -14,7 +13,6 @@ from lightning_cxl.machine.speeds import (
     machine_of,
     machine_without_speeds,
     save_calibration,
-    save_machine,
     tier_speeds,
     with_new_tiers,
 )
@@ -108,15 +106,6 @@ def test_a_file_wins_field_by_field(machine, tmp_path):
     assert found.source.endswith("(my own hands)")
 
 
-def test_a_whole_machine_file_will_do(machine, tmp_path):
-    topology = Topology.detect(machine("2node"))
-    first = machine_of(topology)
-    save_machine(first, tmp_path / "whole.yaml")
-    again = machine_of(topology, file=tmp_path / "whole.yaml")
-    assert (again.tiers, again.device, again.cache) == (first.tiers, first.device, first.cache)
-    assert "dram: file; cxl: file" in again.source
-
-
 @pytest.mark.parametrize("missing", [unrated(1), {f"{NODE}/node1/access1/initiators/write_bandwidth": None}])
 def test_nothing_is_guessed(machine, tmp_path, missing):
     topology = Topology.detect(machine("2node", missing))
@@ -204,29 +193,6 @@ def test_files_with_mistakes_are_refused(machine, tmp_path, text, error, message
     file.write_text(text)
     with pytest.raises(error, match=message):
         machine_of(Topology.detect(machine("2node")), file=file)
-
-
-def test_a_missing_file_and_an_unknown_tier_are_refused(machine, tmp_path):
-    topology = Topology.detect(machine("2node"))
-    with pytest.raises(ConfigError, match=r"cannot read speeds from .*none\.yaml"):
-        machine_of(topology, file=tmp_path / "none.yaml")
-    with pytest.raises(TierNotFoundError, match="no tier 'nvm'"):
-        machine_of(topology, capacity_bytes={"nvm": 1})
-
-
-def test_the_report_shows_speeds_and_their_source(machine, tmp_path):
-    root = machine("2node", unrated(1))
-    report = environment_report(root)
-    assert report["speeds"]["cxl"] == {"source": "unknown"}
-    assert "cxl: unknown (no ratings of the firmware, no calibration)" in format_environment(report)
-    assert any("python -m lightning_cxl calibrate" in text for text in advice(report))
-    assert "firmware)" in format_environment(environment_report(root))
-    save_calibration(CALIBRATION, Topology.detect(root), [])
-    report = environment_report(root)
-    assert report["speeds"]["cxl"]["adam_bytes_per_s"] == 9e9
-    line = "cxl: Adam 9.0, devices read 7.0 and write 5.0 GB/s, 250 ns (calibration of 2026-01-31 with 2 threads)"
-    assert line in format_environment(report)
-    assert not any("calibrate" in text for text in advice(report))
 
 
 def test_a_machine_without_speeds_says_so_and_knows_everything_else(machine):

@@ -7,15 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import lightning_cxl
 from lightning_cxl.config import SsdOptions
-from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundError
+from lightning_cxl.errors import MissingTierWarning, TierNotFoundError
 from lightning_cxl.machine.topology import TierKind, Topology
-from lightning_cxl.memory import hook as scope
-from lightning_cxl.memory.host_memory import HostMemory
-from lightning_cxl.memory.placement import Placer, RoleHomePolicy
 
-GIB = 1 << 30
 NODE = "sys/devices/system/node"
 
 
@@ -43,11 +38,6 @@ def test_the_memory_of_a_gpu_is_no_tier(machine):
     status = "proc/driver/nvidia/gpus/0009:01:00.0/numa_status"
     topology = Topology.detect(machine("3node", {status: "Node: 1\nStatus: online\n"}))
     assert topology.tier("cxl").node_ids == (2,)
-
-
-def test_nearer_cards_come_first(machine):
-    topology = Topology.detect(machine("3node", {f"{NODE}/node1/distance": "28 10 28\n"}))
-    assert topology.tier("cxl").node_ids == (2, 1)
 
 
 def test_speed_of_a_tier_is_unknown_when_one_node_has_no_rating(machine):
@@ -82,18 +72,6 @@ def test_the_missing_tier_that_is_asked_for_is_dram_with_one_warning(machine):
     assert topology.names == ("dram", "cxl")
 
 
-def test_the_warning_names_the_line_that_called_the_package(machine):
-    topology = Topology.detect(machine("2socket"))
-    memory = HostMemory(topology)
-    with (
-        scope.activate(memory, Placer(topology, RoleHomePolicy(topology), memory.free_bytes)),
-        pytest.warns(MissingTierWarning) as caught,
-        lightning_cxl.host_allocation(tier="cxl"),
-    ):
-        pass
-    assert [each.filename for each in caught] == [__file__]
-
-
 def test_threads_that_ask_at_once_get_one_missing_tier():
     topology = Topology.fake(("8GiB",), ())
     with warnings.catch_warnings(record=True) as caught, ThreadPoolExecutor(8) as pool:
@@ -108,32 +86,12 @@ def test_missing_tier_can_be_refused(machine):
         Topology.detect(machine("2socket"), on_missing_tier="error")
 
 
-def test_unknown_on_missing_tier(machine):
-    with pytest.raises(ConfigError, match="fallback"):
-        Topology.detect(machine("2node"), on_missing_tier="ignore")
-
-
 def test_cpuset_leaves_a_card_out(machine):
     topology = Topology.detect(machine("3node", cpuset("0,2")))
     assert topology.tier("cxl").node_ids == (2,)
     (note,) = topology.notes
     assert "node 1 (CXL, 1007.8 MiB)" in note
     assert "cpuset" in note
-
-
-def test_cpuset_without_any_card_says_so(machine):
-    with pytest.raises(TierNotFoundError, match=r"node 1 .* cpuset"):
-        Topology.detect(machine("2node", cpuset("0")), on_missing_tier="error")
-
-
-def test_cpuset_of_cards_alone(machine):
-    topology = Topology.detect(machine("3node", cpuset("1-2")))
-    assert topology.names == ("cxl",)
-
-
-def test_cpuset_without_usable_node(machine):
-    with pytest.raises(TierNotFoundError, match=r"cpuset allows \[7\]"):
-        Topology.detect(machine("2node", cpuset("7")))
 
 
 def test_empty_node_is_no_tier(machine):
@@ -144,13 +102,6 @@ def test_empty_node_is_no_tier(machine):
 def test_unknown_tier_names_what_exists(machine):
     with pytest.raises(TierNotFoundError, match=r"no tier 'cxl7'.*'dram', 'cxl'"):
         Topology.detect(machine("2node")).tier("cxl7")
-
-
-def test_node_tier(machine):
-    topology = Topology.detect(machine("3node"))
-    assert topology.node_tier(0).name == "dram"
-    assert topology.node_tier(2).name == "cxl"
-    assert topology.node_tier(9) is None
 
 
 def test_node_tier_is_never_an_emulated_one():
@@ -181,31 +132,6 @@ def test_node_free_respects_a_control_group(machine):
     topology = Topology.detect(root)
     assert topology.node_free_bytes(1) == 56 << 20
     assert topology.host_limit_bytes() == 256 << 20
-
-
-def test_node_free_of_an_unknown_node(machine):
-    with pytest.raises(ConfigError, match=r"no usable node 5.*\[0, 1\]"):
-        Topology.detect(machine("2node")).node_free_bytes(5)
-
-
-def test_fake():
-    topology = Topology.fake(("64GiB", "64GiB"), ("256GiB",))
-    assert topology.tier("dram").node_ids == (0, 1)
-    assert topology.tier("cxl").node_ids == (2,)
-    assert topology.tier("cxl").capacity_bytes == 256 * GIB
-    assert topology.host_limit_bytes() == topology.host_available_bytes() == 384 * GIB
-    assert topology.node_free_bytes(2) == 256 * GIB
-
-
-def test_fake_of_nothing():
-    with pytest.raises(ConfigError, match="at least one"):
-        Topology.fake((), ())
-
-
-def test_describe(machine):
-    text = Topology.detect(machine("3node", cpuset("0-1"))).describe()
-    assert text.splitlines()[1] == "cxl: 1007.8 MiB on node 1 (28.7 GB/s read, 250 ns)"
-    assert "node 2" in text.splitlines()[2]
 
 
 def test_copies_and_pickles(machine):

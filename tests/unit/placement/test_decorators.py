@@ -1,5 +1,4 @@
 import copy
-import inspect
 import pickle
 import threading
 
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.memory.placement import TensorRole, TierSpec, class_spec, constructing_spec, instance_spec, tier
+from lightning_cxl.memory.placement import TierSpec, class_spec, constructing_spec, instance_spec, tier
 
 
 @tier(weights="cxl", activations="cxl")
@@ -40,20 +39,6 @@ class Outer(nn.Module):
 
 
 BLOCK = TierSpec(weights="cxl", activations="cxl")
-
-
-def test_for_role():
-    spec = TierSpec("w", "g", "o", "a")
-    assert {role: spec.for_role(role) for role in TensorRole} == {
-        TensorRole.COMPUTE_WEIGHTS: "w",
-        TensorRole.COMPUTE_GRADS: "g",
-        TensorRole.MASTER_GRADS: "g",
-        TensorRole.MASTER_WEIGHTS: "o",
-        TensorRole.MOMENTUM: "o",
-        TensorRole.VARIANCE: "o",
-        TensorRole.ACTIVATIONS: "a",
-        TensorRole.STAGING: None,
-    }
 
 
 def test_spec_is_active_only_during_construction():
@@ -106,29 +91,6 @@ def test_subclass_adds_to_its_base():
     assert class_spec(Block) == BLOCK
 
 
-def test_decorating_twice_adds_and_replaces():
-    @tier(gradients="dram", weights="dram")
-    @tier(weights="cxl", activations="cxl")
-    class Twice(nn.Module):
-        pass
-
-    assert class_spec(Twice) == TierSpec(weights="dram", gradients="dram", activations="cxl")
-    module = tier(weights="cxl")(tier("dram")(nn.Linear(1, 1)))
-    assert instance_spec(module) == TierSpec("cxl", "dram", "dram", "dram")
-
-
-def test_signature_source_and_explicit_base_call_are_those_of_the_user():
-    assert list(inspect.signature(Block).parameters) == ["width", "bias"]
-    assert inspect.isfunction(Block.__init__)
-    assert "self.linear = nn.Linear(width, width, bias=bias)" in inspect.getsource(Block.__init__)
-
-    class Explicit(Block):
-        def __init__(self):
-            Block.__init__(self, 2, bias=False)
-
-    assert Explicit().seen == BLOCK
-
-
 def test_lightning_hyperparameters_of_decorated_modules_are_complete():
     lightning = pytest.importorskip("lightning")
 
@@ -168,17 +130,6 @@ def test_another_thread_sees_nothing():
 
     Spy()
     assert seen == [None]
-
-
-def test_self_may_have_any_name_and_be_captured():
-    @tier(weights="cxl")
-    class Odd(nn.Module):
-        def __init__(this):
-            super().__init__()
-            this.seen = constructing_spec()
-            this.read_seen = lambda: this.seen
-
-    assert Odd().read_seen() == TierSpec(weights="cxl")
 
 
 def test_lightning_cli_reads_the_arguments_of_decorated_classes_and_subclasses():

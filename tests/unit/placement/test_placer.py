@@ -27,19 +27,6 @@ def make_placer(policy=None, free=None) -> Placer:
     return Placer(TOPOLOGY, policy or RoleHomePolicy(TOPOLOGY), lambda: free or {})
 
 
-def test_without_a_wish_the_policy_decides_by_role():
-    placer = make_placer()
-    assert placer.place(TensorRole.COMPUTE_WEIGHTS, 100).tiers == ("cxl", "dram")
-    assert placer.place(TensorRole.MOMENTUM, 100).tiers == ("dram", "cxl")
-
-
-def test_an_explicit_tier_beats_the_decorator_and_the_decorator_beats_the_policy():
-    spec = TierSpec(weights="dram")
-    placer = make_placer()
-    assert placer.place(TensorRole.COMPUTE_WEIGHTS, 100, spec=spec).tiers[0] == "dram"
-    assert placer.place(TensorRole.COMPUTE_WEIGHTS, 100, spec=spec, tier="cxl").tiers[0] == "cxl"
-
-
 def test_the_policy_is_told_everything_and_what_is_free_now():
     policy = RecordingPolicy(Placement(("cxl",)))
     free = {"dram": 1, "cxl": 2}

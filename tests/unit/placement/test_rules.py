@@ -37,10 +37,6 @@ def asked(tiers, module):
     return tuple(tiers.lookup(module, role)[0] for role in (WEIGHTS, GRADIENTS, MOMENTUM, ACTIVATIONS))
 
 
-def test_nothing_asked_for_leaves_it_to_the_policy():
-    assert resolved(Model()).lookup("embed", WEIGHTS) == (None, "")
-
-
 def test_class_decorator_reaches_what_the_module_contains():
     tiers = resolved(Model())
     assert tiers.lookup("layers.1", WEIGHTS) == ("cxl", "decorator on class Block")
@@ -85,10 +81,6 @@ def test_last_matching_rule_wins_for_each_field():
     assert asked(tiers, "embed") == ("dram", "dram", "dram", "dram")
     tiers = resolved(Model(), {"layers.0": {"activations": "cxl"}, "*": "dram"})
     assert asked(tiers, "layers.0.mlp") == ("dram", "dram", "dram", "dram")
-
-
-def test_staging_belongs_to_no_module():
-    assert resolved(Model(), {"*": "dram"}).lookup("embed", TensorRole.STAGING) == (None, "")
 
 
 def test_module_added_later_answers_as_its_parent():

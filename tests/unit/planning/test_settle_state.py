@@ -1,7 +1,6 @@
 """Which state lies on the tier `ssd`: the same for every reader of the inventory."""
 
 import warnings
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from lightning_cxl.inventory.tensors import (
 from lightning_cxl.machine.speeds import MachineSsd
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.placement import Placer, RoleHomePolicy, TensorRole, resolve
-from lightning_cxl.planning.decide import NO_ROOM, Plan, evenly_spread, memory_bytes_of, settle_state
+from lightning_cxl.planning.decide import NO_ROOM, Plan, memory_bytes_of, settle_state
 from lightning_cxl.planning.job import model_job
 
 TOPOLOGY = Topology.fake(("1GiB",), ("1GiB",)).with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))
@@ -147,16 +146,6 @@ def slots_of(inventory):
     return NUM_UPDATE_SLOTS * updates + NUM_HOP_SLOTS * weights
 
 
-@given(count=st.integers(1, 60), more=st.integers(0, 60))
-def test_chosen_units_are_evenly_spread(count, more):
-    of = count + more
-    chosen = evenly_spread(count, of)
-    assert len(set(chosen)) == count
-    assert all(0 <= index < of for index in chosen)
-    distances = {b - a for a, b in pairwise(chosen)}
-    assert max(distances, default=1) - min(distances, default=1) <= 1
-
-
 def memory_for_five():
     """Return the bytes of memory that hold a model when the state of five of its eight units is on drives."""
     unit = sum(each.nbytes for each in listed().tensors if each.in_state and each.unit == "layers.0")
@@ -211,12 +200,6 @@ def test_copies_of_weights_stay_in_memory_with_a_reason():
     assert "rule '' asks for ssd, and copies of weights stay in memory" in placement.reason
 
 
-def test_full_masters_stay_in_memory_and_moments_go():
-    inventory = listed(master="fp32", rules={"": {"optimizer_state": "ssd"}})
-    roles = {each.role for each in inventory.tensors if each.tier == "ssd"}
-    assert roles == {TensorRole.MOMENTUM, TensorRole.VARIANCE}
-
-
 def test_state_of_another_optimizer_is_refused():
     def momentum(parameters, lr):
         return SGD(parameters, lr=lr, momentum=0.9)
@@ -226,14 +209,6 @@ def test_state_of_another_optimizer_is_refused():
     ):
         listed(optimizer=momentum, rules={"": {"optimizer_state": "ssd"}})
     assert on_ssd(settled(listed(optimizer=momentum), 0)) == []  # nothing of it goes by itself
-
-
-@pytest.mark.parametrize(
-    "options", [{"streams": True}, {"streams": False}, {"activation_offload": False, "streams": False}]
-)
-def test_one_record_for_each_block_whether_its_weights_stream_or_not(options):
-    inventory = listed((16,) * 3, rules={"": {"optimizer_state": "ssd"}}, **options)
-    assert on_ssd(inventory) == ["embed.weight", "layers.0", "layers.1", "layers.2", "head.weight", "head.bias"]
 
 
 def test_state_that_is_asked_elsewhere_stays_there():

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.memory.placement import Placement, TensorRole
 from lightning_cxl.planning.decide import Plan, check_fits, split_bytes
-from lightning_cxl.run.session import format_report
 
 ROLE = TensorRole.MOMENTUM
 SPLIT = Placement(("dram", "cxl"), shares=(0.8, 0.2))
@@ -53,44 +52,3 @@ def test_what_does_not_fit_goes_on_as_it_does_in_host_memory() -> None:
         check_fits([(ROLE, 100, SPILLING)], {"dram": 50, "cxl": 40, "far": 99}, "spill")
     with pytest.raises(TierFullError, match="on tier `dram`: free"):
         check_fits([(ROLE, 100, full)], {"dram": 99, "cxl": 500}, "spill")
-
-
-REPORT = {
-    "device": "cpu",
-    "state": "finished",
-    "ranks": None,
-    "tiers": {"dram": {"capacity_bytes": 9 << 20, "budget_bytes": 8 << 20, "used_bytes": 0, "peak_bytes": 5 << 20}},
-    "roles": {},
-    "planned_roles": {"momentum": {"dram": 3 << 20}, "activations": {"dram": 1 << 20}},
-    "peak_roles": {"momentum": {"dram": 3 << 20}, "activations": {"dram": 2 << 20}},
-    "policy": "bandwidth",
-    "reasons": {"momentum": ["dram 80 %, cxl 20 % (the CPU streams it)", "cxl"], "activations": ["word " * 50]},
-    "num_parameters": 10,
-    "num_trainable": 10,
-    "units": [],
-    "streamed": {},
-    "ssd": {},
-    "optimizers": [],
-    "notes": [],
-}
-
-
-def test_the_heading_says_of_which_rank_it_is() -> None:
-    assert format_report(REPORT).startswith("CXL offload on cpu, finished\ntier ")
-    ranks = {"rank": 9, "num_ranks": 16, "local_rank": 1, "num_local_ranks": 8}
-    first, second, *_ = format_report({**REPORT, "ranks": ranks}).splitlines()
-
-    assert first == "CXL offload on cpu, finished, rank 9 of 16, local rank 1 of 8"
-    assert second.startswith("bytes are of this rank; capacities of memory are of the machine")
-
-
-def test_the_text_compares_plan_and_peak_and_says_why() -> None:
-    text = format_report(REPORT)
-
-    assert "in all, each role at its peak: planned 4.0 MiB, peak 5.0 MiB (125 %)" in text
-    assert "policy: bandwidth\n  momentum: dram 80 %, cxl 20 % (the CPU streams it) (and 1 more)\n" in text
-    assert "word ...\n" in text
-    many = {f"role{i}": ["here"] for i in range(20)}
-    lines = format_report(REPORT | {"reasons": many}).splitlines()
-    assert sum(": here" in line for line in lines) == 8
-    assert max(map(len, [*lines, *text.splitlines()])) <= 110

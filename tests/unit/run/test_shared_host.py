@@ -34,8 +34,3 @@ def test_the_budget_of_the_machine_is_divided(host):
     host.memory.allocate(30 * MIB, Placement(("dram",)), TensorRole.MOMENTUM)
     with pytest.raises(TierFullError, match=r"32\.0 MiB"):
         host.memory.allocate(33 * MIB, Placement(("dram",)), TensorRole.MOMENTUM)
-
-
-def test_the_report_says_what_this_process_may_take(host):
-    (line,) = [note for note in host.report()["notes"] if "local rank" in note]
-    assert line.startswith("local rank 1 of 2 may take 32.0 MiB of dram")

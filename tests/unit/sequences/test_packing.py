@@ -56,13 +56,6 @@ def test_labels_of_the_caller_stay_but_for_the_first_of_each_sequence():
     assert packed["labels"] == [[-100, -100, 9, -100, 6]]
 
 
-def test_wrong_requests_are_refused():
-    with pytest.raises(ConfigError, match=r"tokens have \[1\] labels"):
-        pack_sequences([[1, 2]], 5, labels=[[1]])
-    with pytest.raises(ConfigError, match="at least 1, got 0"):
-        pack_sequences([[1, 2]], 0)
-
-
 def test_lengths_and_labels_come_from_positions():
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 1, 2]])
     assert lengths_of(positions).tolist() == [3, 2, 1, 2, 1, 3]
@@ -177,13 +170,6 @@ def test_what_is_written_into_a_mask_counts():
     found = functional.scaled_dot_product_attention(query, key, value, mask)
     expected = functional.scaled_dot_product_attention(query, key, value, mask + False)
     assert torch.equal(found, expected)
-
-
-@pytest.mark.usefixtures("short_pieces")
-def test_a_mask_is_held_between_forward_and_backward_as_it_is():
-    mask = PackedMask(ROWS, CPU)
-    assert mask.detach() is mask and mask.clone() is mask
-    assert (mask._version, mask.is_inference(), mask.requires_grad) == (0, False, False)
 
 
 POSITIONS = torch.tensor([[*range(6), *range(9), 0, 0], [*range(3), *range(3), *range(3), *range(3), *range(5)]])
@@ -343,22 +329,6 @@ def test_the_question_touches_no_block():
     assert why_not_apart(model) is None
     model.config._attn_implementation = "sdpa_of_my_own"  # not known to transformers: no mask at all
     assert "attend to each other" in why_not_apart(model)
-
-
-def test_the_question_leaves_the_random_state_alone():
-    model, before = tiny("GPT2", embd_pdrop=0.5), torch.get_rng_state()
-    assert why_not_apart(model) is None
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_model_that_needs_more_than_tokens_is_refused():
-    model = tiny("Llama")
-    model.forward = lambda input_ids, position_ids, token_type_ids, **others: None
-    assert "cannot be asked with tokens and positions alone (TypeError: " in why_not_apart(model)
-
-
-def test_anything_but_a_model_of_transformers_is_refused():
-    assert why_not_apart(torch.nn.Linear(2, 2)) == "it is no model of transformers"
 
 
 def test_flash_attention_is_told_where_sequences_begin_in_all_rows(monkeypatch):

@@ -5,7 +5,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.weights import hf as model_names
-from lightning_cxl.weights.hf import SHAPES, is_cached, nearest, published, require_model
+from lightning_cxl.weights.hf import is_cached, require_model
 
 
 @pytest.fixture
@@ -58,12 +58,6 @@ def test_a_mistyped_model_of_the_hub_is_answered_with_the_nearest(hub):
     assert "did you mean qwen2.5-0.5b (Qwen/Qwen2.5-0.5B)" in message
 
 
-def test_a_shape_has_no_weights(hub):
-    with pytest.raises(ConfigError, match=r"`fit` needs weights: use Qwen/Qwen2\.5-0\.5B"):
-        require_model("Qwen2.5-0.5b", weights_for="fit")
-    assert not hub["asked"]
-
-
 def test_a_hub_that_cannot_be_reached_says_what_to_do(hub, monkeypatch):
     hub["raises"] = OSError("Name or service not known")
     message = refused("Qwen/Qwen2.5-0.5B")
@@ -86,11 +80,3 @@ def test_a_cached_model_needs_no_hub(hub, tmp_path):
     assert is_cached(name)
     require_model(name)
     assert not hub["asked"]
-
-
-def test_shapes_are_known_by_name_and_by_hub_id():
-    for name, shape in SHAPES.items():
-        assert published(name.upper()) is published(shape.hub_id.lower()) is shape
-    assert published("llama") is None
-    assert nearest("Meta-Llama/llama-3.1-8")[0] == "llama-3.1-8b"
-    assert nearest("gpt2") == []

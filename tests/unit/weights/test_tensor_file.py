@@ -13,7 +13,7 @@ from safetensors.torch import save_file as reference_save
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.weights import files as tensor_file
-from lightning_cxl.weights.files import NamedTensor, Staging, TensorFile, encode_header, scratch, write_tensors
+from lightning_cxl.weights.files import NamedTensor, Staging, TensorFile, encode_header, write_tensors
 
 SAMPLES = {
     "matrix": torch.randn(33, 17),
@@ -256,16 +256,3 @@ def resident_pages(path):
         del start
         assert not failed
         return sum(state & 1 for state in states)
-
-
-def test_scratch_memory_goes_back_to_the_kernel_with_its_tensor():
-    tensor = scratch((3, 2**20), torch.float32)
-    address = tensor.fill_(1).data_ptr()
-    mapped = lambda: any(  # noqa: E731
-        int(low, 16) <= address < int(high, 16)
-        for low, high in (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-    )
-    assert mapped() and tensor.shape == (3, 2**20)
-    del tensor
-    assert not mapped()
-    assert scratch((0, 3), torch.float16).shape == (0, 3)

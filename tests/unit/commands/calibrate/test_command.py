@@ -11,12 +11,11 @@ import pytest
 
 from lightning_cxl.__main__ import main as command
 from lightning_cxl.commands import calibrate
-from lightning_cxl.commands.calibrate import QUICK, Options
+from lightning_cxl.commands.calibrate import Options
 from lightning_cxl.config import SsdOptions
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.machine.speeds import load_calibration, load_machine, machine_of
 from lightning_cxl.machine.topology import Topology
-from tests.unit.machine.test_calibration import CALIBRATION
 
 TINY = Options(
     rounds=2,
@@ -68,40 +67,6 @@ def test_everything_is_measured_shown_kept_and_written(run, tmp_path, cache, cap
     node = kept.nodes[0]
     assert f"node {node.node_id}, read, spread" in by_name
     assert [path.name for path in (cache / "calibration").iterdir()] == [shown.split("calibration/")[1].split()[0]]
-
-
-def test_without_quick_it_is_thorough(monkeypatch, run):
-    given = []
-
-    def stop(topology, engines, options, **kwargs):
-        given.append(options)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(calibrate, "measure_machine", stop)
-    for arguments in ([], ["--quick"]):
-        with pytest.raises(SystemExit):
-            run(*arguments)
-    assert given == [Options(), TINY]
-    assert QUICK.rounds < Options().rounds
-
-
-def test_a_busy_machine_is_doubtful(monkeypatch, run, capsys):
-    monkeypatch.setattr(calibrate, "measure_machine", lambda *args, **kwargs: (CALIBRATION, []))
-    monkeypatch.setattr(calibrate, "others_fraction", lambda start, end: 0.5)
-    run("--quick")
-    assert "doubtful: other processes took 50% of the CPU time" in capsys.readouterr().out
-    topology = Topology.detect()
-    assert load_calibration(topology, [device.name for device in devices_apart()]).others_fraction == 0.5
-    monkeypatch.setattr(calibrate, "others_fraction", lambda start, end: 0.0)
-    run("--quick")
-    assert "doubtful" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("option", ["--json", "--output"])
-def test_a_folder_that_does_not_exist_is_noticed_before_anything_is_measured(run, monkeypatch, option):
-    monkeypatch.setattr(calibrate, "measure_machine", None)
-    with pytest.raises(SystemExit, match="its folder does not exist"):
-        run(option, "/nowhere/at/all.yaml")
 
 
 def test_cpu_time_of_other_processes_is_counted(tmp_path):

@@ -63,13 +63,6 @@ def page_locked():
     return make_pinner(topology, required=True)(NumaResource("dram", topology.tiers[0].node_ids[0], topology))
 
 
-def test_memory_of_copies_is_page_locked(engines):
-    resource = page_locked()
-    memory = resource.allocate(4096)
-    assert apart.host_usage().registrations == 1 and not resource.failure
-    resource.deallocate(memory)
-
-
 def test_without_a_driver_memory_cannot_be_page_locked():
     """A measurement of pageable memory must not come out instead."""
     with pytest.raises(PinnedMemoryError, match="cannot page-lock"):
@@ -96,12 +89,6 @@ def test_a_machine_with_devices(engines):
     assert tier.device_read_bytes_per_s >= slowest
     if tier.num_nodes == 1:
         assert tier.device_read_bytes_per_s == pytest.approx(slowest)
-
-
-def test_products_of_matrices(monkeypatch):
-    found = measure_flops(HostEngine(), Options(rounds=2, matmul_sizes=(16, 64)))
-    assert list(found) == [16, 64]
-    assert all(figure.value > 0 for figure in found.values())
 
 
 def test_products_that_take_too_long_are_left_out(monkeypatch):

@@ -102,40 +102,6 @@ def test_a_single_bit_anywhere_is_read(data, nbytes, shift, num_threads, isa):
     assert found == 1 << (8 * (position % 8) + bit)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_an_update_with_nothing_leaves_everything_as_it_is(isa):
-    memory = Memory(700_001, 1)
-    assert sweep([memory.row(0, _membench.UPDATE)], isa=isa, pattern=0) == 0
-    assert np.array_equal(memory.room, memory.before)
-
-
-def test_sixteen_streams_fit_into_a_group_and_any_number_into_a_table():
-    memories = [Memory(1000, index) for index in range(100)]
-    sweep([memory.row(index // 16, _membench.UPDATE) for index, memory in enumerate(memories)])
-    assert all(np.array_equal(memory.room, memory.expected(_membench.UPDATE)) for memory in memories)
-    assert _membench.MAX_GROUP_STREAMS == 16
-    with pytest.raises(ValueError, match="group 0 has more than 16 streams"):
-        sweep([memory.row(0, _membench.UPDATE) for memory in memories[:17]])
-    assert sweep([]) == 0
-
-
-@pytest.mark.parametrize(
-    ("rows", "num_threads", "isa", "message"),
-    [
-        ([(0, 64, 64)], 1, "baseline", "must have 4 numbers per stream, got 3"),
-        ([(0, 64, 64, 0)], 0, "baseline", "num_threads must be at least 1, got 0"),
-        ([(0, 64, 64, 0)], 1, "sse9", "isa 'sse9' cannot be used: this CPU supports baseline"),
-        ([(1, 64, 64, 0), (0, 64, 64, 0)], 1, "baseline", "stream 1 of group 0 follows one of group 1"),
-        ([(0, 0, 64, 0)], 1, "baseline", "stream 0 of 64 bytes has a null address"),
-        ([(0, 64, 64, 4)], 1, "baseline", "stream 0 has the access 4"),
-        ([(0, 65, 64, 3)], 1, "baseline", "its address must be a multiple of 64"),
-    ],
-)
-def test_bad_tables_are_refused(rows, num_threads, isa, message):
-    with pytest.raises(ValueError, match=message):
-        sweep(rows, num_threads, isa)
-
-
 @pytest.mark.parametrize("num_lines", [1, 2, 8, 1024])
 def test_a_chase_goes_from_line_to_line(num_lines):
     """On random links, not a cycle: every end, from every start, against the same walk in Python."""

@@ -10,7 +10,6 @@ from lightning_cxl.commands.calibrate import (
     Figure,
     Options,
     cache_bytes,
-    measure_cache,
     measure_nodes,
     room_bytes,
 )
@@ -73,13 +72,6 @@ def test_bytes_that_are_counted(monkeypatch):
     assert [found[node, access].value for access in (READ, WRITE, ADAM)] == [1 << 20, 1 << 20, 7 << 18]
 
 
-def test_a_node_that_is_too_full_is_left_out_with_a_line(monkeypatch):
-    monkeypatch.setattr(Topology, "node_free_bytes", lambda self, node_id: 1 << 20)
-    lines = []
-    assert measure_nodes(Topology.detect(), TINY, 0, lines.append) == {}
-    assert "cannot be measured: 1.0 MiB are free" in lines[0]
-
-
 def test_room_on_a_node(monkeypatch):
     topology = Topology.fake(dram=["1GiB"])
     assert room_bytes(topology, 0, 100 << 20) == 100 << 20
@@ -87,16 +79,3 @@ def test_room_on_a_node(monkeypatch):
     assert room_bytes(topology, 0, 10 << 30, parts=2) == 256 << 20
     with pytest.raises(TierFullError, match=r"1.0 GiB are free, and 20 buffers of at least 64.0 MiB"):
         room_bytes(topology, 0, 10 << 30, parts=20)
-
-
-def test_less_memory_than_the_caches_need_is_said(monkeypatch):
-    monkeypatch.setattr(Topology, "node_free_bytes", lambda self, node_id: 4 << 20)
-    monkeypatch.setattr(calibrate, "_SMALLEST_BYTES", 1 << 20)
-    lines = []
-    assert measure_nodes(Topology.detect(), TINY, 64 << 20, lines.append)
-    assert "2.0 MiB instead of 256.0 MiB, caches may help" in lines[0]
-
-
-def test_the_speed_of_caches_is_measured_where_they_are_known():
-    assert measure_cache(0, TINY) is None
-    assert isinstance(measure_cache(1 << 20, TINY), Figure)

@@ -3,7 +3,6 @@
 import errno
 import os
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,13 +23,6 @@ def test_a_folder_is_measured_and_left_as_it_was(tmp_path, nbytes):
     read, write, _ = measure_ssd(tmp_path, nbytes)
     assert read.value > 0 and write.value > 0
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a tmpfs")
-def test_a_file_system_in_memory():
-    before = set(os.listdir("/dev/shm"))
-    assert measure_ssd(Path("/dev/shm"), 2 << 20)[0].value > 0
-    assert set(os.listdir("/dev/shm")) == before
 
 
 def recorded(monkeypatch, name):

@@ -1,18 +1,12 @@
 import pytest
 import torch
 
-from lightning_cxl.commands.calibrate import Stream, Sweep, read, update
+from lightning_cxl.commands.calibrate import Sweep, read, update
 from lightning_cxl.native import _cpu, _membench
 
 
 def tensors(*sizes: int) -> list[torch.Tensor]:
     return [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in sizes]
-
-
-def test_streams_are_the_bytes_of_tensors():
-    tensor = torch.zeros(3, 5, dtype=torch.bfloat16)
-    assert read(tensor) == Stream(tensor.data_ptr(), 30, _membench.READ)
-    assert update(tensor) == Stream(tensor.data_ptr(), 30, _membench.UPDATE)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -50,13 +44,6 @@ def test_a_stream_is_also_walked_at_several_places_at_once(monkeypatch):
             assert (group, address, access) == (0, position, _membench.READ)
             position += nbytes
         assert position == tensor.data_ptr() + 4 * tensor.numel()
-
-
-def test_several_groups_are_walked_one_after_the_other(monkeypatch):
-    calls = recorded(monkeypatch)
-    first, second = tensors(100, 200)
-    Sweep([[read(first), update(first)], [read(second)]], 1)
-    assert {tuple(row[0] for row in rows) for rows, _, _ in calls} == {(0, 0, 1)}
 
 
 def test_the_fastest_variant_is_taken(monkeypatch):

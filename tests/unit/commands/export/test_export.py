@@ -1,7 +1,6 @@
 """Exports of checkpoints of every front end, against transformers' and peft's own results."""
 
 import json
-import sys
 import weakref
 
 import accelerate
@@ -18,7 +17,6 @@ from transformers import (
     TrainingArguments,
 )
 
-from lightning_cxl.__main__ import main
 from lightning_cxl.commands.export import TOKENIZER_FILES, CheckpointTensor, export_checkpoint
 from lightning_cxl.errors import CheckpointError, LightningCXLError, LightningCXLWarning
 from tests.unit.finetune.chats import CHATML, byte_tokenizer
@@ -265,27 +263,6 @@ def test_an_export_onto_an_earlier_one_is_as_in_a_new_folder(base, tmp_path):
 
 
 # -- the command, and what it refuses
-
-
-def test_the_command_says_what_it_has_written(base, tmp_path, monkeypatch, capsys):
-    model = adapted(AutoModelForCausalLM.from_pretrained(base))
-    model.peft_config["default"].save_pretrained(tmp_path)
-    path = lightning_file(tmp_path / "last.ckpt", model)
-    options = ["--base", base, "--adapter-config", tmp_path, "--dtype", "float16"]
-    monkeypatch.setattr(sys, "argv", ["lightning_cxl", "export", *map(str, [path, tmp_path / "out", *options])])
-    main()
-    shown = capsys.readouterr().out
-    assert f"exported 29 tensors, 70.1 KiB in 1 file, to {tmp_path / 'out'}\n" in shown
-    assert "merged an adapter into 4 layers\nleft out 2 tensors of other modules\n" in shown
-    assert "tokenizer" not in shown
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype is torch.float16
-
-
-def test_a_missing_tokenizer_is_said(tmp_path, monkeypatch, capsys):
-    llama().save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(sys, "argv", ["lightning_cxl", "export", str(tmp_path / "model"), str(tmp_path / "out")])
-    main()
-    assert "no tokenizer was found" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

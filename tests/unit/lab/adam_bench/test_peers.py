@@ -60,15 +60,6 @@ def test_chains_agree_on_new_weights_and_leave_the_gradients():
     torch.testing.assert_close(*masters, rtol=1e-6, atol=1e-8)
 
 
-def test_gradients_are_clipped_to_the_norm():
-    gradients = Problem.make(LAYOUT).gradients
-    norm = float(values(gradients).norm())
-    chains.torch_prepare(gradients, norm / 2)()
-    assert float(values(gradients).norm()) == pytest.approx(norm / 2, rel=1e-4)
-    chains.torch_prepare(gradients, norm)()
-    assert float(values(gradients).norm()) == pytest.approx(norm / 2, rel=1e-4)
-
-
 @pytest.mark.parametrize("make", [chains.torch_check, peers.compiled_check])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_checks_give_the_norm_and_notice_what_is_not_finite(make, dtype):

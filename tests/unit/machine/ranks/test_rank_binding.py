@@ -9,7 +9,7 @@ from torch.numa import binding as torch_binding
 
 from lightning_cxl import OffloadConfig, Topology
 from lightning_cxl.devices import device_type
-from lightning_cxl.errors import ConfigError, TierNotFoundError
+from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine import binding
 from lightning_cxl.machine.binding import RankFacts, bind_rank, device_node
 from lightning_cxl.native import _cpu
@@ -125,11 +125,6 @@ def test_off_divides_memory_and_nothing_else(root, process):
     assert found.budgets == {"dram": GIB} and set(found.room) == {"cxl"} and len(found.describe()) == 1
 
 
-def test_one_socket_divides_threads_without_binding(tmp_path, process):
-    found = bound(write_machine(tmp_path / "one", ([*range(8)],), ("10",)), 1)
-    assert process.moved is None and found.num_threads == 4 and not found.place.is_bound
-
-
 @pytest.mark.parametrize(
     ("given", "torchrun", "quota", "threads"),
     [
@@ -152,24 +147,6 @@ def test_threads_are_cpus_within_quota_and_limit(root, process, monkeypatch, giv
     assert bound(root, 1).num_threads == threads
 
 
-def test_ranks_on_the_same_cpus_divide_threads(root, process):
-    process.cpus = {4, 5}
-    found = bound(root, 1)
-    assert process.moved == (4, 5) and found.num_threads == 1 and len(found.place.notes) == 1
-    assert found.describe()[-1] == found.place.notes[0]
-
-
-def test_several_processes_must_hear_from_each_other(root, process):
-    topology = Topology.detect(root)
-    with pytest.raises(ConfigError, match="2 processes share this machine"):
-        bind_rank(0, 2, CPU, OffloadConfig(), topology)
-    with pytest.raises(ConfigError, match="returned 1 answers, and this machine has 2 processes"):
-        bind_rank(0, 2, CPU, OffloadConfig(), topology, gather=lambda own: [own])
-    with pytest.raises(TierNotFoundError, match="there is no tier 'hbm'"):
-        bind_rank(0, 1, CPU, OffloadConfig(tiers={"hbm": GIB}), topology)
-    assert process.moved is None
-
-
 def test_ranks_divide_the_tier_ssd_and_have_folders_of_their_own(root, process, tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
     tiers = {"ssd": {"path": list(map(str, folders)), "budget": "8GiB"}}
@@ -185,14 +162,3 @@ def test_ranks_divide_the_tier_ssd_and_have_folders_of_their_own(root, process, 
     one_of_two_machines = bind_rank(0, 1, CPU, OffloadConfig(tiers=tiers), Topology.detect(root), rank=1)
     assert one_of_two_machines.ssd.paths == tuple(folder / "rank-1" for folder in folders)
     assert one_of_two_machines.ssd.budget_bytes == 8 * GIB
-
-
-def test_one_process_on_a_machine_takes_part_where_those_of_all_machines_ask_together():
-    asked = []
-
-    def gather(facts):
-        asked.append(facts)
-        return [facts]
-
-    bind_rank(0, 1, CPU, OffloadConfig(), Topology.detect(), gather=gather)
-    assert len(asked) == 1

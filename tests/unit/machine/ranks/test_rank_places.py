@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_cxl.machine.binding import RankFacts, decide_places, id_ranges, read_host_cpus
+from lightning_cxl.machine.binding import RankFacts, decide_places, read_host_cpus
 from tests.unit.machine.ranks.sysfs import TWO_CARDS, write_machine
 
 TWO_SOCKETS = ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15], [], [])
@@ -36,15 +36,6 @@ def test_eight_gpus_in_any_order_get_cores_of_the_socket_of_each(host):
     assert [place.node_ids for place in places] == [(1,), (0,), (1,), (0,), (0,), (1,), (0,), (1,)]
     assert sorted(cpu for place in places for cpu in place.cpus) == list(EVERY), "all are used, none twice"
     assert {len(place.cpus) for place in places} == {2}
-
-
-def test_cores_that_cannot_be_divided_evenly_go_to_the_first(host):
-    assert cpus_of(decide(host, [0, 0, 0, 1])) == [
-        (0, 1, 8, 9),
-        (2, 10),
-        (3, 11),
-        tuple(TWO_SOCKETS[1]),
-    ]
 
 
 def test_without_a_node_of_the_device_ranks_fill_the_sockets_in_order(host):
@@ -85,21 +76,12 @@ def test_auto_leaves_one_process_and_one_socket_as_they_are(host, tmp_path):
     assert not any(place.is_bound for place in places) and cpus_of(places) == [(0, 1), (0, 1)]
 
 
-def test_more_ranks_than_cores_share_them(host):
-    places = decide(host, [0] * 5 + [1])
-    assert cpus_of(places)[0] == tuple(TWO_SOCKETS[0]) and places[0].num_sharers == 5
-
-
 def test_cores_that_are_offline_or_forbidden_are_not_given(tmp_path):
     nodes = ([0, 1, 3], [4, 5, 6, 7])  # CPU 2 is offline
     host = read_host_cpus(write_machine(tmp_path, nodes, ("10 21", "21 10")), range(8))
     assert cpus_of(decide(host, [0, 1], allowed=(0, 1, 3, 4, 6, 7))) == [(0, 1, 3), (4, 6, 7)]
     # a container with CPUs of both sockets leaves the choice
     assert cpus_of(decide(host, [0, 1], allowed=(1, 3, 4))) == [(1, 3), (4,)]
-
-
-def test_one_hardware_thread_of_a_core_may_be_all_that_is_left(host):
-    assert cpus_of(decide(host, [0, 0, 1, 1], allowed=range(8))) == [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 
 def test_what_a_launcher_has_bound_stays(host):
@@ -129,12 +111,3 @@ def test_a_kernel_without_numa_or_topology(tmp_path):
     (tmp_path / "sys/devices/system/cpu").mkdir(parents=True)
     (tmp_path / "sys/devices/system/cpu/online").write_text("0-1\n")
     assert read_host_cpus(tmp_path, (0,)).nodes == {0: (0, 1)}
-
-
-def test_a_package_that_the_firmware_does_not_name_is_the_node(tmp_path):
-    root = write_machine(tmp_path, ([0], [1]), ("10 21", "21 10"), sockets={0: -1, 1: -1})
-    assert read_host_cpus(root, (0, 1)).sockets == {0: 0, 1: 1}
-
-
-def test_ids_are_written_as_the_kernel_does():
-    assert id_ranges([8, 1, 2, 3]) == "1-3,8" and id_ranges([]) == ""

@@ -93,8 +93,3 @@ def test_who_would_get_too_little_by_nearness_gets_an_even_share(root, host):
 def test_a_control_group_s_limit_is_divided_once(root, host):
     shares = share(root, host, [(0,), (1,)], free=dict.fromkeys(FREE, 50 * GIB), available=50 * GIB)
     assert sum(sum(each.values()) for each in shares) == pytest.approx(50 * GIB, rel=1e-6)
-
-
-def test_nothing_free_is_nothing_for_all(root, host):
-    shares = share(root, host, [(0,), (1,)], free=dict.fromkeys(FREE, 0), available=0)
-    assert shares == [{"dram": 0, "cxl": 0}] * 2

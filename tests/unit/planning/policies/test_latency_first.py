@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_cxl.errors import TierFullError
 from lightning_cxl.planning.policies import LatencyFirst
 from tests.unit.planning.policies.jobs import GIB, NEMO_12B, QWEN_7B, R, job_of, machine
 
@@ -50,8 +49,3 @@ def test_nodes_of_a_tier_count_each():
     host = replace(host, tiers=(host.tiers[0], replace(host.tiers[1], num_nodes=2)))
     split = LatencyFirst().decide(job_of({R.MOMENTUM: 90}), host).splits
     assert split[R.MOMENTUM] == pytest.approx({"dram0": 1 / 3, "cxl0": 2 / 3})
-
-
-def test_too_much_is_refused_with_what_is_left():
-    with pytest.raises(TierFullError, match=r"cannot place compute_weights .*`cxl0`: machine `test`"):
-        LatencyFirst().decide(NEMO_12B, machine(dram=100, cards=(100,)))

@@ -104,29 +104,6 @@ def test_bandwidth_is_never_slower_than_another_policy(case):
         assert predict_step(job, ours.splits, host).seconds <= limit * predict_step(job, other.splits, host).seconds
 
 
-@pytest.mark.parametrize("name", ["interleave", "bandwidth"])
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_the_last_byte_is_found(name, data):
-    """Parts of splits are whole bytes; what fits exactly is placed all the same, and one byte more is not."""
-    sizes = data.draw(st.dictionaries(st.sampled_from(ROLES), st.integers(1, 99), min_size=1))
-    total = sum(sizes.values())
-    dram, first = sorted((data.draw(st.integers(0, total)), data.draw(st.integers(0, total))))
-    host = machine(dram=dram, cards=(first - dram, total - first), unit=1)
-    assert decide(name, job_of(sizes), host) is not None
-    assert decide(name, job_of(sizes | {next(iter(sizes)): next(iter(sizes.values())) + 1}), host) is None
-
-
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize(("dram", "fits"), [(7, True), (6, False)])
-def test_what_rules_fix_is_not_rounded(name, dram, fits):
-    job = job_of({}, fixed={(R.MOMENTUM, "dram0"): 6, (R.VARIANCE, "dram0"): 1})
-    turned = replace(job, classes=job.classes[::-1])
-    host = machine(dram=dram, unit=1)
-    assert (decide(name, job, host) is not None) == fits
-    assert (decide(name, turned, host) is not None) == fits
-
-
 @pytest.mark.parametrize("name", ["latency_first", "interleave", "bandwidth"])
 def test_memory_that_tiers_share_is_handed_out_once(name):
     host = machine(dram=100, cards=(100,), unit=1, host_bytes=120)

@@ -6,7 +6,7 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.placement import Placement, Placer, RoleHomePolicy
 from lightning_cxl.planning.decide import DecidedPolicy
-from lightning_cxl.planning.policies import POLICIES, Decision, get_policy
+from lightning_cxl.planning.policies import Decision, get_policy
 from tests.unit.planning.policies.jobs import R, job_of, machine
 
 
@@ -22,10 +22,6 @@ class NeedsArguments:
         self.size = size
 
     def decide(self, job, machine): ...
-
-
-def test_built_in_names():
-    assert {type(get_policy(name)) for name in POLICIES} == set(POLICIES.values())
 
 
 def test_import_path():
