@@ -24,12 +24,10 @@ cdef extern from "membench_isa.h" nogil:
         int64_t bytes
         mem_access access
     uint64_t mem_sweep(mem_isa isa, const mem_part* parts, int num_parts, int log2_blocks, uint64_t pattern) noexcept
-    uint64_t mem_chase(const uint64_t* next, uint64_t num_lines, uint64_t line, int64_t steps) noexcept
     void mem_fence() noexcept
 
 STREAM_FIELDS = 4
 MAX_GROUP_STREAMS = 16
-LINE_WORDS = MEM_LINE // 8
 READ = MEM_READ
 UPDATE = MEM_UPDATE
 WRITE = MEM_WRITE
@@ -86,34 +84,6 @@ def sweep(const uint64_t[::1] streams, int num_threads, str isa, uint64_t patter
         found = _sweep(&streams[0], num_streams, index, index + num_streams + 1, num_threads, code, pattern)
     free(index)
     return found
-
-
-def chase(const uint64_t[::1] links, int64_t start, int64_t steps):
-    """Follow a chain through memory, one load after the other; return the line where it ends.
-
-    Args:
-        links: one cache line, ``LINE_WORDS`` words, per element; the first word of a line is the number of the next
-            line, taken modulo their number (IN). The time per step is a latency when the chain is one random cycle
-            over all lines, which do not fit into a cache.
-        start: the line to start from.
-        steps: how many links to follow; 0 gives `start`.
-
-    Raises:
-        ValueError: the number of lines is not a power of two, `start` is none of them, or `steps` is negative.
-
-    Threading: releases the GIL; one thread.
-    """
-    cdef int64_t num_lines = links.shape[0] // (MEM_LINE // 8)
-    cdef uint64_t end
-    if links.shape[0] % (MEM_LINE // 8) or num_lines < 1 or num_lines & (num_lines - 1):
-        raise ValueError(f"links must be {LINE_WORDS} words times a power of two, got {links.shape[0]} words")
-    if not 0 <= start < num_lines:
-        raise ValueError(f"start must be one of {num_lines} lines, got {start}")
-    if steps < 0:
-        raise ValueError(f"steps must not be negative, got {steps}")
-    with nogil:
-        end = mem_chase(&links[0], <uint64_t> num_lines, <uint64_t> start, steps)
-    return end
 
 
 cdef int _check(const uint64_t[::1] streams, int64_t num_streams) except -1:

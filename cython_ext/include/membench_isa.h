@@ -89,16 +89,6 @@ static uint64_t mem_sweep(
     return mem_sweep_baseline(parts, num_parts, log2_blocks, pattern);
 }
 
-/* Follow `steps` links, each of which can only be loaded when the one before is known; `next` has one link per cache
- * line: the number of a line, taken modulo the lines, which are a power of two. Returns the line where it ends. One ISA
- * does: nothing here is wide. */
-static uint64_t mem_chase(const uint64_t *next /* IN */, const uint64_t num_lines, uint64_t line, const int64_t steps)
-{
-    for (int64_t i = 0; i < steps; i++)
-        line = next[line * (MEM_LINE / 8)] & (num_lines - 1);
-    return line;
-}
-
 /* Stores past the caches become visible to other threads in any order unless fenced. */
 static inline void mem_fence(void) { _mm_sfence(); }
 

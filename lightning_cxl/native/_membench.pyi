@@ -8,7 +8,5 @@ READ: int
 UPDATE: int
 WRITE: int
 WRITE_PAST_CACHE: int
-LINE_WORDS: int
 
 def sweep(streams: Buffer, num_threads: int, isa: str, pattern: int = 0) -> int: ...
-def chase(links: Buffer, start: int, steps: int) -> int: ...

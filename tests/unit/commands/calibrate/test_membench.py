@@ -102,39 +102,6 @@ def test_a_single_bit_anywhere_is_read(data, nbytes, shift, num_threads, isa):
     assert found == 1 << (8 * (position % 8) + bit)
 
 
-@pytest.mark.parametrize("num_lines", [1, 2, 8, 1024])
-def test_a_chase_goes_from_line_to_line(num_lines):
-    """On random links, not a cycle: every end, from every start, against the same walk in Python."""
-    links = np.random.default_rng(num_lines).integers(0, num_lines, (num_lines, _membench.LINE_WORDS), dtype=np.uint64)
-    for start in range(0, num_lines, max(1, num_lines // 8)):
-        line = start
-        for steps in range(20):
-            assert _membench.chase(links.reshape(-1), start, steps) == line
-            line = int(links[line, 0])
-
-
-def test_a_chase_stays_inside_its_lines_whatever_the_links_say():
-    links = np.full((4, _membench.LINE_WORDS), 2**64 - 1, dtype=np.uint64)
-    assert _membench.chase(links.reshape(-1), 0, 1) == 3
-    assert _membench.chase(links.reshape(-1), 0, 1000) == 3
-
-
-@pytest.mark.parametrize(
-    ("num_words", "start", "steps", "message"),
-    [
-        (12, 0, 1, "8 words times a power of two, got 12 words"),
-        (24, 0, 1, "got 24 words"),
-        (0, 0, 1, "got 0 words"),
-        (16, 2, 1, "start must be one of 2 lines, got 2"),
-        (16, -1, 1, "got -1"),
-        (16, 0, -1, "steps must not be negative, got -1"),
-    ],
-)
-def test_bad_chases_are_refused(num_words, start, steps, message):
-    with pytest.raises(ValueError, match=message):
-        _membench.chase(np.zeros(num_words, dtype=np.uint64), start, steps)
-
-
 @pytest.mark.slow
 def test_more_bytes_than_32_bits_can_count():
     """Memory that was never written is one page of zeros, many times: this takes next to no memory."""
