@@ -119,9 +119,9 @@ def waited(chance, moment, folder):
 
 
 @pytest.mark.parametrize("how", ["", "asynchronous"])
-@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.full
-def test_torchrun_goes_on_from_the_last_checkpoint(tmp_path, kills, how):
+def test_torchrun_goes_on_from_the_last_checkpoint(tmp_path, how):
+    kills = 2
     steps, chance = 5 * kills + 3, random.Random(kills)
     whole = whole_run(tmp_path / "whole", steps)
     job = Job(tmp_path / "killed", "torchrun", steps, max_restarts=kills, how=how)

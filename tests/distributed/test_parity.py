@@ -22,9 +22,7 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "world"), [*((name, 2) for name in JOBS), ("uneven shards, unused weights", 4), ("lora", 4)]
-)
+@pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in JOBS), ("uneven shards, unused weights", 4)])
 def test_as_fsdp_alone_and_as_one_process(ranks, world, name):
     job = JOBS[name]
     ours = ranks.of(world).run(training.by_us, job)
@@ -66,13 +64,10 @@ def test_each_rank_holds_its_share(ranks):
 
 
 ON_A_DEVICE = {
-    "plain": Job(),
     "accumulated and clipped": Job(micro_batches=3, clip=0.5),
     "uneven shards, unused weights": Job(model="transformer", tied=False, clip=0.1),
     "reduced by the last micro-batch alone": Job(model="transformer", tied=False, micro_batches=3, no_sync=True),
-    "lora": Job(lora=True, micro_batches=2, clip=0.05),
     "lora, reduced by the last micro-batch alone": Job(lora=True, micro_batches=2, clip=0.05, no_sync=True),
-    "another optimizer": Job(optimizer="SGD", micro_batches=2, clip=0.5),
     "float32 masters": Job(model="transformer", bf16=True, options={"master": "fp32"}),
     "split masters": Job(model="transformer", bf16=True),
     "split masters, reduced by the last micro-batch": Job(

@@ -26,7 +26,6 @@ CASES = {
     "evaluated before and meanwhile, tied": {
         "tied": True, "evaluates_first": True, "eval_strategy": "steps", "eval_steps": 2,
     },
-    "another optimizer": {"optim": "sgd"},
     "twice": {"trains": 2},
 }  # fmt: skip
 
@@ -59,7 +58,6 @@ def test_transformers_loads_what_is_saved(ranks, tmp_path, name):
 
 STATES = {
     "float32": {},
-    "another optimizer": {"optim": "sgd"},
     "LoRA": {"lora": True},
     "LoRA with biases": {"lora": {"bias": "all"}, "biased": True},
     "bf16 with split masters": {"dtype": torch.bfloat16},
@@ -76,7 +74,6 @@ SAVING = {"save_strategy": "steps", "save_steps": 4}
         (2, 1, "float32"),
         (1, 2, "bf16 with float32 masters"),
         (2, 1, "LoRA"),
-        (1, 2, "another optimizer"),
     ],
 )
 def test_another_number_of_processes_goes_on(ranks, tmp_path, before, after, state):
@@ -119,12 +116,8 @@ TRL = {
     "GRPO, LoRA without its adapters is the reference": ("grpo", {**REFERENCE, "lora": True}),
 }
 TRL_FULL = {
-    "SFT, packed": ("sft", {"packing": True, "packing_strategy": "wrapped"}),
     "DPO, reference values computed before": ("dpo", {"precompute_ref_log_probs": True, "reference": False}),
     "GRPO, reference that follows": ("grpo", {**REFERENCE, **FOLLOWS}),
-    "GRPO, reused and accumulated": (
-        "grpo", {"beta": 0.1, "num_generations": 4, "num_iterations": 2, "gradient_accumulation_steps": 2},
-    ),
 }  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import importlib
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -242,28 +241,6 @@ def test_what_is_clipped(kind):
     compare(run)
 
 
-def test_unscaled_gradients():
-    def run(accelerator):
-        model, optimizer = made()
-        model, optimizer, data = accelerator.prepare(model, optimizer, token_data(3))
-        torch.manual_seed(6)
-        losses = []
-        for batch in data:
-            loss = loss_of(model, batch)
-            accelerator.backward(loss)
-            accelerator.unscale_gradients()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses, weights_of(accelerator, model)
-
-    plain = run(make_accelerator(mixed_precision="fp16"))
-    accelerator = make_accelerator(STREAMED, mixed_precision="fp16")
-    ours = run(accelerator)
-    accelerator.free_memory()
-    assert_identical(plain, ours)
-
-
 def test_the_schedule_of_one_optimizer_does_not_wait_for_another():
     """Accelerate leaves a scheduler's step out where its own optimizer's was left out."""
     accelerator = make_accelerator({}, mixed_precision="fp16")
@@ -366,14 +343,6 @@ def close(accelerator):
     accelerator.free_memory()
 
 
-def whole(offload, **arguments):
-    accelerator, parts = start(offload, **arguments)
-    losses = go_on(accelerator, parts, 0, BATCHES)
-    result = losses, weights_of(accelerator, parts[0])
-    close(accelerator)
-    return result
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_of_transformers_alone(tied, tmp_path):
     accelerator = make_accelerator(STREAMED, mixed_precision="bf16")
@@ -413,39 +382,9 @@ def test_loaded_state_lies_on_its_tier(tmp_path):
 
 
 # -- the tier ssd
-def ssd(folder, **more):
-    return {
-        "tiers": {"ssd": {"path": str(folder), "budget": "64MiB", **more}},
-        "tier_rules": {"*": {"optimizer_state": "ssd"}},
-    }
 
 
 # -- state in formats of ours
-def converted(folder):
-    """Make the optimizer's file one for plain torch, as the guide says."""
-    state = torch.load(folder / "optimizer.bin", weights_only=True)
-    weights = load_file(folder / "model.safetensors")
-    checkpoint = {"state_dict": weights, "optimizer_states": [state], "lightning_cxl": state["lightning_cxl"]}
-    torch.save(lightning_cxl.plain_checkpoint(checkpoint)["optimizer_states"][0], folder / "optimizer.bin")
-
-
-@pytest.mark.parametrize(("state", "converts"), [("bf16", False), ("8bit", True)])
-def test_files_with_small_state_go_to_plain_accelerate(state, converts, tmp_path):
-    accelerator, parts = start({"state": state}, make_model=wide)
-    losses = go_on(accelerator, parts, 0, HALF)
-    accelerator.save_state(str(tmp_path))
-    close(accelerator)
-    if converts:
-        converted(tmp_path)
-    accelerator, parts = start(PLAIN, make_model=wide)
-    accelerator.load_state(str(tmp_path))
-    assert {value.dtype for each in parts[1].state.values() for value in each.values()} == {torch.float32}
-    losses += go_on(accelerator, parts, HALF, BATCHES)
-    assert_close(whole(PLAIN, make_model=wide), (losses, {}), atol=1e-3)
-
-
-def wide():
-    return steady(width=128)  # small tensors have no 8-bit state
 
 
 def test_options_of_the_environment(monkeypatch):

@@ -12,7 +12,6 @@ from lightning_cxl import ConfigError, TierFullError
 from lightning_cxl.errors import LightningCXLWarning
 from lightning_cxl.memory.hook import active
 from tests import training_device
-from tests.cases import every_value, others_full
 from tests.integration.front_end_runs import FRONT_ENDS, HALF, STEPS, Job, assert_close, assert_identical, train
 from tests.integration.front_ends import bench, job_here
 from tests.integration.llama import tiny_llama
@@ -215,24 +214,6 @@ def test_what_does_not_fit_is_refused_and_leaves_the_model_alone(tmp_path, front
 
 
 # -- one job, as `examples/bench/front_ends.py` compares it ------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")  # resumes from there
-@pytest.mark.parametrize(
-    ("name", "streams"),
-    others_full(every_value(bench.FRONT_ENDS, [True, False]), [("TRL SFTTrainer", True)]),
-)
-def test_every_front_end_trains_the_job_as_without_us(tmp_path, name, streams):
-    if name not in bench.there_are():
-        pytest.skip("needs TRL")
-    job = job_here(tmp_path, layers=3, hidden=32, sequence=32, options={"stream_weights": streams})
-    found = bench.compare(name, job)
-    assert found.loss <= bench.GOAL_LOSS
-    assert found.resumes_exactly
-    assert found.worst_role <= bench.GOAL_PLANNED
-    assert (found.staging is None) == (name == "Fabric")
-    assert found.staging is None or found.staging <= 4 / 3, "of three groups, and one that is just let go of"
-    assert found.activations <= 1 / (job.layers + 1), "at most one input more than planned"
 
 
 def test_all_front_ends_train_the_same_job(tmp_path):

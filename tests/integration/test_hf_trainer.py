@@ -42,16 +42,12 @@ CASES = {
     "accumulation with a rest": {"gradient_accumulation_steps": 3},
     "neftune": {"neftune_noise_alpha": 5.0},
     "own checkpointing": {"activation_checkpointing": True},
-    "own offload": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}},
     "reentrant": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
     "adagrad": {"optim": "adagrad"},  # makes its state when it is constructed
     "fused": {"optim": "adamw_torch_fused"},
     "polynomial": {"lr_scheduler_type": "polynomial", "warmup_steps": 2},  # reads the optimizer's defaults
     "plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}, **EVALUATED},
-    "parts of predictions": {"eval_accumulation_steps": 1, "eval_do_concat_batches": False, **EVALUATED},
     "an evaluation first": {"eval_on_start": True, **EVALUATED},
-    "mean of micro-batches": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 3},
-    "debug": {"debug": "underflow_overflow"},
     "compiled": {"gradient_accumulation_steps": 2, **COMPILED},
 }
 
@@ -378,18 +374,6 @@ def test_a_model_that_is_moved_away_is_plain(tmp_path, options, how):
 
 
 # -- several Trainers, one model ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("options", [{**STREAMED, **EXACT}, {"stream_weights": False, **EXACT}], ids=str)
-def test_the_next_trainer_takes_the_model(tmp_path, options):
-    def both(offload):
-        model, losses = tiny_llama(), []
-        for _ in range(2):  # the first one is not ended: the training of the second does that
-            trainer = make_trainer(tmp_path, offload, model=model)
-            trainer.train()
-            losses += losses_of(trainer)
-        trainer.end()
-        return losses, weights_of(model)
-
-    assert_identical(both(PLAIN), both(options))
 
 
 @pytest.mark.skipif(training_device.chosen.type == "cpu", reason="moves where the device is apart")

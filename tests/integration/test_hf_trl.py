@@ -147,12 +147,10 @@ def train(make, folder, options=PLAIN, *, resume=None, **given):
 
 
 CASES = {
-    "SFT": (sft, {}),
     "SFT, LoRA": (sft, {"lora": True}),
     "SFT, packed": (sft, {"packing": True, "packing_strategy": "wrapped"}),
     "DPO, two models": (dpo, {}),
     "DPO, reference that follows": (dpo, {"sync_ref_model": True, "ref_model_sync_steps": 2}),
-    "DPO, LoRA without a reference": (dpo, {"lora": True, "reference": False}),
     "GRPO, which generates, with a reference": (grpo, {"beta": 0.1, "num_iterations": 2}),
     "GRPO, a model judges": (grpo, {"judged": True}),
 }

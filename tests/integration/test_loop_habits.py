@@ -259,15 +259,6 @@ def smaller_unseen(parameters):
         parameter.data.mul_(0.9)
 
 
-def test_weights_changed_by_hand():
-    def step(accelerator, model, optimizer, batch, at):
-        loss = one_step(accelerator, model, optimizer, batch)
-        smaller(model.parameters())
-        return loss
-
-    compare(training(step))
-
-
 @pytest.mark.parametrize(("change", "keeps"), every_value([smaller_unseen, smaller], [True, False]))
 def test_weights_changed_between_evaluations(change, keeps):
     """As where an average of weights takes their place for an evaluation; the loop may keep a list of them."""
@@ -358,17 +349,3 @@ def test_a_training_without_us_is_said():
     with pytest.warns(LightningCXLWarning, match="Linear gets gradients and was prepared without an optimizer"):
         accelerator.backward(model(torch.ones(2, 4, device=accelerator.device)).sum())
     accelerator.free_memory()
-
-
-def test_weights_loaded():
-    saved = {}
-
-    def step(accelerator, model, optimizer, batch, at):
-        if at == 0:
-            saved.update({name: value.clone() for name, value in model.state_dict().items()})
-        loss = one_step(accelerator, model, optimizer, batch)
-        if at == 2:
-            model.load_state_dict(saved)
-        return loss
-
-    compare(training(step))

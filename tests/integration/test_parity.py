@@ -64,51 +64,6 @@ def test_other_torch_optimizers_are_bit_identical(optimizer):
     assert_identical(train(TinyTransformer, "auto", **arguments), train(TinyTransformer, offload(**EXACT), **arguments))
 
 
-class TwoOptimizers(Task):
-    """Manual optimization: two optimizers, several backwards per step, own clipping and scheduler steps."""
-
-    def __init__(self, model, optimizer="adamw", **kwargs):
-        super().__init__(model, optimizer, **kwargs)
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        first, second = self.optimizers()
-        loss = self.loss(batch)
-        self.record(loss)
-        self.toggle_optimizer(first)
-        first.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss, retain_graph=True)
-        self.manual_backward(0.5 * loss)
-        self.clip_gradients(first, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-        first.step()
-        self.untoggle_optimizer(first)
-        if batch_idx % 2:  # two micro-batches, the second optimizer accumulates by itself
-            self.manual_backward(self.loss(batch))
-            second.step()
-            second.zero_grad()
-            self.lr_schedulers()[1].step()
-        else:
-            self.manual_backward(self.loss(batch))
-        first.zero_grad()
-        self.lr_schedulers()[0].step()
-
-    def configure_optimizers(self):
-        body = [p for name, p in self.named_parameters() if "head" not in name]
-        head = [p for name, p in self.named_parameters() if "head" in name]
-        cls = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[self.optimizer]
-        optimizers = [cls(body, lr=3e-3), cls(head, lr=1e-2)]
-        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5) for optimizer in optimizers]
-
-
-@pytest.mark.parametrize(
-    ("options", "check"), [(EXACT, assert_identical), ({}, assert_close)], ids=["torch AdamW", "CPUAdam"]
-)
-def test_manual_optimization_with_two_optimizers(options, check):
-    arguments = {"task": TwoOptimizers, "steps": 8}
-    check(train(TinyTransformer, "auto", **arguments), train(TinyTransformer, offload(**options), **arguments))
-
-
 @pytest.mark.on_cpu  # elsewhere gradients are on masters
 @pytest.mark.parametrize("offload_activations", [True, False])
 def test_every_gradient_is_counted(offload_activations):

@@ -127,18 +127,6 @@ def test_edited_and_replaced_gradients_are_what_the_step_uses():
         torch.testing.assert_close(momentum(edit), 0.75 * whole, rtol=1e-6, atol=1e-9, msg=name)
 
 
-def test_dropped_gradients_leave_the_parameter_out_of_the_step():
-    class Drop(Manual):
-        def training_step(self, batch, batch_idx):
-            self.manual_backward(self.loss(batch))
-            self.weight.grad = None
-            self.start = self.weight.detach().clone()
-            self.optimizers().step()
-
-    module = fit(Drop)
-    assert torch.equal(module.weight, module.start)
-
-
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("first", [True, False])
 def test_create_graph_keeps_the_graph(first):

@@ -57,9 +57,7 @@ class PaddedLlama(LlamaTask):
 
 
 CASES = {
-    "bf16-mixed": (TinyTransformer, Task, {"precision": "bf16-mixed"}),
     "autocast in the step": (TinyTransformer, ScalesInside, {}),
-    "lengths": (TinyTransformer, ChangesLength, {}),
     "lengths, bf16-mixed": (TinyTransformer, ChangesLength, {"precision": "bf16-mixed"}),
     "dropped and repeated blocks": (lambda: DropsBlocks(depth=6), Task, {}),
     "SDPA with a mask": (lambda: tiny_llama(attn_implementation="sdpa", attention_dropout=0.1), PaddedLlama, {}),
