@@ -34,9 +34,9 @@ class RankError(AssertionError):
 
 
 class Processes:
-    """Processes that train on one kind of device, started when they are needed, and anew after an error.
+    """Processes that train on one kind of device, started when they are needed, and anew when one does not answer.
 
-    As many of them as a function needs are a process group of gloo.
+    As many of them as a function needs are a process group of gloo; after an error of all, they make a new one.
 
     Args:
         device: ``"cpu"``, or ``"apart"``, where each has a device of its own.
@@ -106,9 +106,12 @@ class Processes:
                 errors[rank] = error
         if len(results) < world:
             silent = sorted(set(range(world)) - results.keys() - errors.keys())
-            self.close()
+            if silent:
+                self.close()
+            else:
+                self.part()
             texts = [f"rank {rank}:\n{text}" for rank, text in sorted(errors.items())]
-            raise RankError("\n".join([*texts, f"no answer from ranks {silent}"]))
+            raise RankError("\n".join([*texts, *([f"no answer from ranks {silent}"] if silent else [])]))
         return [results[rank] for rank in range(world)]
 
 

@@ -58,22 +58,22 @@ def warm(optimizer):
     return torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=6)
 
 
-def prepared(accelerator, make_model=TinyTransformer, make_optimizer=adamw, data=token_data):
+def prepared(accelerator, make_model=TinyTransformer, data=token_data):
     """Return model, optimizer, data and scheduler, each as `prepare` gives it."""
     torch.manual_seed(5)
     model = make_model()
-    optimizer = make_optimizer(model)
+    optimizer = adamw(model)
     return accelerator.prepare(model, optimizer, data(), warm(optimizer))
 
 
-def steps(accelerator, model, optimizer, data, scheduler, *, clip=1.0, loss_of=loss_of):
+def steps(accelerator, model, optimizer, data, scheduler, *, loss_of=loss_of):
     """Train an epoch; yields every loss."""
     for batch in data:
         with accelerator.accumulate(model):
             loss = loss_of(model, batch)
             accelerator.backward(loss)
-            if clip and accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), clip)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -82,18 +82,6 @@ def steps(accelerator, model, optimizer, data, scheduler, *, clip=1.0, loss_of=l
 
 def weights_of(accelerator, model):
     return {name: value.detach().cpu().clone() for name, value in accelerator.get_state_dict(model).items()}
-
-
-def train(offload=PLAIN, *, num_batches=8, clip=1.0, loss_of=loss_of, finish=True, parts=None, **arguments):
-    """Train from a fixed seed; returns (losses, weights). Further arguments are of the accelerator."""
-    accelerator = make_accelerator(offload, **arguments)
-    mine = prepared(accelerator, **{"data": lambda: token_data(num_batches), **(parts or {})})
-    torch.manual_seed(6)
-    losses = list(steps(accelerator, *mine, clip=clip, loss_of=loss_of))
-    result = losses, weights_of(accelerator, mine[0])
-    if finish:
-        accelerator.free_memory()
-    return result
 
 
 def assert_identical(plain, ours):

@@ -266,9 +266,6 @@ def test_the_schedule_of_one_optimizer_does_not_wait_for_another():
     accelerator.free_memory()
 
 
-# -- the end
-
-
 # -- what is refused
 
 
@@ -320,29 +317,6 @@ def test_several_processes_and_other_plugins(kind, num_processes):
     forget_accelerators()
 
 
-BATCHES, HALF = 8, 4
-
-
-def steady(**arguments):
-    return TinyTransformer(dropout=0.0, **arguments)
-
-
-def start(offload, make_model=steady, **arguments):
-    accelerator = make_accelerator(offload, **arguments)
-    return accelerator, prepared(accelerator, make_model, data=lambda: token_data(BATCHES))
-
-
-def go_on(accelerator, parts, first, last):
-    """Train on some of the batches; returns the losses."""
-    model, optimizer, data, scheduler = parts
-    batches = [batch for index, batch in enumerate(data) if first <= index < last]
-    return list(steps(accelerator, model, optimizer, batches, scheduler))
-
-
-def close(accelerator):
-    accelerator.free_memory()
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_of_transformers_alone(tied, tmp_path):
     accelerator = make_accelerator(STREAMED, mixed_precision="bf16")
@@ -363,28 +337,23 @@ def test_a_model_of_transformers_alone(tied, tmp_path):
         tmp_path / "2", state_dict=accelerator.get_state_dict(parts[0])
     )
     assert LlamaForCausalLM.from_pretrained(tmp_path / "2").state_dict().keys() == weights.keys()
-    close(accelerator)
+    accelerator.free_memory()
 
 
 def test_loaded_state_lies_on_its_tier(tmp_path):
     """Torch's own optimizers make new tensors when they load."""
-    accelerator, parts = start(STREAMED)
-    go_on(accelerator, parts, 0, 1)
+    accelerator = make_accelerator(STREAMED)
+    list(steps(accelerator, *prepared(accelerator, data=lambda: token_data(1))))
     accelerator.save_state(str(tmp_path))
-    close(accelerator)
-    accelerator, parts = start(STREAMED)
+    accelerator.free_memory()
+    accelerator = make_accelerator(STREAMED)
+    _, optimizer, *_ = prepared(accelerator)
     accelerator.load_state(str(tmp_path))
-    averages = [state["exp_avg"] for state in parts[1].state.values()]
+    averages = [state["exp_avg"] for state in optimizer.state.values()]
     assert sum(average.nbytes for average in averages) > 0
     assert all(lightning_cxl.residency(average) == {"dram": average.nbytes} for average in averages)
     assert sum(accelerator.report()["roles"]["momentum"].values()) > 0
-    close(accelerator)
-
-
-# -- the tier ssd
-
-
-# -- state in formats of ours
+    accelerator.free_memory()
 
 
 def test_options_of_the_environment(monkeypatch):

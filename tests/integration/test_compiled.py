@@ -63,27 +63,16 @@ def first_wrapped(model, **options):
     return model
 
 
-class Later(Task):
-    """Compiles its blocks when everything has been set up."""
-
-    how, backend = None, None
-
-    def on_train_start(self):
-        self.how(self.model, backend=self.backend)
-
-
-def run(how, strategy, backend, *, later=False, **arguments):
+def run(how, strategy, backend):
     """Train; returns (losses, weights under the names of a model that is not compiled), graphs and calls per step."""
     marks = []
 
-    class Marks(Later if later else Task):
+    class Marks(Task):
         def on_train_batch_end(self, *_):
             marks.append((backend.num_graphs, backend.num_calls))
 
-    Marks.how, Marks.backend = staticmethod(how), backend
     torch._dynamo.reset()
-    make = TinyTransformer if later else lambda: how(TinyTransformer(depth=DEPTH), backend=backend)
-    losses, state = train(make, strategy, task=Marks, **{"steps": 5, **arguments})
+    losses, state = train(lambda: how(TinyTransformer(depth=DEPTH), backend=backend), strategy, task=Marks, steps=5)
     return losses, {name.replace("_orig_mod.", ""): value for name, value in state.items()}, marks
 
 

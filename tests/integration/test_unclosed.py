@@ -44,7 +44,7 @@ def test_a_new_training_ends_the_one_that_had_the_model(wrap, caplog, on_device)
     assert all(map(torch.equal, ours.cpu().parameters(), plain.cpu().parameters()))
     del first, second, ours
     gc.collect()
-    assert training_device.held() == held
+    assert all(nbytes <= held[where] for where, nbytes in training_device.held().items())
 
 
 def test_a_training_beside_an_open_one_is_told_what_that_holds(caplog, on_device):
