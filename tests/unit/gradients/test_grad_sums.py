@@ -84,16 +84,6 @@ def test_bf16_sums_stay_in_the_memory_they_have():
     assert abs(unbiased) < 3 * float((above - below).abs().double().mean()) / 2 / 20_000**0.5
 
 
-def test_small_gradients_are_not_lost():
-    """Sums of ones that are rounded to the nearest bfloat16 stop growing at 256."""
-    for half_sums in (False, True):
-        rig = Rig((1000,), half_sums=half_sums)
-        (p,) = rig.params
-        for _ in range(600):
-            p.backward(torch.full_like(p, 1.0))
-        assert float(p.grad.float().mean()) == pytest.approx(600, rel=0.005 if half_sums else 1e-6)
-
-
 def test_two_runs_round_alike_and_two_sums_differently():
     def run():
         rig = Rig((5000,), (5000,), half_sums=True)

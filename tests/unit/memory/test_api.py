@@ -84,22 +84,6 @@ def test_empty_obeys_the_policy_and_decorators(memory):
     assert residency(module.other) == residency(empty(100).zero_()) == {"cxl": 400}
 
 
-def test_pinned_is_passed_on():
-    pinned: list[str] = []
-
-    def pinner(upstream):
-        pinned.append("built")
-        return upstream
-
-    topology = Topology.detect()
-    memory = HostMemory(topology, pin=True, pinner=pinner)
-    with scope.activate(memory, Placer(topology, RoleHomePolicy(topology), memory.free_bytes)):
-        empty(10, tier="cxl")
-        assert not pinned
-        empty(10, tier="cxl", pinned=True)
-        assert pinned
-
-
 def test_residency_of_memory_that_is_not_ours(memory):
     plain = torch.ones(1000)
     assert residency(plain) == {"dram": 4000}
@@ -116,14 +100,6 @@ def test_the_innermost_scope_is_used_and_each_leaves_by_itself():
     assert scope.current().memory is inner
     second.__exit__(None, None, None)
     assert scope.current().memory not in (outer, inner)
-
-
-def test_residency_finds_the_memory_a_tensor_came_from():
-    (outer, outer_placer), (inner, inner_placer) = make_host(), make_host()
-    with scope.activate(outer, outer_placer):
-        made = empty(10, tier="cxl").zero_()
-        with scope.activate(inner, inner_placer):
-            assert residency(made) == {"cxl": 40}
 
 
 def test_the_default_is_built_once_and_has_all_tiers():

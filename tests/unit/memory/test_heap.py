@@ -1,36 +1,8 @@
 import ctypes
-import mmap
 import subprocess
 import sys
 
 import pytest
-
-from lightning_cxl.memory.host_memory import HeapTrimmer
-
-
-class Counting(HeapTrimmer):
-    """Counts the calls instead of making them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self._malloc_trim = self.count
-
-    def count(self, _pad: int) -> None:
-        self.calls += 1
-
-
-@pytest.mark.parametrize(("added", "calls"), [(16 << 20, 0), (96 << 20, 1)])
-def test_trims_once_when_the_process_has_grown(added: int, calls: int) -> None:
-    trimmer = Counting()
-    trimmer.trim()
-    assert trimmer.calls == 0
-    with mmap.mmap(-1, added) as memory:
-        memory.write(b"x" * added)
-        trimmer.trim()
-        trimmer.trim()
-    assert trimmer.calls == calls
-
 
 _LARGE_BLOCKS = """
 import ctypes, os

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cxl.errors import TierFullError, TierNotFoundError
+from lightning_cxl.errors import TierFullError
 from lightning_cxl.memory.placement import TensorRole, tier
 from tests.unit.memory.host import LIMIT, Host, Net
 
@@ -80,17 +80,6 @@ def test_of_tier_and_decorator_the_innermost_decides(host):
     assert [host.tier(t) for t in (net.weight, net.inner, net.child.weight, after)] == ["dram", "cxl", "dram", "cxl"]
 
 
-def test_a_decorator_with_an_unknown_tier_names_what_exists(host):
-    @tier("hbm")
-    class Wrong(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-
-    with host.mode(), pytest.raises(TierNotFoundError, match=r"'hbm'.*'dram', 'cxl'"):
-        Wrong()
-
-
 def test_a_parameter_made_from_a_view_still_shares_it(host):
     class Split(nn.Module):
         def __init__(self) -> None:
@@ -120,15 +109,6 @@ def test_deepcopy_save_and_load(host):
     net.load_state_dict(loaded, assign=True)
     copied.load_state_dict(outside)
     assert file.getbuffer().nbytes < 2 * sum(v.numel() * v.element_size() for v in loaded.values()) + 20000
-
-
-def test_modes_nest(host):
-    with host.mode(tier="cxl"):
-        first = torch.ones(3)
-        with host.mode(tier="dram"):
-            second = torch.ones(3)
-        third = torch.ones(3)
-    assert [host.tier(tensor) for tensor in (first, second, third, torch.ones(3))] == ["cxl", "dram", "cxl", None]
 
 
 def test_exceptions_end_the_mode_and_leak_nothing(host):

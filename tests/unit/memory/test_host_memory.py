@@ -1,4 +1,3 @@
-import mmap
 import os
 import resource
 import signal
@@ -11,11 +10,9 @@ import torch
 
 from lightning_cxl.config import SsdOptions
 from lightning_cxl.errors import (
-    ConfigError,
     LightningCXLError,
     SpillWarning,
     TierFullError,
-    TierNotFoundError,
     UnsupportedError,
 )
 from lightning_cxl.machine.topology import Topology
@@ -118,45 +115,6 @@ def test_a_failure_does_not_keep_the_spilled_buffer_alive(memory) -> None:
         memory.allocate(40 * MIB, CXL_FIRST, ROLE)
 
     assert memory.stats()["roles"] == {"momentum": {"dram": 0}}
-
-
-def test_free_bytes_follow_what_is_allocated(memory) -> None:
-    assert memory.free_bytes() == {"dram": 64 * MIB, "cxl": 32 * MIB}
-    kept = memory.allocate(10 * MIB, CXL_FIRST, ROLE)
-    assert memory.free_bytes() == {"dram": 64 * MIB, "cxl": 22 * MIB}
-    kept = memory.allocate(10, CXL_FIRST, ROLE)
-    assert memory.free_bytes() == {"dram": 64 * MIB, "cxl": 32 * MIB - kept.nbytes}
-
-
-def test_unknown_names_and_sizes_are_refused(topology, memory) -> None:
-    with pytest.raises(TierNotFoundError, match="'hbm'"):
-        HostMemory(topology, budgets={"hbm": 1})
-    with pytest.raises(TierNotFoundError, match="'hbm'"):
-        memory.allocate(1, Placement(("cxl", "hbm")), ROLE)
-    with pytest.raises(TierNotFoundError, match="'hbm'"):
-        memory.allocate(0, Placement(("hbm",)), ROLE)
-    with pytest.raises(ConfigError, match="must not be negative"):
-        HostMemory(topology, budgets={"cxl": -1})
-    with pytest.raises(ConfigError, match="on_tier_full"):
-        HostMemory(topology, on_tier_full="maybe")
-    with pytest.raises(ValueError, match="-1 bytes"):
-        memory.allocate(-1, DRAM, ROLE)
-    with pytest.raises(ValueError, match="shape"):
-        memory.tensor((-1, -1), torch.float32, DRAM, ROLE)
-
-
-def test_what_is_free_in_gaps_only_is_told_apart(topology) -> None:
-    memory = HostMemory(topology, budgets={"dram": 20 * MIB})
-    living = memory.allocate(MIB, DRAM, ROLE)  # cut from a slab of 16 MiB that weights do not share
-
-    with pytest.raises(TierFullError) as caught:
-        memory.allocate(10 * MIB, DRAM, TensorRole.COMPUTE_WEIGHTS)
-    assert str(caught.value).startswith(
-        "cannot place compute_weights (10.0 MiB) on tier `dram`: 19.0 MiB of 20.0 MiB free, but 15.0 MiB of that in "
-        "gaps between other tensors. Raise the budget of `dram`, "
-    )
-    assert str(caught.value).count(" free") == 1
-    del living
 
 
 def test_close_refuses_more_and_living_tensors_stay_valid_until_they_die(topology) -> None:
@@ -264,21 +222,6 @@ def test_residency_tells_tiers_apart_by_the_nodes_the_kernel_names() -> None:
         return {0: 10_000, 1: 15_000, 2: 5_000, 7: 4_000, -1: 6_000}
 
     assert residency(tensor, fake, where=where) == {"dram": 10_000, "cxl": 20_000, "node 7": 4_000, "unbacked": 6_000}
-
-
-def test_residency_of_memory_never_written_is_unbacked(topology) -> None:
-    with mmap.mmap(-1, 64 * MIB) as memory:  # malloc may hand out pages that were written before
-        tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        found = residency(tensor, topology)
-        numel = tensor.numel()
-        del tensor
-    assert found["unbacked"] >= 62 * MIB
-    assert sum(found.values()) == numel
-
-
-def test_residency_needs_addresses(topology) -> None:
-    with pytest.raises(ValueError, match="sparse"):
-        residency(torch.eye(3).to_sparse(), topology)
 
 
 def test_forked_children_see_weights_and_nothing_else() -> None:

@@ -43,16 +43,6 @@ def test_a_spec_decides_before_the_policy(host):
         new_weight(like(9), torch.float32, TierSpec(weights="hbm"))
 
 
-def test_outside_of_a_run_memory_is_ordinary():
-    host = Host()
-    assert host.tier(new_weight(like(9), torch.float32, TierSpec(weights="dram"))) is None
-
-
-def test_on_the_default_device():
-    with torch.device("meta"):
-        assert new_weight(like(9), torch.float32, None).is_meta
-
-
 def test_the_hook_pauses_in_this_thread_and_goes_on(host):
     with host.mode():
         assert is_placing()

@@ -174,18 +174,3 @@ def test_closing_keeps_living_buffers_and_frees_each_as_it_dies() -> None:
     buffers.clear()
     assert budget.held_bytes == 0
     assert reference() is None
-
-
-def test_a_failed_budget_request_counts_nothing() -> None:
-    tally = Tally()
-    budget = Budget("dram", 64 * MIB)
-    resource = BudgetResource(tally, budget)
-    tally.refused.add(MIB)
-    with pytest.raises(TierFullError):
-        resource.allocate(MIB)
-    assert budget.held_bytes == 0
-
-    one = resource.allocate(1)
-    assert budget.held_bytes == 4096
-    del one
-    assert budget.held_bytes == 0

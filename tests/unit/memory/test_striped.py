@@ -47,12 +47,6 @@ def test_a_nearly_full_card_gets_only_what_it_holds() -> None:
     assert bytes_by_card(buffer.spans) == {1: 4 * MIB, 2: 28 * MIB}
 
 
-def test_a_card_that_turns_out_to_be_full_leaves_all_to_the_others() -> None:
-    buffer = StripedResource([(Card(1), 1.0), (Card(2, full=True), 1.0)]).allocate(8 * MIB)
-
-    assert bytes_by_card(buffer.spans) == {1: 8 * MIB}
-
-
 def test_when_all_are_full_nothing_stays_backed() -> None:
     resource = StripedResource([(Card(1, full=True), 1.0), (Card(2, full=True), 1.0)])
     mapping = Mapping(8 * MIB)

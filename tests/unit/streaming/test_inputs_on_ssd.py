@@ -22,7 +22,6 @@ from tests.storage_cases import BLOCK, Gate, data_file, memory_of
 
 FEATURES = 64
 NUM_BLOCKS = 5
-INPUT_BYTES = 16 * FEATURES * 4  # one block of a drive; where the source is not aligned, two
 
 
 class Block(nn.Module):
@@ -320,25 +319,6 @@ def test_a_copy_that_fails_later_is_an_error_of_whoever_reads(on_host, monkeypat
         loss = on_host.loss()
     with pytest.raises(StorageError, match="nothing was written to it"):
         loss.backward()
-
-
-def test_a_job_whose_request_is_interrupted_keeps_no_buffer(on_host, monkeypatch):
-    expected, submit = on_host.expected(), Swapper.submit
-
-    def interrupted(swapper, nbytes, job):
-        submit(swapper, nbytes, job)
-        raise KeyboardInterrupt
-
-    for _ in range(5):  # more often than there are buffers
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(Swapper, "submit", interrupted)
-            on_host.loss()
-    again = threading.Thread(target=lambda: assert_same(on_host.grads(), expected), daemon=True)
-    again.start()
-    again.join(20)
-    if again.is_alive():
-        on_host.inputs.swapper._threads.clear()  # their end would be waited for
-    assert not again.is_alive()
 
 
 def test_a_backward_after_the_run_is_refused(two):

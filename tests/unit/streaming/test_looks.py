@@ -92,27 +92,6 @@ def test_nothing_is_fetched_while_someone_may_write(engine):
         assert torch.equal(found, model.to(x.device)(x))
 
 
-def test_a_look_makes_copies_old_once(engine):
-    """Of units that were looked at, just the first one is late: none is copied while the one who looks may write."""
-    model = make()
-    streamed = Streamed(engine, model, 3)
-
-    def num_late(steps, look):
-        late = streamed.streamer.num_late
-        for step in steps:
-            model(batch(step, model.first)).backward()
-            streamed.finish()
-            look()
-        return streamed.streamer.num_late - late
-
-    num_late(range(2), lambda: None)
-    unseen = num_late(range(2, 6), lambda: None)
-    seen = num_late(range(6, 10), lambda: dict(model.named_parameters()))
-    assert unseen == 0 and seen == 3  # three of the four passes come after a look
-    streamed.close()
-    assert {type(module._parameters) for module in model.modules()} == {dict}
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_does_not_wait_for_an_update_that_never_ends_there(engine):
     model = make()

@@ -4,7 +4,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cxl.devices.transfer import HostEngine
-from lightning_cxl.memory.host_memory import storage_extent
 from lightning_cxl.streaming.activations import HeldInput, SavedBytes, StoredInput, can_store
 from tests import training_device
 from tests.fakes import RecyclingMemory
@@ -109,10 +108,3 @@ def test_a_held_input_does_not_hold_the_graph():
 )
 def test_what_belongs_on_the_tier(tensor, expected):
     assert can_store(tensor, CPU, min_bytes=8 if tensor.dtype is torch.bfloat16 else 16) is expected
-
-
-def test_storage_extent():
-    assert storage_extent(torch.zeros(2, 3)) == 6
-    assert storage_extent(torch.zeros(1).expand(5)) == 1
-    assert storage_extent(torch.zeros(4, 4)[:, :2]) == 14
-    assert storage_extent(torch.zeros(())) == 1
