@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from lightning_cxl.devices.transfer import DeviceEngine, HostEngine
+from lightning_cxl.devices.transfer import DeviceEngine
 from tests import training_device
 
 
-class _Log:
-    """Notes direction and bytes of every copy that is started."""
+class LoggingDeviceEngine(DeviceEngine):
+    """The device's engine, and direction and bytes of every copy that it has started."""
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
@@ -23,14 +23,6 @@ class _Log:
     def h2d(self, source, destination, *, after=None):
         self.log.append(("h2d", source.nbytes))
         return super().h2d(source, destination, after=after)
-
-
-class LoggingHostEngine(_Log, HostEngine):
-    """The CPU's engine, and what it copied."""
-
-
-class LoggingDeviceEngine(_Log, DeviceEngine):
-    """The device's engine, and what it copied."""
 
 
 def poison(tensor: torch.Tensor) -> None:

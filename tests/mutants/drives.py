@@ -9,6 +9,14 @@ MUTATIONS = {
         Mutation("a checksum that differs is an error", "storage: Store.read", NEVER, "checksum"),
         Mutation("a damaged manifest is found", "storage: decode", VALUE, "crc32", "False"),
         Mutation("a folder is locked", "storage: Folder._take_lock", DELETE, "lock _lock_fd"),
+        Mutation("a committed version is not overwritten", "storage: Generations.free_version", ALWAYS, "committed"),
+        Mutation(
+            "the earlier generation stays until it is settled",
+            "storage: Generations.add",
+            ARGUMENT,
+            "_replace.0",
+            "[new]",
+        ),
     ),
     "unit/storage/test_faults.py": (
         Mutation("a record whose last write failed is not read", "storage: Store.read", NEVER, "last_whole"),
@@ -23,16 +31,6 @@ MUTATIONS = {
     ),
     "unit/storage/test_engine.py": (
         Mutation("a short transfer continues where it stopped", "storage: Drive._move", VALUE, "_after", "()"),
-    ),
-    "unit/storage/test_store_states.py unit/storage/test_store.py": (
-        Mutation("a committed version is not overwritten", "storage: Generations.free_version", ALWAYS, "committed"),
-        Mutation(
-            "the earlier generation stays until it is settled",
-            "storage: Generations.add",
-            ARGUMENT,
-            "_replace.0",
-            "[new]",
-        ),
     ),
     "unit/storage/test_faults.py::test_after_a_power_loss_at_any_time_a_committed_generation_is_there": (
         Mutation("drives are synced before the manifest", "storage: Store._sync_drives", DELETE, "sync"),

@@ -406,6 +406,25 @@ def test_a_unit_that_changes_inputs_without_gradient_in_place(offload):
     compare(Net(Block), offload, train)
 
 
+def test_in_place_change_of_the_input_after_the_unit(offload):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(()))
+
+        def forward(self, x):
+            return torch.cat([x, x]).sum(0, keepdim=True).add(0.5) * self.scale.sin()
+
+    class Net(Stack):
+        def forward(self, x):
+            x = self.stem(x)
+            for block in self.blocks:
+                x += block(x)  # legal: no block needs its input for its own gradient
+            return x
+
+    compare(Net(Block), offload, train)
+
+
 def test_autocast_bf16(offload):
     def step(model):
         with torch.autocast(model.stem.weight.device.type, torch.bfloat16):
