@@ -14,6 +14,7 @@ from lightning_cxl.run.session import Session
 from lightning_cxl.sharding.fsdp import cut, place_shards
 from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.streaming.units import find_units
+from tests.cases import every_value
 from tests.distributed import training
 from tests.distributed.training import Job
 
@@ -26,8 +27,7 @@ def with_warnings(job):
     return result, [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(("optimizer", "clip"), every_value(["AdamW", "SGD"], [None, 0.5]))
 def test_a_bad_gradient_of_one_rank_lets_all_leave_the_step_out(ranks, optimizer, clip):
     good = Job(steps=2, optimizer=optimizer, clip=clip)
     bad = Job(steps=3, optimizer=optimizer, clip=clip, bad=(1, 2))

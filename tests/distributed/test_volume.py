@@ -11,7 +11,6 @@ from tests.distributed.volume import NORM, SKIP
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 JOBS = {
-    "one micro-batch": Job(steps=2),
     "accumulated and clipped": Job(steps=2, micro_batches=3, clip=0.5),
     "bf16, not tied": Job(steps=2, tied=False, bf16=True, clip=0.5),
     "uneven shards": Job(steps=2, sizes={"vocab_size": 61, "intermediate_size": 45}),

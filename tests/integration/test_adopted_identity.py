@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 
 import lightning_cxl
+from tests.cases import every_value
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -71,8 +72,10 @@ def test_an_adopted_optimizer_is_the_users_class_and_cpu_adam(name):
     assert line.startswith(f"{CLASSES[name].__name__} by CPUAdam on the host")
 
 
-@pytest.mark.parametrize("transport", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
-@pytest.mark.parametrize("state", ["fp32", "8bit"])
+@pytest.mark.parametrize(
+    ("transport", "state"),
+    every_value([copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ["fp32", "8bit"]),
+)
 def test_copies_and_pickles_go_on_as_the_original(transport, state):
     """During a run and after it, with the state and the class they had."""
 

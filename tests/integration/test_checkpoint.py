@@ -36,17 +36,6 @@ def weights(module):
     return {name: value.cpu().clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")
-def test_checkpoint_during_the_run_by_callback(tmp_path):
-    callback = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
-    module, _ = fit("cxl_offload", 6, callbacks=[callback], enable_checkpointing=True)
-    assert len(list(tmp_path.glob("*.ckpt"))) == 2
-    path = sorted(tmp_path.glob("*step=3*"))[0]
-    again, _ = fit("cxl_offload", 6, ckpt_path=path, callbacks=[callback], enable_checkpointing=True)
-    assert again.losses == module.losses[3:]
-    assert not list(tmp_path.glob(".*")), "no partial file is left"
-
-
 def test_checkpoint_has_lightnings_format_and_loads_weights_only(tmp_path):
     module, _ = fit("cxl_offload", 2, save=tmp_path / "two.ckpt")
     saved = torch.load(tmp_path / "two.ckpt", weights_only=True)

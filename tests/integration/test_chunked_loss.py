@@ -121,8 +121,7 @@ SHAPE = {"vocab_size": 32_768, "hidden_size": 32, "intermediate_size": 32, "num_
 ROWS, TOKENS = 64, 8  # blocks are small: the device apart has no flash kernel
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize(("dtype", "chunked"), every_value([torch.float32, torch.bfloat16], [True, False]))
 def test_planned_device_memory_is_what_the_device_holds(chunked, dtype):
     if training_device.current.type == "cpu":
         pytest.skip("needs a device apart")

@@ -67,14 +67,6 @@ def test_cpu_adam_follows_the_plain_run(tmp_path, front_end, options):
 
 
 @every_front_end
-@pytest.mark.on_cpu
-def test_a_run_on_the_cpu_is_the_plain_one(tmp_path, front_end):
-    plain = train(front_end, tmp_path, accumulate=2)
-    assert_identical(train(front_end, tmp_path, STREAMED, accumulate=2), plain)
-    assert_close(train(front_end, tmp_path, {}, accumulate=2), plain)
-
-
-@every_front_end
 def test_a_bfloat16_model_with_float32_masters_follows_a_float32_run(tmp_path, front_end):
     wide = train(front_end, tmp_path, make_model=lambda: bfloat16().float())
     ours = train(front_end, tmp_path, {"master": "fp32"}, make_model=bfloat16)

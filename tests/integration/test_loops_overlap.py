@@ -10,6 +10,7 @@ from lightning_cxl import CXLFabricStrategy
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.checkpoint import entry_of
 from tests import training_device
+from tests.cases import every_value
 from tests.integration.accelerate_loop import adamw, loss_of, make_accelerator
 from tests.integration.fabric_loop import make_fabric
 from tests.integration.gate import Gate
@@ -72,8 +73,7 @@ def test_a_loop_waits_for_no_update_before_the_next_forward(front_end, monkeypat
 
 
 @pytest.mark.usefixtures("slow_updates")
-@pytest.mark.parametrize("front_end", [by_accelerate, by_fabric])
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(("front_end", "set_to_none"), every_value([by_accelerate, by_fabric], [True, False]))
 def test_gradients_that_are_cleared_while_updates_run(front_end, set_to_none):
     def run(options):
         model, optimizer, scheduler, backward, end = front_end(options)

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from torch import nn
 
+from tests.cases import every_value
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -47,8 +48,7 @@ def float32_sum(model, batches, scale=1.0):
     return sums
 
 
-@pytest.mark.parametrize("where", ["module", "callback"])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("where", "accumulate"), every_value(["module", "callback"], [1, 3]))
 def test_hooks_see_every_gradient(where, accumulate):
     """The sum of micro-batches is the float32 sum of what autograd makes of each."""
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
+from tests.cases import every_value
 from tests.integration.training import make_trainer, offload
 from tests.models import token_data
 
@@ -32,8 +33,7 @@ class Baseline(LightningModule):
         return None
 
 
-@pytest.mark.parametrize("buffer", [False, True], ids=["nothing", "a buffer"])
-@pytest.mark.parametrize("options", [{}, {"policy": "interleave"}], ids=str)
+@pytest.mark.parametrize(("options", "buffer"), every_value([{}, {"policy": "interleave"}], [False, True]), ids=str)
 def test_evaluation_is_that_of_plain_lightning(options, buffer):
     trainer, plain = make_trainer(offload(**options)), make_trainer()
     module = Baseline(buffer=buffer)
