@@ -59,13 +59,6 @@ def test_errors_inside_of_training_keep_their_traceback(run, error, name):
         run(error, name)
 
 
-def test_status_of_a_command_is_that_of_the_process(run):
-    assert run(None) is None and run(0) is None
-    with pytest.raises(SystemExit) as caught:
-        run(2)
-    assert caught.value.code == 2
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_no_traceback():
     with open("/dev/full", "w") as full:

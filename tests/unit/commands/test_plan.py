@@ -184,11 +184,6 @@ def test_the_cpu_as_device(plan):
     assert plan("--overlap", "backward", "--stream-weights", is_host="true")[2]["overlap"] == "backward"
 
 
-def test_a_picture_is_no_longer_drawn(plan, tmp_path):
-    with pytest.raises(ConfigError, match=r"--plot was removed: write the plan with --json"):
-        plan("--plot", str(tmp_path / "plan.png"))
-
-
 def test_the_programme_exits_with_the_status_and_one_line_of_error(model, tmp_path):
     machine = tmp_path / "machine.yaml"
     machine.write_text(MACHINE.format(dram="1MiB", cxl="1MiB", gpu="1GiB", is_host="false"))
@@ -284,27 +279,6 @@ def test_state_that_memory_cannot_hold_lies_on_the_tier_ssd(small):
     assert max(map(len, text.splitlines())) <= 118
     # every policy plans the same job
     assert all(each["fits"] for each in data["policies"].values())
-
-
-def test_weights_that_memory_cannot_hold_lie_there_once(small, deep_model):
-    def planned(size):
-        return small(dram=dram, model=deep_model, ssd=SSD.format(size=size).replace("}", ", versions: 2}"))
-
-    dram = f"{small(dram='1GiB', model=deep_model)[2]['host_bytes'] // 3}B"
-    status, text, data = planned("1GiB")
-    assert status == 0, text
-    bytes_on = data["policies"]["bandwidth"]["bytes"]
-    weights = bytes_on["compute_weights"]["ssd"]
-    inputs = bytes_on["activations"].get("ssd", 0)
-    state = sum(tiers.get("ssd", 0) for tiers in bytes_on.values()) - weights - inputs
-    assert weights > 0
-    assert data["ssd"]["used_bytes"] == weights + inputs + 2 * state
-    assert data["ssd"]["written_bytes_per_step"] == weights + inputs + state
-    assert data["ssd"]["read_bytes_per_step"] == 3 * weights + inputs + state
-    said = " ".join(text.split())
-    assert "memory cannot hold optimizer state and weights in" in said and "optimizer state in two versions" in said
-    enough = f"{weights + inputs + 2 * state + (1 << 20)}B"  # a tier that holds it, with the gaps between records
-    assert planned(enough)[0] == 0
 
 
 def test_what_would_make_it_fit_names_the_tier_ssd(small):

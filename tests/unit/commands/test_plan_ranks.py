@@ -86,14 +86,6 @@ def test_links_that_are_not_known(plan):
         plan("--num-nodes", "2", links="")
 
 
-def test_ranks_of_the_cpu_share_it(plan):
-    alone, four = (plan("--devices", count, count=1, is_host="true")[2] for count in ("1", "4"))
-    assert four["roles"]["momentum"] == alone["roles"]["momentum"]
-    assert four["host_bytes"] == sum(four["roles"].values()) + 4 * four["device_bytes"]
-    compute = [data["ranks"]["predicted_busy_seconds"]["compute"] for data in (alone, four)]
-    assert compute[1] == pytest.approx(4 * compute[0])  # four times the tokens
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

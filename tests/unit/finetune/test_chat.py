@@ -2,10 +2,8 @@
 
 import pytest
 
-from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.data import (
     FALLBACK_TEMPLATE,
-    plain_text,
     samples_of,
     with_template,
 )
@@ -137,21 +135,3 @@ def test_a_tokenizer_without_template_gets_one_in_plain_letters(bos):
     )
     asked = tokenizer.apply_chat_template(TWO_TURNS[:2], tokenize=False, add_generation_prompt=True)
     assert asked == bos.get("bos_token", "") + "### System:\nBe kind.\n\n### User:\nHi\n\n### Assistant:\n"
-
-
-def test_a_tokenizers_own_template_stays():
-    assert with_template(byte_tokenizer(CHATML)).chat_template == CHATML
-
-
-def test_a_tokenizer_that_does_not_know_characters_is_refused():
-    class Slow:
-        is_fast = False
-        name_or_path = "old"
-
-    with pytest.raises(ConfigError, match="'old' is a Slow"):
-        with_template(Slow())
-
-
-def test_a_new_tokenizer_learns_from_roles_and_contents():
-    messages = [*TWO_TURNS[1:2], {"role": "assistant", "tool_calls": [{}]}]
-    assert plain_text(messages) == "### User:\nHi\n\n### Assistant:\n\n\n"

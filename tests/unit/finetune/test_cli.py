@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -147,17 +146,6 @@ def test_a_given_model_is_tuned_for_one_epoch_in_bf16_with_our_strategy(command,
     assert {value.dtype for value in state["state_dict"].values()} == {torch.bfloat16}
 
 
-@pytest.mark.full
-def test_the_example_of_a_given_model_trains(command, base, tmp_path, write_lines, capsys):
-    path = write_lines(*({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(400)))
-    options = {"model.name_or_path": base, "data.text_files": path, "data.seq_len": 64, "trainer.accelerator": "cpu"}
-    command("fit", "--config", MODEL, tiny=False, **options)
-    shown, noise = capsys.readouterr()
-    assert "%|" not in noise, "bars fill what is no terminal"
-    last = int(re.findall(r"^step (\d+)/\d+  ", shown, re.M)[-1])
-    assert f"step {last}/{last}  " in shown and "held-out sample 2" in shown
-
-
 def test_ctrl_c_says_what_is_saved_and_how_to_go_on(command, tmp_path, monkeypatch, capsys):
     stop_after = {"step": 3}
 
@@ -181,30 +169,15 @@ def test_ctrl_c_says_what_is_saved_and_how_to_go_on(command, tmp_path, monkeypat
     assert "no checkpoint was saved yet" in capsys.readouterr().err
 
 
-def test_name_or_path_also_chooses_the_tokenizer(command, tmp_path, capsys):
-    command("fit", "--config", EXAMPLE, **{"trainer.max_steps": 1, "data.vocab_size": 290})
-    export = tmp_path / "runs/finetune_stdlib/tensorboard/version_0/export"
-    command("fit", "--config", EXAMPLE, **{"model.name_or_path": export, "trainer.max_steps": 1})
-    again = tmp_path / "runs/finetune_stdlib/tensorboard/version_1/export"
-    assert (again / "tokenizer.json").read_text() == (export / "tokenizer.json").read_text()
-    assert AutoModelForCausalLM.from_pretrained(again).config.vocab_size == 290
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"data.text_files": "nothing/*.txt"}, "matches no file"),
         ({"model.num_heads": 0}, "'num_heads': 0"),
-        ({"model.lr": -1}, "'lr': -1"),
-        ({"model.attn": "nothing"}, "attn 'nothing'"),
         ({"model.name_or_path": "./nowhere"}, "no model './nowhere'"),
-        ({"model.name_or_path": "qwen2.5-0.5"}, "did you mean qwen2.5-0.5b"),
         ({"model.name_or_path": "qwen2.5-0.5b"}, "`fit` needs weights: use Qwen/Qwen2.5-0.5B"),
         ({"trainer.strategy": "cxl_ofload"}, "no strategy 'cxl_ofload': did you mean 'cxl_offload'"),
-        ({"trainer.accelerator": "nothing"}, "invalid accelerator name"),
         ({"trainer.strategy": "nothing"}, "invalid strategy name"),
-        ({"trainer.accumulate_grad_batches": 0}, "trainer.accumulate_grad_batches must be larger than 0"),
-        ({"trainer.precision": "16-mixed", "trainer.devices": 0}, "devices"),
         ({"ckpt_path": "nowhere.ckpt"}, "nowhere.ckpt"),
         ({"model.quantization": "4bit"}, "quantization needs a local folder"),
     ],

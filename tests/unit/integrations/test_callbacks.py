@@ -1,5 +1,3 @@
-import sys
-
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -70,14 +68,3 @@ def test_plain_lines_show_new_validation_metrics(tmp_path, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in lines] == ["1/7", "7/7"]
     assert "val_loss" in lines[1]
-
-
-@pytest.mark.usefixtures("quiet_loaders")
-def test_on_a_terminal_it_is_lightnings_rich_bar(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    bar = OffloadProgressBar(console_kwargs={"force_terminal": True, "width": 200})
-    fit(bar, tmp_path, limit_val_batches=0)
-    shown = capsys.readouterr().out
-    assert "host_GiB" in shown
-    assert "Epoch" in shown
-    assert "step 1/7" not in shown

@@ -11,16 +11,6 @@ def buffer(address, nbytes, *tiers):
     return Buffer(address, nbytes, spans, None)
 
 
-def test_spans_say_what_a_part_of_a_buffer_lies_on():
-    addresses = AddressMap()
-    noted = addresses.note(buffer(1000, 80, "dram", "cxl", "dram", "cxl"), "weights")
-    assert addresses.shares(1000, 80) == {"dram": 0.5, "cxl": 0.5}
-    assert addresses.shares(1010, 20) == {"dram": 0.5, "cxl": 0.5}
-    assert addresses.shares(1015, 20) == {"dram": 0.25, "cxl": 0.75}
-    assert addresses.shares(noted.slice(20, 20).address, 20) == {"cxl": 1.0}
-    assert addresses.name(1079, 1) == "weights"
-
-
 @pytest.mark.parametrize("new", [(0, 100), (40, 20), (20, 30), (50, 40), (10, 21), (99, 1), (0, 40), (60, 40)])
 def test_memory_that_is_given_out_again_is_what_it_was_noted_as_last(new):
     addresses = AddressMap()

@@ -3,8 +3,8 @@
 import math
 
 import pytest
-from simulation.clock import LinkClock, fair_rates
-from simulation.links import HostTraffic, Link, Links, Route
+from simulation.clock import LinkClock
+from simulation.links import HostTraffic, Link, Links
 
 
 def links(duplex=1.0, device_latency=0.0, tier_latency=0.0):
@@ -13,10 +13,6 @@ def links(duplex=1.0, device_latency=0.0, tier_latency=0.0):
         device=Link(8, 8, device_latency, duplex=2),
         tiers={"slow": Link(4, 4, tier_latency, duplex=duplex), "fast": Link(16, 16), "uneven": Link(4, 2)},
     )
-
-
-def on(*resources, seconds=1.0):
-    return Route(dict.fromkeys(resources, seconds), 0.0)
 
 
 def test_a_copy_takes_as_long_as_its_slowest_resource():
@@ -63,14 +59,6 @@ def test_duplex_says_how_much_of_both_directions_fits_side_by_side(duplex, secon
     assert [flow.end_s for flow in flows] == pytest.approx([seconds, seconds])
 
 
-def test_directions_on_different_tiers_do_not_share():
-    clock = LinkClock()
-    read = clock.submit("h2d", 16, links().route("h2d", {"fast": 1.0}), now_s=0.0)
-    write = clock.submit("d2h", 8, links().route("d2h", {"slow": 1.0}), now_s=0.0)
-    clock.advance(10.0)
-    assert (read.end_s, write.end_s) == (2.0, 2.0)
-
-
 @pytest.mark.parametrize(
     ("shares", "seconds"),
     [
@@ -107,14 +95,6 @@ def test_after_holds_a_copy_and_those_behind_it_on_its_lane():
     assert finished.start_s == 5.0
 
 
-def test_rates_are_max_min_fair():
-    # x is full at 0.5 each; the third flow goes on until y, which it shares with the second, is full
-    assert fair_rates([on("x"), on("x", "y"), on("y")]) == [0.5, 0.5, 0.5]
-    assert fair_rates([on("x"), on("x"), on("x"), Route({"x": 1.0, "y": 1.0}, 0.0), on("y")]) == [0.25] * 4 + [0.75]
-    assert fair_rates([on("x", seconds=0.5), on("x", seconds=0.25), on("z", seconds=0.25)]) == [4 / 3, 4 / 3, 4.0]
-    assert fair_rates([]) == []
-
-
 def test_host_work_competes_with_copies_for_tiers_and_not_for_the_devices_link():
     clock = LinkClock()
     work = clock.submit("host", 16, links().host_route({"slow": HostTraffic(12, 4)}), now_s=0.0)
@@ -124,15 +104,3 @@ def test_host_work_competes_with_copies_for_tiers_and_not_for_the_devices_link()
     assert copy.end_s == 2.0  # 4 bytes at half the rate
     assert work.end_s == 5.0  # 4 bytes at half the rate, 12 alone
     assert other.end_s == 2.0
-
-
-def test_host_work_goes_through_its_tiers_at_once_and_the_slowest_decides():
-    for traffic, seconds in (
-        ({"slow": HostTraffic(8, 8), "fast": HostTraffic(8, 8)}, 4.0),
-        ({"slow": HostTraffic(2, 2), "fast": HostTraffic(32, 32)}, 4.0),
-        ({"uneven": HostTraffic(8, 8)}, 6.0),  # read at 4, written at 2, one after the other
-        ({"uneven": HostTraffic(8, 0), "fast": HostTraffic(0, 0)}, 2.0),
-        ({}, 0.0),
-    ):
-        nbytes = sum(each.nbytes for each in traffic.values())
-        assert links().host_route(traffic).seconds(nbytes) == seconds

@@ -1,12 +1,9 @@
 """Footprints and traffic against published figures and the package's own limits."""
 
-import footprint
 import pytest
 from footprint import PUBLISHED, ModelShape, shape_named, split_masters, zero_offload
 
-from lightning_cxl.gradients import step as updates
 from lightning_cxl.memory.placement import TensorRole
-from lightning_cxl.optim.kernels import BLOCK_SIZE
 
 R = TensorRole
 GIB = 2**30
@@ -49,25 +46,6 @@ def test_the_parameter_counts_follow_from_the_published_configurations():
     assert PUBLISHED["llama-3.1-70b"].num_parameters == llama(128256, 8192, 28672, 80)
 
 
-@pytest.mark.parametrize(
-    ("state", "overlap", "stored"),
-    [
-        ("fp32", "none", 14), ("fp32", "forward", 14), ("fp32", "backward", 13),
-        ("bf16", "none", 10), ("8bit", "none", 6 + 2 + 2 * 4 / BLOCK_SIZE),
-    ],
-)  # fmt: skip
-def test_split_masters_take_so_many_bytes_per_parameter(state, overlap, stored):
-    sizes = split_masters(TINY, 1, 1, state=state, overlap=overlap).bytes_of()
-    assert (sum(sizes.values()) - sizes[R.ACTIVATIONS]) / 1000 == pytest.approx(stored, abs=0.002)
-
-
-def test_gradients_of_as_many_units_exist_as_the_runtime_lets_wait():
-    assert updates.MAX_UNITS_IN_FLIGHT + 1 == footprint._UNITS_OF_GRADIENTS
-    few = ModelShape(name="few", num_parameters=1000, num_layers=2, hidden=16)
-    assert split_masters(few, 1, 1, overlap="backward").bytes_of()[R.COMPUTE_GRADS] == 2000
-    assert split_masters(TINY, 1, 1, overlap="backward").bytes_of()[R.COMPUTE_GRADS] == 1000
-
-
 def moved(job):
     total = {}
     for each in job.classes:
@@ -91,9 +69,3 @@ def test_a_step_moves_weights_twice_gradients_once_and_activations_both_ways(mak
         ("update", "cpu"): updated * 1000,
     }
     assert (job.num_tokens, job.num_units, job.num_parameters) == (15, 8, 1000)
-
-
-def test_flops_by_hand():
-    job = zero_offload(TINY, 3, 5)
-    assert job.forward_flops == 3 * (2 * 1000 * 5 + 2 * 5 * 5 * 16 * 8)
-    assert job.backward_flops == 3 * job.forward_flops

@@ -4,7 +4,7 @@ import json
 
 import pools
 import pytest
-from pools import PoolBytes, pool_bytes
+from pools import pool_bytes
 from torch import nn
 
 from lightning_cxl.commands.plan import model_on_meta
@@ -59,30 +59,6 @@ class Blocks(nn.Module):
         self.output = nn.Linear(10, 100, bias=False)
         if tied:
             self.output.weight = self.embedding.weight
-
-
-def blocks(nbytes: int) -> int:
-    return -(-nbytes // 4096) * 4096
-
-
-@pytest.mark.parametrize("in_flight", [1, 2, 3, 9])
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_largest_units_may_be_in_flight_together(in_flight, tied):
-    outside = 1 if tied else 2
-    widths = [30, 20, 5][:in_flight]
-    matrices = sum(20 * width for width in widths)
-    found = pool_bytes(Blocks(tied), in_flight=in_flight, itemsize=4)
-    assert found == PoolBytes(
-        largest=(outside + 2 * len(widths)) * 1000 * 4,
-        shapes=(outside * 1000 + matrices) * 4,
-        units=blocks(outside * 4000) + sum(blocks(4 * (20 * width + width + 10)) for width in widths),
-    )
-
-
-def test_a_matrix_in_a_unit_may_be_the_largest():
-    model = Blocks()
-    model.layers[1] = nn.Sequential(nn.Linear(10, 500), nn.Linear(500, 10))
-    assert pool_bytes(model, itemsize=1).largest == 4 * 5000
 
 
 def test_the_command_prints_and_writes_a_row_for_each_model(monkeypatch, tmp_path, capsys):

@@ -3,13 +3,11 @@
 import pytest
 from schedule.grid import MODES, Cell, Effort, measure
 from schedule.ideal import UnitShape
-from schedule.paper import GIB, MODELS, OUR_LAYOUT, PAPER_LAYOUT, update_traffic
-from schedule.replay import Setting, closed_form, contenders
-from simulation.links import HostTraffic
+from schedule.paper import GIB, MODELS
+from schedule.replay import Setting, contenders
 
 from lightning_cxl.memory.placement import TensorRole
 
-ROLES = set(PAPER_LAYOUT.roles) | {TensorRole.ACTIVATIONS}
 SEVEN, TWELVE = MODELS
 CONTENDERS = [pytest.param(each, id=f"{each.name}, {each.layout.name}") for each in contenders()]
 
@@ -33,23 +31,6 @@ def test_every_contender_places_every_role_and_fits_the_machine(shape, contender
         assert local <= setting.dram_bytes * (1 + 1e-6)
     else:  # as if there were enough of it
         assert all(split == {"dram0": 1.0} for split in splits.values())
-
-
-def test_an_update_streams_what_the_paper_counts():
-    traffic = update_traffic(PAPER_LAYOUT, {role: {"dram0": 0.75, "cxl0": 0.25} for role in ROLES}, 100)
-    assert traffic == {"dram0": HostTraffic(18, 18) * 75, "cxl0": HostTraffic(18, 18) * 25}  # 6N + 28N + 2N
-    only_dram = update_traffic(OUR_LAYOUT, {role: {"dram0": 1.0} for role in ROLES}, 100)
-    assert only_dram == {"dram0": HostTraffic(14, 12) * 100}
-
-
-def test_the_closed_form_of_an_update_in_dram_is_its_bytes_over_its_bandwidth():
-    setting = setting_of(SEVEN)
-    closed = closed_form(setting, contenders()[0])
-    assert closed.update_s == pytest.approx(36 * SEVEN.num_parameters / 276e9)
-    assert closed.forward_s == setting.forward_s
-    assert closed.step_s == pytest.approx(closed.forward_s + closed.backward_s + closed.update_s)
-    behind = closed_form(setting_of(SEVEN, "during backward"), contenders()[0])
-    assert behind.step_s == pytest.approx(behind.forward_s + behind.overlapped_s)
 
 
 def test_ideal_and_bound():

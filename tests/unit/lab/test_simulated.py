@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from simulation.engine import SimulatedEngine
-from simulation.links import HostTraffic, Link, Links
+from simulation.links import Link, Links
 
 MB = 1_000_000
 LINKS = Links(
@@ -97,18 +97,6 @@ def test_directions_run_at_once_and_each_is_in_order(engine, hold):
     assert third.end_s - first.start_s >= 3 * (1e-3 + 0.05)
 
 
-def test_directions_on_one_tier_slow_each_other_down(engine, tiers, hold):
-    out, back = empty(MB // 2), empty(MB // 2)
-    tiers.by_address = {out.data_ptr(): "cxl", back.data_ptr(): "cxl"}
-    with hold():
-        engine.d2h(empty(MB // 2), out)
-        engine.h2d(back, empty(MB // 2))
-    engine.synchronize()
-    (write,), (read,) = engine.trace.lane("d2h"), engine.trace.lane("h2d")
-    assert read.start_s == write.start_s
-    assert max(read.end_s, write.end_s) - read.start_s >= 0.5 / 4 + 0.5 / 5  # alone: 0.125 and 0.1 s
-
-
 def test_a_reader_that_does_not_wait_finds_the_last_bytes_missing(engine, hold):
     on_device, on_host = torch.ones(MB, dtype=torch.uint8), empty(MB)
     with hold():
@@ -118,22 +106,3 @@ def test_a_reader_that_does_not_wait_finds_the_last_bytes_missing(engine, hold):
     copy.wait_host()
     assert copy.done()
     assert torch.equal(on_host, on_device)
-
-
-def test_what_fails_on_the_worker_is_raised_where_it_is_waited_for(engine):
-    copy = engine.h2d(torch.ones(2, 3), torch.zeros(1, 3).expand(2, 3))
-    behind = engine.d2h(torch.ones(3), torch.zeros(3), after=[copy])
-    for each in (copy, behind):
-        with pytest.raises(RuntimeError, match="single memory location"):
-            each.wait()
-    engine.h2d(torch.ones(3), torch.zeros(3)).wait()
-
-
-def test_host_work_and_a_copy_on_one_tier_slow_each_other_down(engine, tiers):
-    source = empty(MB // 2)
-    tiers.by_address = {source.data_ptr(): "cxl"}
-    with engine.host_work("unit 0", {"cxl": HostTraffic(MB // 2, 0)}):
-        copy = engine.h2d(source, empty(MB // 2))
-    copy.wait()
-    (work,), (read,) = engine.trace.lane("host step"), engine.trace.lane("h2d")
-    assert max(work.end_s, read.end_s) - work.start_s >= 0.2  # alone: 0.1 s each

@@ -35,22 +35,6 @@ def test_medians_spreads_and_ratios(clock):
     assert "a" in timings and "none" not in timings
 
 
-def test_contenders_take_turns_in_changing_order(clock):
-    order = []
-
-    def named(name):
-        def run():
-            clock[0] += 1
-            order.append(name)
-
-        return Contender(name, lambda: run)
-
-    measure([named(name) for name in "abc"], 20)
-    rounds = ["".join(order[start : start + 3]) for start in range(6, 66, 3)]
-    assert {"".join(sorted(turn)) for turn in rounds} == {"abc"}
-    assert len(set(rounds)) > 3
-
-
 def test_an_optional_contender_that_cannot_run_is_left_out_with_a_reason(clock):
     def make():
         raise ModuleNotFoundError("No module named 'deepspeed'\nmore")

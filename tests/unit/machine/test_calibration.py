@@ -119,16 +119,12 @@ def changed(content: dict, *keys, value) -> str:
 
 DAMAGE = {
     "cut off": (lambda content: json.dumps(content)[:-40], "JSONDecodeError"),
-    "empty": (lambda content: "", "JSONDecodeError"),
-    "no mapping": (lambda content: "[1]", "TypeError"),
     "old": (lambda content: changed(content, "version", value=0), "its version is 0, this program writes 1"),
     "moved": (lambda content: changed(content, "machine", "cpu", value="other"), "it is of another machine"),
     "zero": (
         lambda content: changed(content, "speeds", "nodes", 0, "adam_bytes_per_s", value=0),
         "adam_bytes_per_s must be positive",
     ),
-    "lacking": (lambda content: changed(content, "speeds", "nodes", 0, "node_id", value=None), "node_id"),
-    "unknown": (lambda content: changed(content, "speeds", "more", value=1), "more"),
 }
 
 

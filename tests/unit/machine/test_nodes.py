@@ -71,10 +71,3 @@ def test_node_free_counts_file_cache_and_keeps_headroom(machine):
     root = machine("2node", {f"{NODE}/node1/meminfo": "\n".join(f"Node 1 {line}" for line in meminfo)})
     capacity = 1 << 30
     assert node_free_bytes(root, 1, capacity) == (512 << 20) + (3 << 20) - capacity // 64
-
-
-def test_single_node_trusts_memavailable(machine):
-    root = machine(
-        "2node", {f"{NODE}/has_memory": "0\n", "proc/meminfo": "MemTotal: 2048 MB\nMemAvailable: 1048576 kB\n"}
-    )
-    assert node_free_bytes(root, 0, 1 << 30) == (1 << 30) - (16 << 20)

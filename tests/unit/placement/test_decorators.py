@@ -1,9 +1,7 @@
 import copy
 import pickle
-import threading
 
 import pytest
-import torch
 from torch import nn
 
 from lightning_cxl.errors import ConfigError
@@ -117,21 +115,6 @@ def test_instance_mark_survives_copies_and_does_not_leak_to_the_class():
     assert set(module.state_dict()) == {"weight", "bias"}
 
 
-def test_another_thread_sees_nothing():
-    seen = []
-
-    @tier("cxl")
-    class Spy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            thread = threading.Thread(target=lambda: seen.append(constructing_spec()))
-            thread.start()
-            thread.join()
-
-    Spy()
-    assert seen == [None]
-
-
 def test_lightning_cli_reads_the_arguments_of_decorated_classes_and_subclasses():
     class Sub(Block):
         def __init__(self, depth: int, **kwargs) -> None:
@@ -158,9 +141,3 @@ def test_lightning_cli_reads_the_arguments_of_decorated_classes_and_subclasses()
 def test_bad_arguments(arguments, options, message):
     with pytest.raises(ConfigError, match=message):
         tier(*arguments, **options)
-
-
-@pytest.mark.parametrize(("target", "kind"), [(torch.zeros(1), "a Tensor"), (int, "int"), (len, "a builtin_function")])
-def test_only_modules_are_decorated(target, kind):
-    with pytest.raises(ConfigError, match=f"nn.Module class or instance, got {kind}"):
-        tier("cxl")(target)

@@ -36,13 +36,6 @@ def test_the_policy_is_told_everything_and_what_is_free_now():
     assert seen == free
 
 
-@pytest.mark.parametrize("wish", [{"tier": "hbm"}, {"spec": TierSpec(weights="hbm")}])
-def test_an_unknown_tier_names_what_exists(wish):
-    policy = RecordingPolicy(Placement(("dram",)))  # one that would not have noticed
-    with pytest.raises(TierNotFoundError, match=r"'hbm'.*'dram', 'cxl'"):
-        make_placer(policy).place(TensorRole.COMPUTE_WEIGHTS, 1, **wish)
-
-
 class ReadsFree:
     """Puts tensors on a tier that it reads the free bytes of."""
 

@@ -139,15 +139,3 @@ def test_gradients_cannot_lie_on_the_tier_ssd_yet():
     tier(gradients="ssd")(marked.embed)
     with pytest.raises(UnsupportedError, match=r"tier\(...\) on 'embed' asks for gradients on tier 'ssd'"):
         resolved(marked, {}, WITH_SSD)
-
-
-def test_a_rule_for_everything_on_the_tier_ssd_says_what_to_write():
-    with pytest.raises(
-        UnsupportedError, match=r'asks for gradients on tier .* alone: {"optimizer_state": "ssd", "weights": "ssd",'
-    ):
-        resolved(Model(), {"layers.*": "ssd"}, WITH_SSD)
-
-
-def test_a_rule_for_a_tier_ssd_that_is_not_there_says_how_to_have_it():
-    with pytest.raises(TierNotFoundError, match=r"tier_rules: 'embed' asks for optimizer_state.*Name a folder for it"):
-        resolved(Model(), {"embed": {"optimizer_state": "ssd"}})

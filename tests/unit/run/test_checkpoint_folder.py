@@ -63,13 +63,6 @@ def test_a_folder_has_its_name_when_it_is_complete(tmp_path, locks, exchanges):
     assert names(path.parent) == []
 
 
-def test_long_names_are_taken(tmp_path, locks):
-    path = tmp_path / ("a" * 240 + ".ckpt")
-    write(path, 1)
-    write(path, 2)
-    assert number_at(path) == 2
-
-
 class Another:
     """A save elsewhere that comes to look for what was left, just before this one locks its new folder."""
 

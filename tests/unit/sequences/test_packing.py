@@ -110,25 +110,6 @@ def test_the_whole_mask_is_that_of_documents_and_window():
 
 
 @pytest.mark.usefixtures("short_pieces")
-def test_no_piece_is_long_but_for_one_document(monkeypatch):
-    seen = []
-    attention = functional.scaled_dot_product_attention
-
-    def watched(query, key, value, attn_mask=None, **options):
-        seen.append((query.shape[2], key.shape[2], options.get("is_causal", False)))
-        assert options.get("is_causal") == (True if attn_mask is None else None)
-        return attention(query, key, value, attn_mask=attn_mask, **options)
-
-    mask = PackedMask([[5, 1, 1, 3, 40, 2, 12]], CPU)
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", watched)
-    mask.attend(*inputs([[64]], torch.float32))
-    assert seen == [(7, 7, False), (3, 3, True), (40, 40, True), (2, 2, True), (12, 12, True)]
-    seen.clear()
-    PackedMask([[40, 24]], CPU, window=10).attend(*inputs([[64]], torch.float32))
-    assert seen == [(10, 10, False), *[(10, 20, False)] * 3, (10, 10, False), (10, 20, False), (4, 14, False)]
-
-
-@pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize(
     "operation",
     [
@@ -320,15 +301,6 @@ def test_a_state_anywhere_in_the_model_is_enough():
     model = tiny("Llama")
     model.config.layer_types = ["full_attention", "linear_attention"]
     assert "a state that runs over the whole row" in why_not_apart(model)
-
-
-def test_the_question_touches_no_block():
-    model = tiny("Llama")
-    for layer in model.model.layers:
-        layer.forward = None
-    assert why_not_apart(model) is None
-    model.config._attn_implementation = "sdpa_of_my_own"  # not known to transformers: no mask at all
-    assert "attend to each other" in why_not_apart(model)
 
 
 def test_flash_attention_is_told_where_sequences_begin_in_all_rows(monkeypatch):

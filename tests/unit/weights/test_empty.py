@@ -1,5 +1,3 @@
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -51,22 +49,6 @@ def test_it_ends_with_the_region_also_after_an_error():
     with empty_weights(), empty_weights():
         pass
     assert not nn.Linear(2, 2).weight.is_meta
-
-
-def test_other_threads_build_as_always():
-    built = []
-    with empty_weights():
-        thread = threading.Thread(target=lambda: built.append(nn.Linear(2, 2)))
-        thread.start()
-        thread.join()
-    assert not built[0].weight.is_meta
-
-
-def test_lazy_modules_stay_lazy_and_materialise_later():
-    with empty_weights():
-        lazy = nn.LazyLinear(3)
-    lazy(torch.ones(1, 2))
-    assert lazy.weight.shape == (3, 2) and not lazy.weight.is_meta
 
 
 def test_nothing_is_placed_that_is_thrown_away():

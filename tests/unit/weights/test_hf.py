@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from lightning_cxl import empty_weights, from_pretrained, load_weights, save_pretrained
+from lightning_cxl import from_pretrained, save_pretrained
 from lightning_cxl.commands.export import build_empty
 from lightning_cxl.commands.plan import model_on_meta
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
@@ -141,18 +141,6 @@ def test_a_model_is_saved_under_the_names_it_was_loaded_with(tmp_path):
     assert names[0] == names[1]
 
 
-def test_saving_in_another_dtype_says_so_in_the_config(tmp_path):
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA))
-    save_pretrained(model, tmp_path / "out", dtype=torch.bfloat16)
-    loaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert loaded.dtype == torch.bfloat16 and type(loaded) is tf.LlamaForCausalLM
-    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
-    assert model.dtype == torch.float32 and model.config.dtype != torch.bfloat16
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="is a file: give a folder"):
-        save_pretrained(model, tmp_path / "file")
-
-
 def test_a_config_without_a_dtype_leaves_it_to_the_files(tmp_path):
     save(tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA)).bfloat16(), tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
@@ -195,17 +183,6 @@ def test_a_base_model_loads_into_one_with_a_new_head(tmp_path):
     assert 0.005 < model.classifier.weight.std() < 0.06 and model.classifier.weight.shape == (3, 32)
     reference.classifier.load_state_dict(model.classifier.state_dict())
     assert_equal_models(model, reference)
-
-
-def test_weights_that_a_class_says_may_be_missing_are_initialised_without_a_word(tmp_path, monkeypatch):
-    save(tf.BertModel(tf.BertConfig(**BERT)), tmp_path)
-    monkeypatch.setattr(tf.BertForSequenceClassification, "_keys_to_ignore_on_load_missing", [r"classifier\."])
-    model = from_pretrained(tf.BertForSequenceClassification, tmp_path)
-    assert torch.equal(model.classifier.bias, torch.zeros(2)) and 0.005 < model.classifier.weight.std() < 0.06
-    with empty_weights():
-        model = tf.BertForSequenceClassification(tf.BertConfig(**BERT))
-    with pytest.raises(CheckpointError, match=r"missing from the files: `classifier\.weight`"):
-        load_weights(model, tmp_path)
 
 
 def test_a_model_with_a_head_loads_into_the_base_model(tmp_path):

@@ -194,42 +194,6 @@ def test_a_computed_buffer_that_an_old_file_holds_is_not_unexpected(path):
     assert load_weights(Rotary(False), path) == ([], [], 0, 0)
 
 
-def test_lazy_modules_must_have_been_run(path):
-    saved(nn.Linear(2, 3), path)
-    with pytest.raises(CheckpointError, match="`weight` of LazyLinear has no shape yet"):
-        load_weights(nn.LazyLinear(3), path)
-
-
-def test_the_prefix_of_a_base_model_is_added_or_left_out(path):
-    class Base(nn.Module):
-        base_model_prefix = "base"
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 3)
-
-    class WithHead(nn.Module):
-        base_model_prefix = "base"
-        _keys_to_ignore_on_load_missing = (r"head\.bias",)
-        _keys_to_ignore_on_load_unexpected = (r"^old\.",)
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = Base()
-            self.head = nn.Linear(3, 1)
-
-    state = saved(Base(), path, extra=["old.thing"])
-    model = WithHead()
-    report = load_weights(model, path, strict=False)
-    assert report.missing_keys == ["head.weight"] and report.unexpected_keys == []
-    assert torch.equal(model.base.layer.weight, state["layer.weight"])
-    state = saved(WithHead(), path)
-    base = Base()
-    report = load_weights(base, path, strict=False)
-    assert report.unexpected_keys == ["head.bias", "head.weight"]
-    assert torch.equal(base.layer.weight, state["base.layer.weight"])
-
-
 # -- in the middle -----------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,5 @@
 """Measurements of memory: buffers large enough, on the right node."""
 
-import pytest
-
 from lightning_cxl.commands import calibrate
 from lightning_cxl.commands.calibrate import (
     ADAM,
@@ -11,9 +9,7 @@ from lightning_cxl.commands.calibrate import (
     Options,
     cache_bytes,
     measure_nodes,
-    room_bytes,
 )
-from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.topology import Topology
 
 TINY = Options(rounds=2, node_bytes=1 << 20)
@@ -70,12 +66,3 @@ def test_bytes_that_are_counted(monkeypatch):
     found = measure_nodes(Topology.detect(), TINY, 0)
     node = min(found)[0]
     assert [found[node, access].value for access in (READ, WRITE, ADAM)] == [1 << 20, 1 << 20, 7 << 18]
-
-
-def test_room_on_a_node(monkeypatch):
-    topology = Topology.fake(dram=["1GiB"])
-    assert room_bytes(topology, 0, 100 << 20) == 100 << 20
-    assert room_bytes(topology, 0, 10 << 30) == 512 << 20  # half of what is free
-    assert room_bytes(topology, 0, 10 << 30, parts=2) == 256 << 20
-    with pytest.raises(TierFullError, match=r"1.0 GiB are free, and 20 buffers of at least 64.0 MiB"):
-        room_bytes(topology, 0, 10 << 30, parts=20)

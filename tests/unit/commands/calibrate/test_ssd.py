@@ -3,7 +3,6 @@
 import errno
 import os
 import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -65,11 +64,3 @@ def test_a_disk_that_fails_is_an_error_and_leaves_nothing(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"could not be written and read: .*17 of 1048576 bytes at"):
         measure_ssd(tmp_path, 4 << 20)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_folders_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="no such folder"):
-        measure_ssd(tmp_path / "none", 1 << 20)
-    monkeypatch.setattr(calibrate.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
-    with pytest.raises(ConfigError, match=r"1.0 MiB are free, at least 2 MiB needed"):
-        measure_ssd(tmp_path, 1 << 20)

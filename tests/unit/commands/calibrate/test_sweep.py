@@ -19,33 +19,6 @@ def test_a_sweep_moves_the_bytes_and_changes_nothing(num_threads):
     assert all(torch.equal(now, then) for now, then in zip((*group, *other), before, strict=True))
 
 
-def recorded(monkeypatch):
-    """Every call of the kernel: the table's rows, the threads and the ISA."""
-    calls = []
-
-    def sweep(table, num_threads, isa):
-        numbers = list(table)
-        calls.append(([tuple(numbers[i : i + 4]) for i in range(0, len(numbers), 4)], num_threads, isa))
-
-    monkeypatch.setattr(_membench, "sweep", sweep)
-    return calls
-
-
-def test_a_stream_is_also_walked_at_several_places_at_once(monkeypatch):
-    calls = recorded(monkeypatch)
-    (tensor,) = tensors(10_001)
-    Sweep([[read(tensor)]], 2)
-    assert {isa for _, _, isa in calls} == set(_cpu.supported_isas())
-    assert {len(rows) for rows, _, _ in calls} == {1, 8}
-    for rows, num_threads, _ in calls:
-        assert num_threads == 2
-        position = tensor.data_ptr()
-        for group, address, nbytes, access in rows:  # the pieces are the whole stream, in order
-            assert (group, address, access) == (0, position, _membench.READ)
-            position += nbytes
-        assert position == tensor.data_ptr() + 4 * tensor.numel()
-
-
 def test_the_fastest_variant_is_taken(monkeypatch):
     """A kernel that advances the clock: the last ISA at one place is the fastest."""
     clock = [0.0]

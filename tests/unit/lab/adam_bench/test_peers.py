@@ -58,14 +58,3 @@ def test_chains_agree_on_new_weights_and_leave_the_gradients():
         assert not torch.equal(masters[-1], weights)
         assert torch.equal(values(path.problem.parameters), masters[-1].bfloat16().float())
     torch.testing.assert_close(*masters, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("make", [chains.torch_check, peers.compiled_check])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checks_give_the_norm_and_notice_what_is_not_finite(make, dtype):
-    gradients = Problem.make(LAYOUT, dtype).gradients
-    check = make(gradients)
-    assert float(check()) == pytest.approx(float(values(gradients).norm()), rel=1e-2)
-    gradients[1][3] = float("inf")
-    with pytest.raises(AssertionError):
-        check()

@@ -30,12 +30,6 @@ def test_each_socket_s_memory_and_card_come_first(root, host):
     assert [node.node_id for node in seen.tier("cxl").near_nodes] == [3]
 
 
-def test_nodes_at_one_distance_are_striped(root, host):
-    seen = seen_from(Topology.detect(root), (0, 1), host, range(4))
-    assert not any(tier.nearest_first for tier in seen.tiers)
-    assert [len(tier.near_nodes) for tier in seen.tiers] == [2, 2]
-
-
 def test_speeds_are_those_of_the_near_nodes(root, host):
     for node, speed in enumerate((100, 100, 30, 20)):
         folder = root / f"sys/devices/system/node/node{node}/access1/initiators"

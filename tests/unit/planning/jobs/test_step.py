@@ -1,17 +1,13 @@
 """Steps computed by hand, what decides about them, and what holds for every machine."""
 
-import math
 from dataclasses import replace
 
 import pytest
-from footprint import PUBLISHED, split_masters, zero_offload
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_cxl.machine.speeds import Device, Machine, MachineSsd, MachineTier
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.memory.placement import TensorRole
-from lightning_cxl.planning.job import Job, MemoryClass, Move, StepModel, predict_step, soft_maximum
+from lightning_cxl.planning.job import Job, MemoryClass, Move, predict_step, soft_maximum
 
 R = TensorRole
 
@@ -174,54 +170,6 @@ def test_what_a_rule_places_lies_there():
 
 # -- what holds for every job and machine ------------------------------------------------------------------------------
 
-speeds = st.floats(1e9, 1e12)
-contentions = st.one_of(st.just(math.inf), st.floats(1, 20))
-
-
-@st.composite
-def machines(draw):
-    names = ["dram0", "cxl0", "cxl1"][: draw(st.integers(2, 3))]
-    kinds = {"d": TierKind.DRAM, "c": TierKind.CXL}
-    tiers = tuple(tier(name, kinds[name[0]], draw(speeds), draw(speeds), draw(speeds)) for name in names)
-    device = Device(
-        flops=draw(st.floats(1e11, 1e15)),
-        h2d_bytes_per_s=draw(speeds),
-        d2h_bytes_per_s=draw(speeds),
-        copy_latency_s=draw(st.sampled_from([0.0, 1e-5])),
-        count=draw(st.integers(1, 4)),
-        is_host=draw(st.booleans()),
-    )
-    return Machine(name="drawn", tiers=tiers, device=device, write_contention=draw(contentions))
-
-
-@st.composite
-def jobs(draw):
-    shape = draw(st.sampled_from(list(PUBLISHED.values())))
-    batch, sequence = draw(st.integers(1, 4)), draw(st.integers(1, 32768))
-    if draw(st.booleans()):
-        return zero_offload(shape, batch, sequence)
-    overlap = draw(st.sampled_from(["none", "backward", "forward"]))
-    return split_masters(shape, batch, sequence, overlap=overlap)
-
-
-def draw_splits(data, job, machine):
-    splits = {}
-    for role in job.free_classes():
-        parts = [data.draw(st.integers(0, 10)) for _ in machine.names]
-        parts[0] += sum(parts) == 0
-        splits[role] = {name: part / sum(parts) for name, part in zip(machine.names, parts, strict=True)}
-    return splits
-
-
-@given(machines(), jobs(), st.data())
-def test_no_phase_is_faster_than_any_of_its_resources(machine, job, data):
-    model, splits = StepModel(job, machine), draw_splits(data, job, machine)
-    time = model.explain(splits)
-    for phase in time.phases().values():
-        assert phase.seconds >= max(phase.resources.values()) * (1 - 1e-9)
-    assert model.seconds(splits) == pytest.approx(time.seconds)
-    assert time.seconds == pytest.approx(predict_step(job, splits, machine).seconds)
-
 
 def on_ssd(read, write, **machine):
     return replace(MACHINE, ssd=MachineSsd(capacity_bytes=0, read_bytes_per_s=read, write_bytes_per_s=write), **machine)
@@ -266,9 +214,3 @@ def test_reads_and_writes_hide_behind_what_the_device_does(overlap):
     phase = getattr(slow, overlap)
     assert phase.seconds == pytest.approx(75)
     assert phase.bound_by == "ssd write"
-
-
-def test_drives_of_unknown_speed_take_no_time():
-    known = predict_step(job_on_ssd().without_ssd_moves(), {}, MACHINE)
-    assert predict_step(job_on_ssd(), {}, MACHINE).seconds == known.seconds == pytest.approx(4)
-    assert StepModel(job_on_ssd(), MACHINE).seconds({}) == known.seconds
