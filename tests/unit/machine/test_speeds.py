@@ -175,21 +175,6 @@ def test_files_with_mistakes_are_refused(machine, tmp_path, text, error, message
         machine_of(Topology.detect(machine("2node")), file=file)
 
 
-def test_a_machine_without_speeds_says_so_and_knows_everything_else(machine):
-    topology = Topology.detect(machine("2node"))
-    known = machine_of(topology, "cpu")
-    unknown = machine_without_speeds(topology, "cpu")
-    assert known.has_speeds and not unknown.has_speeds
-    assert unknown.device.is_host and not machine_without_speeds(topology, "cuda").device.is_host
-    assert [(t.name, t.kind, t.capacity_bytes, t.num_nodes, t.backed_by) for t in unknown.tiers] == [
-        (t.name, t.kind, t.capacity_bytes, t.num_nodes, t.backed_by) for t in known.tiers
-    ]
-    topology = Topology.fake(("1GiB",), ())
-    assert topology.tier("cxl").emulated
-    emulated = machine_without_speeds(topology)
-    assert [tier.backed_by for tier in emulated.tiers] == [None, "dram"]
-
-
 def measured(folder, read, write):
     return SsdSpeeds(folder=str(folder), read_bytes_per_s=read, write_bytes_per_s=write, direct=True)
 

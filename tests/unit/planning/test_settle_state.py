@@ -161,13 +161,6 @@ def test_units_go_evenly_spread_and_parameters_outside_of_units_last():
     ]  # fmt: skip
 
 
-def test_what_makes_the_slots_larger_than_it_brings_stays():
-    assert on_ssd(settled(listed(vocabulary=4096), 0)) == [*(f"layers.{i}" for i in range(8)), "head.bias"]
-    # nor does a single parameter go that needs three slots of its size
-    rules = {"layers.*": {"optimizer_state": "dram"}}
-    assert on_ssd(settled(listed(rules=rules), 0)) == []
-
-
 def test_only_state_and_weights_go_and_every_reader_is_told_so():
     inventory = settled(listed(), 0)
     assert {each.role for each in inventory.tensors if each.tier == "ssd"} == {*STATE_ROLES, TensorRole.COMPUTE_WEIGHTS}
@@ -209,20 +202,6 @@ def test_state_of_another_optimizer_is_refused():
     ):
         listed(optimizer=momentum, rules={"": {"optimizer_state": "ssd"}})
     assert on_ssd(settled(listed(optimizer=momentum), 0)) == []  # nothing of it goes by itself
-
-
-def test_state_that_is_asked_elsewhere_stays_there():
-    inventory = settled(listed(rules={"layers.[0-3]": {"optimizer_state": "dram"}}), 0)
-    assert [name for name in on_ssd(inventory) if name not in OUTSIDE] == [f"layers.{i}" for i in range(4, 8)]
-
-
-def test_state_that_is_asked_there_needs_slots():
-    inventory = listed(rules={"layers.2": {"optimizer_state": "ssd"}})
-    (record,) = inventory.ssd_records
-    slots = [each for each in inventory.tensors if each.owner == SLOTS_OWNER]
-    assert [(each.role, each.nbytes) for each in slots] == [(TensorRole.STAGING, 3 * record.nbytes)]
-    assert record.nbytes % 4096 == 0
-    assert placements(inventory).of(slots[0]).tiers[0] == "dram"
 
 
 def test_what_is_asked_for_and_does_not_fit_stays_in_memory_or_is_refused():
@@ -306,14 +285,6 @@ def test_frozen_weights_go_first():
         assert len(frozen) == min(len(found), 8), "trained weights go when all frozen ones are there"
 
 
-def test_where_weights_go_memory_stays_free_too():
-    widths = (64,) * 32
-    memory = memory_bytes_of(settled(listed(widths, rules={"": {"weights": "dram"}}), 0)) - 1
-    just, left = (weights_on_ssd(settled(listed(widths), memory, left_free=part)) for part in (0, 0.15))
-    assert 0 < len(just) < len(left) < 32
-    assert memory_bytes_of(settled(listed(widths), memory, left_free=0.15)) <= 0.85 * memory
-
-
 def test_what_a_step_moves_of_weights_and_of_state():
     rules = {"layers.[0-4]": {"weights": "ssd"}, "layers.[3-7]": {"optimizer_state": "ssd"}}
     inventory = listed(rules=rules, tiers={"ssd": {"path": "/nvme/run"}}, frozen=("layers.0",), micro_batches=3)
@@ -380,13 +351,3 @@ def test_inputs_that_are_asked_for_there_are_listed_also_where_their_size_is_not
     assert slots == ([NUM_INPUT_SLOTS * record.nbytes] if tokens else [])
     assert (record.nbytes > 0) == (tokens > 0)
     assert record.stored_bytes(MachineSsd(capacity_bytes=0, versions=2)) == record.nbytes  # no generation has them
-
-
-def test_inputs_that_the_tier_cannot_hold_stay_in_memory():
-    rules = {"layers.*": {"activations": "ssd"}}
-    record = listed(rules=rules, tokens=512).ssd_records[0]
-    with pytest.warns(SpillWarning, match=r"activations of 3 of 8 records stays in memory"):
-        inventory = settled(listed(rules=rules, tokens=512), 1 << 40, MachineSsd(capacity_bytes=5 * record.nbytes))
-    assert inputs_on_ssd(inventory) == [f"layers.{i} inputs" for i in range(5)]
-    last = next(each for each in inventory.tensors if each.unit == "layers.7" and each.role is TensorRole.ACTIVATIONS)
-    assert placements(inventory).of(last).tiers[0] != "ssd"
