@@ -126,7 +126,9 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
                 yield
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Leave a module where it is: its weights go to their tiers when it is set up."""
+        """Move a module without weights, such as a metric; the weights of others move when they are set up."""
+        if not any(True for _ in module.parameters()):
+            module.to(self.root_device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Place a module for use without training, or until `setup_optimizer`; cut it first, if there are several

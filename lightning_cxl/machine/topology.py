@@ -258,6 +258,7 @@ log = logging.getLogger(__name__)
 
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 _ON_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "fuse")
+_BLOCKS = Path("/sys/dev/block")
 _USED = 0.98  # of what is free: a file system needs some for itself, and slows down when it is full
 
 
@@ -294,8 +295,7 @@ def existing_folder(path: Path) -> Path:
 
 def filesystem_of(folder: Path) -> str:
     """Return the type of the filesystem that a folder lies on, such as ``"ext4"``; empty where it is not known."""
-    drive = drive_of(folder)
-    number = f"{os.major(drive)}:{os.minor(drive)}"
+    number = _device_numbers(drive_of(folder))
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         of_mount, _, of_filesystem = line.partition(" - ")
         if of_mount.split()[2] == number:
@@ -312,6 +312,24 @@ def _check_kind(folder: Path) -> None:
         )
     if kind.partition(".")[0] in _ON_NETWORK:
         log.warning(f"tier ssd: `{folder}` is on {kind}: all state goes through it in every step; use a local drive")
+    if speed := _rotations_per_minute(folder):
+        log.warning(f"tier ssd: `{folder}` is on a disk that rotates ({speed} rpm): every step waits for it")
+
+
+def _rotations_per_minute(folder: Path) -> int:
+    """Return how fast a disk says that it rotates; 0 where it does not: for Linux virtual ones rotate, too."""
+    block = (_BLOCKS / _device_numbers(drive_of(folder))).resolve()
+    slaves = (*block.glob("slaves/*"), *block.glob("slaves/*/slaves/*"))  # of LVM, RAID and encryption
+    below = [each.resolve() for each in slaves]
+    speeds = [0]
+    for disk in (disk for each in (block, *below) for disk in (each, each.parent)):  # of a partition
+        with contextlib.suppress(OSError):
+            speeds.append(int.from_bytes((disk / "device/vpd_pgb1").read_bytes()[4:6]))
+    return max(speed for speed in speeds if speed == 0 or 0x400 < speed < 0xFFFF)
+
+
+def _device_numbers(drive: int) -> str:
+    return f"{os.major(drive)}:{os.minor(drive)}"
 
 
 def _free_bytes(folder: Path) -> int:

@@ -106,6 +106,12 @@ def test_a_frozen_model_is_placed_and_streams(strategies):
     assert fabric.strategy.report()["streamed"]["num_units"] == 3
 
 
+def test_a_module_without_weights_moves_at_once_and_one_with_weights_when_it_is_set_up(strategies):
+    fabric = make_fabric(strategies())
+    assert fabric.to_device(nn.BatchNorm1d(3, affine=False)).running_mean.device.type == training_device.current.type
+    assert fabric.to_device(nn.Linear(2, 2)).weight.device.type == "cpu"
+
+
 def test_parameters_that_a_module_makes_when_it_moves_are_trained(strategies):
     fabric, model = make_fabric(strategies()), TinyTransformer()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -74,3 +74,31 @@ def test_a_folder_in_memory_is_refused_and_one_on_a_network_is_warned_of(tmp_pat
         monkeypatch.setattr(disk_space, "filesystem_of", lambda folder, kind=kind: kind)
         assert ssd_capacity_bytes(options) == 1 << 30
         assert (f"is on {kind}:" in caplog.text) is is_said
+
+
+@pytest.mark.parametrize("place", ["disk", "partition", "slave", "slave of a slave"])
+def test_a_disk_that_says_that_it_rotates_is_warned_of(tmp_path, monkeypatch, caplog, place):
+    folder, options = tmp_path, SsdOptions((tmp_path,), 1 << 30)
+    blocks, disk = tmp_path / "dev/block", tmp_path / "devices/block/sda"
+    (disk / "device").mkdir(parents=True)
+    block = {"disk": disk, "partition": disk / "sda1", "slave": tmp_path / "devices/block/dm-0"}[place.split(" ")[0]]
+    (block / "slaves").mkdir(parents=True)
+    if place == "slave":
+        (disk / "sda1").mkdir()
+        (block / "slaves/sda1").symlink_to(disk / "sda1")
+    if place == "slave of a slave":
+        (disk / "sda1").mkdir()
+        below = tmp_path / "devices/block/dm-1"
+        (below / "slaves").mkdir(parents=True)
+        (below / "slaves/sda1").symlink_to(disk / "sda1")
+        (block / "slaves/dm-1").symlink_to(below)
+    blocks.mkdir(parents=True)
+    drive = disk_space.drive_of(folder)
+    (blocks / f"{os.major(drive)}:{os.minor(drive)}").symlink_to(block)
+    monkeypatch.setattr(disk_space, "_BLOCKS", blocks)
+    for page, is_said in ((None, False), ("00b1003c0001", False), ("00b1003c0000", False), ("00b1003c1c20", True)):
+        if page is not None:
+            (disk / "device/vpd_pgb1").write_bytes(bytes.fromhex(page))
+        caplog.clear()
+        assert ssd_capacity_bytes(options) == 1 << 30
+        assert ("rotates (7200 rpm)" in caplog.text) is is_said
