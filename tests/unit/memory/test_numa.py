@@ -1,5 +1,4 @@
 import mmap
-import os
 import subprocess
 import sys
 
@@ -9,7 +8,7 @@ import torch
 from lightning_cxl.errors import PlacementError, TierFullError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.resource import NumaResource
-from lightning_cxl.native._numa import NOWHERE, Mapping, Range, page_nodes
+from lightning_cxl.native._numa import NOWHERE, Mapping, page_nodes
 
 MIB = 2**20
 
@@ -49,26 +48,6 @@ def test_parts_outside_a_mapping_are_refused(offset: int, nbytes: int) -> None:
     for method in (mapping.populate, mapping.discard, mapping.advise_huge):
         with pytest.raises(ValueError, match="is not a page-aligned part"):
             method(offset, nbytes)
-
-
-@pytest.mark.parametrize("inherit", [False, True])
-def test_forked_child_sees_memory_only_when_inherited_and_never_unmaps_it(inherit: bool) -> None:
-    mapping = Mapping(4096, inherit=inherit)
-    memoryview(Range(mapping.address, 4096, mapping)).cast("B")[0] = 9
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(write_end, b"%d" % page_nodes(mapping.address, 4096).get(0, 0))
-            mapping = None
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-
-    assert os.read(read_end, 20) == (b"4096" if inherit else b"0")
-    assert memoryview(Range(mapping.address, 4096, mapping)).cast("B")[0] == 9
-    os.close(read_end)
-    os.close(write_end)
 
 
 def test_full_node_is_refused_before_anything_is_touched(topology: Topology) -> None:

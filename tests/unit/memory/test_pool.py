@@ -1,9 +1,7 @@
 import random
-import weakref
 from collections.abc import Sequence
 
 import pytest
-import torch
 
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.topology import Topology
@@ -138,39 +136,3 @@ def test_the_end_of_a_budget_smaller_than_a_slab_is_usable() -> None:
         pool.allocate(1)
     del kept
     assert pool.allocate(1).nbytes == 1
-
-
-def test_trim_gives_back_what_is_free_and_nothing_else() -> None:
-    upstream, budget = budgeted(64 * MIB)
-    pool = PoolResource(upstream, slab_bytes=4 * MIB)
-    small, large = pool.allocate(1000), pool.allocate(10 * MIB)
-    pool.trim()
-    assert budget.held_bytes == 14 * MIB
-
-    del large
-    pool.trim()
-    assert budget.held_bytes == 4 * MIB
-    del small
-    pool.trim()
-    assert budget.held_bytes == 0
-
-
-def test_closing_keeps_living_buffers_and_frees_each_as_it_dies() -> None:
-    upstream, budget = budgeted(64 * MIB)
-    pool = PoolResource(upstream, slab_bytes=4 * MIB)
-    buffers = {size: pool.allocate(size) for size in (1000, 2000, 8 * MIB, 16 * MIB)}
-    tensor = buffers[8 * MIB].tensor((8,), torch.float32).fill_(4.0)
-    pool.close()
-    pool.close()
-    reference = weakref.ref(pool)
-    del pool
-
-    del buffers[16 * MIB]
-    assert budget.held_bytes == 12 * MIB
-    del buffers[8 * MIB]
-    assert tensor.tolist() == [4.0] * 8
-    del tensor
-    assert budget.held_bytes == 4 * MIB
-    buffers.clear()
-    assert budget.held_bytes == 0
-    assert reference() is None

@@ -235,16 +235,6 @@ def test_error_instead_of_spilling_leaves_everything_as_it_was(machine) -> None:
     assert memory.free_bytes() == {"dram": 192 * MIB, "cxl": 8 * MIB, "far": 64 * MIB}
 
 
-def test_what_other_stacks_keep_unused_is_given_back_before_a_tier_counts_as_full(memory) -> None:
-    memory.allocate(64 * MIB, Placement(("cxl",)), TensorRole.STAGING)
-    memory.allocate(180 * MIB, Placement(("dram",)), TensorRole.ACTIVATIONS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        buffer = memory.allocate(64 * MIB, SPLIT, ROLE)
-
-    assert by_tier([buffer]) == {"dram": 48 * MIB, "cxl": 16 * MIB}
-
-
 # ---- questions about addresses ----
 
 

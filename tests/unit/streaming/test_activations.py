@@ -5,7 +5,6 @@ import contextlib
 import copy
 import dataclasses
 import random
-import typing
 from collections import namedtuple
 
 import numpy as np
@@ -215,57 +214,10 @@ def test_what_a_unit_puts_into_containers_is_the_callers(offload):
     compare(Stack(Collecting, num_blocks=6), offload, collect)
 
 
-@dataclasses.dataclass(slots=True)
-class Slotted:
-    kind: typing.ClassVar[int] = 3
-    x: torch.Tensor = None
-
-
-class Refusing(dict):
-    def __setitem__(self, key, value):
-        raise TypeError("frozen")
-
-
 def nested(x):
     for _ in range(600):
         x = [x]
     return x
-
-
-def innermost(value):
-    while isinstance(value, list):
-        (value,) = value
-    return value
-
-
-@pytest.mark.parametrize(
-    ("make", "read"),
-    [
-        (lambda x: Slotted(x), lambda given: given.x * given.kind),
-        (lambda x: Refusing(x=x), lambda given: given["x"]),
-        (lambda x: x.max(1, keepdim=True), lambda given: given.values * given.indices),
-        (nested, innermost),
-    ],
-    ids=["slots", "refusing", "structseq", "deep"],
-)
-def test_containers_of_any_class_are_passed_on(offload, make, read):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x, given):
-            return x + torch.tanh(self.linear(x) * read(given))
-
-    def step(model):
-        x = model.stem(torch.randn(4, 8))
-        given = make(x.sin().detach())
-        for block in model.blocks:
-            x = block(x, given)
-        x.square().mean().backward()
-        assert isinstance(read(given), torch.Tensor)
-
-    compare(Stack(Block, num_blocks=6), offload, step)
 
 
 def test_a_cache_in_a_container_grows_once(offload):
@@ -357,16 +309,6 @@ def test_parametrizations_that_are_kept_for_several_uses(offload):
     for block in model.blocks:
         nn.utils.parametrize.register_parametrization(block.up, "weight", Doubled())
     compare(model, offload, step)
-
-
-def test_backward_inside_the_forward_of_a_unit(offload):
-    class Block(Residual):
-        def forward(self, x):
-            y = super().forward(x)
-            (grad,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
-            return y + grad
-
-    compare(Stack(Block), offload, train)
 
 
 class InPlace(nn.Module):

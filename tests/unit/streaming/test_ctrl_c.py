@@ -12,7 +12,7 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.optim.swapped_state import StateSwapper
 from lightning_cxl.storage.store import Area, Store
-from lightning_cxl.storage.swap import BufferPool, Lease, Swapper, uninterrupted
+from lightning_cxl.storage.swap import BufferPool, Swapper, uninterrupted
 from lightning_cxl.streaming.on_ssd import InputsOnSsd, WeightsOnSsd
 
 NBYTES = 64 << 10
@@ -133,18 +133,6 @@ def ends(function: Callable[[], None]) -> None:
     thread.join(30)
     assert not thread.is_alive(), "it waits for ever"
     assert not errors, errors
-
-
-def test_what_is_over_has_no_finaliser_in_which_ctrl_c_would_be_lost():
-    class Holds(Lease):
-        def _give_back(self):
-            given_back.append(True)
-
-    given_back = []
-    lease = Holds()
-    lease.end()
-    lease.end()
-    assert given_back == [True] and not hasattr(lease, "__del__")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -163,16 +163,6 @@ def test_a_copy_without_after_waits_for_what_the_device_computes(engine):
     transfer.wait_host()
 
 
-def test_several_copies_have_one_event(engine):
-    made = [torch.full((NUMEL,), float(i), device=engine.device) for i in range(5)]
-    hosts = [on_host() for _ in made]
-    with paused_copies(engine):
-        transfer = engine.d2h_all(list(zip(made, hosts, strict=True)))
-        assert len(engine._in_flight) == 1
-    transfer.wait_host()
-    assert [host[0].item() for host in hosts] == [0.0, 1.0, 2.0, 3.0, 4.0]
-
-
 @pytest.mark.usefixtures("needs_apart")
 def test_pageable_memory_is_copied_beside_what_the_device_computes(engine):
     slot = torch.zeros(NUMEL, device=engine.device)
