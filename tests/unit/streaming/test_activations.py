@@ -214,12 +214,6 @@ def test_what_a_unit_puts_into_containers_is_the_callers(offload):
     compare(Stack(Collecting, num_blocks=6), offload, collect)
 
 
-def nested(x):
-    for _ in range(600):
-        x = [x]
-    return x
-
-
 def test_a_cache_in_a_container_grows_once(offload):
     transformers = pytest.importorskip("transformers")
 
