@@ -58,7 +58,7 @@ def test_cpu_adam_follows_torch(model, accumulate, clip):
     assert_close(train(make_model, "auto", **arguments), train(make_model, "cxl_offload", **arguments))
 
 
-@pytest.mark.parametrize("optimizer", ["rmsprop", "adagrad", "adafactor", "adam"])
+@pytest.mark.parametrize("optimizer", ["adagrad", "adafactor"])
 def test_other_torch_optimizers_are_bit_identical(optimizer):
     arguments = {"optimizer": optimizer, "steps": 8}
     assert_identical(train(TinyTransformer, "auto", **arguments), train(TinyTransformer, offload(**EXACT), **arguments))
