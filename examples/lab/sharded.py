@@ -23,7 +23,7 @@ from simulation.machine_links import links_of
 from lightning_cxl.inventory.tensors import Mesh
 from lightning_cxl.machine.speeds import Machine, load_machine
 from lightning_cxl.memory.placement import TensorRole
-from lightning_cxl.planning.job import Group, Job, MemoryClass, Move, exchanges, predict_step
+from lightning_cxl.planning.job import UnitShards, Job, MemoryClass, Move, exchanges, predict_step
 
 GOAL = 1.10
 _MACHINE = Path(__file__).resolve().parents[1] / "machines" / "eight_gpus.yaml"
@@ -69,7 +69,7 @@ def predicted_s(units: ShardedUnits, host: Machine) -> float:
         forward_flops=n * units.forward_s * host.device.flops,
         backward_flops=n * units.backward_s * host.device.flops,
         overlap=units.overlap,
-        exchanges=exchanges([Group("unit", shard, shard)] * n, mesh),
+        exchanges=exchanges([UnitShards("unit", shard, shard)] * n, mesh),
     )
     alone = replace(host, write_contention=float("inf")).with_devices(units.num_ranks)
     return predict_step(job, {role: {host.tiers[0].name: 1.0} for role in job.free_classes()}, alone).seconds
