@@ -23,7 +23,7 @@ from simulation.machine_links import links_of
 from lightning_cxl.inventory.tensors import Mesh
 from lightning_cxl.machine.speeds import Machine, load_machine
 from lightning_cxl.memory.placement import TensorRole
-from lightning_cxl.planning.job import UnitShards, Job, MemoryClass, Move, exchanges, predict_step
+from lightning_cxl.planning.job import Job, MemoryClass, Move, UnitShards, exchanges, predict_step
 
 GOAL = 1.10
 _MACHINE = Path(__file__).resolve().parents[1] / "machines" / "eight_gpus.yaml"

@@ -139,9 +139,10 @@ def test_torchrun_goes_on_from_the_last_checkpoint(tmp_path, how):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("how", ["", "asynchronous"])
 def test_a_run_that_is_started_again_goes_on(tmp_path, how):
-    kills = 8
+    kills = 20
     steps, chance, seconds = 3 * kills + 3, random.Random(1), []
     whole = whole_run(tmp_path / "whole", steps)
     job = Job(tmp_path / "killed", "lightning", steps, how=how)

@@ -19,11 +19,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),
 ]
 
-MANY = pytest.param(20, marks=[pytest.mark.full, pytest.mark.timeout(900)])
+FIFTY = pytest.param(50, marks=[pytest.mark.full, pytest.mark.timeout(900)])
 
 
 @pytest.mark.on_cpu
-@pytest.mark.parametrize("num_kills", [7, MANY])
+@pytest.mark.parametrize("num_kills", [7, FIFTY])
 @pytest.mark.parametrize(
     "options",
     [

@@ -57,6 +57,15 @@ def check_against_double(start: Case, options: Options, isa: str) -> None:
         assert (worst <= 1).all(), (name, worst.max(), options)
 
 
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
+def test_every_combination_is_as_exact_as_float32_allows(combination):
+    for index, isa in enumerate(ISAS):
+        options = Options(7.0, 1e-2, (0.9 if index else 0.3, 0.999), 1e-8, 0.1, bool(index % 2), 0.37)
+        start = Case.random(3000, combination, index)
+        assert exact_adam(start.master(), start["grads"], *start.state(), options).covered.all()
+        check_against_double(start, options, isa)
+
+
 @examples(300)
 @given(
     combination=st.sampled_from(COMBINATIONS),
@@ -149,6 +158,17 @@ def test_every_combination_is_torchs_step(combination):
             theirs, momentum, variance = torch_update(start, 4.0, **changed)
             assert_stored(new, momentum, variance)
             assert_within_2_ulp(new, start, theirs)
+
+
+@needs_fma_torch
+@examples(100)
+@given(combination=st.sampled_from(COMBINATIONS), seed=seeds, step=st.integers(1, 10**5), options=torch_options)
+def test_is_within_2_ulp_of_torch(combination, seed, step, options):
+    start = Case.random(1001, combination, seed)
+    new = start.clone().run(step_scalars_of(float(step), **options))
+    theirs, momentum, variance = torch_update(start, float(step), **options)
+    assert_stored(new, momentum, variance)
+    assert_within_2_ulp(new, start, theirs)
 
 
 @needs_fma_torch

@@ -35,6 +35,14 @@ def test_split_master_weights_survive_a_step_bit_for_bit(isa, state):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+def test_bfloat16_compute_weights_are_those_of_split_masters(isa):
+    values = float32_of(every_upper_half(seed=4))
+    case = kept_weights(values, WEIGHTS_BF16, isa)
+    assert equal_bits(case["compute"], formats.split(values)[0]).all()
+    assert equal_bits(case["weights"], values).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_float16_compute_weights_are_rounded_as_torch_does(isa):
     """Nearest, ties to even; denormals, overflow to infinity, NaN stays NaN."""
     values = float32_of(every_upper_half(seed=5))
@@ -116,6 +124,22 @@ def test_rounding_of_state_is_unbiased_and_that_of_the_two_moments_is_uncorrelat
         ups = [(result != result.min()) for result in (momentum.abs(), variance)]
         if all(0 < up.sum() < count for up in ups):
             assert abs(correlation(*ups)) < SIGMAS / count**0.5, hex(bits)
+
+
+def test_a_decay_smaller_than_the_rounding_error_is_not_lost():
+    """0.999 is nearer to 1 than to any other bfloat16: rounded to nearest, a variance of 1 would never decay.
+
+    One rounding of a number below 1 has at most half the spacing 2^-8 as standard deviation, so the mean of n elements
+    after k steps is off by at most 5 * 2^-9 * sqrt(k / n).
+    """
+    count, num_steps = 4096, 700
+    zeros = torch.zeros(count)
+    case = Case.of(zeros, zeros, zeros, zeros + 1, BF16_STATE)
+    for step in range(num_steps):
+        case.key = formats.mix_key(step)
+        case.run(scalars_at(float(step + 1), betas=(0.9, 0.999)))
+    mean = case["variance"].double().mean().item()
+    assert abs(mean - 0.999**num_steps) < 5 * 2.0**-9 * (num_steps / count) ** 0.5 + 1e-4
 
 
 def test_rounding_depends_on_key_and_element_only():

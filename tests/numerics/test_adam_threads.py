@@ -40,6 +40,25 @@ def test_many_spans_of_mixed_formats_equal_one_call_each(spans, seed, num_thread
         case.assert_same(other, (num_threads, spans, cpus))
 
 
+def test_thousands_of_small_spans():
+    ours = [Case.random(index % 23, COMBINATIONS[index % 36], index) for index in range(2000)]
+    expected = [case.defined(scalars_at()) if index % 50 == 0 else None for index, case in enumerate(ours)]
+    singly = [case.clone().run(scalars_at()) for case in ours]
+    update([case.span(team=index % 3) for index, case in enumerate(ours)], [scalars_at()], num_threads=4)
+    for case, other, defined in zip(ours, singly, expected, strict=True):
+        case.assert_same(other)
+        if defined:
+            case.assert_same(defined)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
+def test_the_number_of_threads_does_not_matter(combination):
+    start = Case.random(5 * 65536 + 300, combination, 1)
+    expected = start.clone().run(scalars_at())
+    for num_threads in (2, 3, 6, 64):
+        start.clone().run(scalars_at(), num_threads=num_threads).assert_same(expected, num_threads)
+
+
 NUMBERS = [*range(1, 24), 31, 32, 33, 55, 64, 89]
 
 
@@ -50,6 +69,26 @@ def test_every_chunk_is_updated_once_whatever_their_number(chunks):
     expected = start.clone().run(scalars_at())
     for num_threads in (2, 5):
         start.clone().run(scalars_at(), num_threads=num_threads).assert_same(expected, (chunks, num_threads))
+
+
+@pytest.mark.alone
+def test_chunks_of_a_moment_are_spread_over_memory():
+    """Seen from outside during an update by two threads: what is done is no beginning of the tensor."""
+    case = Case.random(30_000_000)
+    marks = case["momentum"][::65536]
+    deadline, spread = time.monotonic() + 60, False
+    while not spread and time.monotonic() < deadline:
+        worker = threading.Thread(target=case.run, args=(scalars_at(),), kwargs={"num_threads": 2})
+        case["grads"].fill_(0.5)
+        case["momentum"].fill_(7.0)
+        worker.start()
+        while worker.is_alive() and not spread:
+            done = (marks != 7.0).tolist()
+            quarter = len(done) // 4
+            counts = [sum(done[begin : begin + quarter]) for begin in range(0, 4 * quarter, quarter)]
+            spread = min(counts) > 0 and max(counts) < 0.6 * quarter and max(counts) <= min(counts) + 0.25 * quarter
+        worker.join()
+    assert spread
 
 
 def test_several_updates_at_once():
@@ -210,6 +249,17 @@ def test_threads_of_an_update_may_run_afterwards_where_the_process_may():
     before = affinities()
     update([case.span()], [scalars_at()], num_threads=7, cpus=[0, CPUS[0]])
     assert sum(cpus == set(CPUS) for cpus in affinities(of_kernels=True).values()) >= 6
+    assert_moved_back(before)
+
+
+def test_a_cpu_that_is_not_there_changes_nothing():
+    start = Case.random(300_000)
+    expected = start.clone().run(scalars_at())
+    before = affinities()
+    for cpu in (1023, os.cpu_count()):
+        ours = start.clone()
+        update([ours.span()], [scalars_at()], num_threads=3, cpus=[0, cpu])
+        ours.assert_same(expected)
     assert_moved_back(before)
 
 

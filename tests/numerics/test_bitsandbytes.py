@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lightning_cxl.optim.kernels import BLOCK_SIZE, dynamic_map
+from lightning_cxl.optim.kernels import BLOCK_SIZE, WEIGHTS_SPLIT, dynamic_map
+from tests.numerics.adam_case import ISAS, Case, Formats, scalars_at
 from tests.numerics.blockwise_values import BOUNDARY, both_maps, draw, nearest_codes, shares_of
 from tests.numerics.reference.blockwise import dequantize, quantize
 
@@ -58,3 +59,26 @@ def test_codes_are_theirs_but_for_shares_at_a_boundary(unsigned):
     table_codes, table_scales = they_write(values, unsigned)
     assert torch.equal(scales, table_scales)
     assert ((codes == table_codes) | (distance < 0.51 * TABLE_STEP)).all()
+
+
+def test_they_read_the_state_that_a_step_leaves():
+    """After three steps, from zero: what they decode is what the step would decode next."""
+    case = Case.random(1000, Formats(torch.bfloat16, WEIGHTS_SPLIT, "8bit"))
+    for isa in ISAS:
+        for step in (1.0, 2.0, 3.0):
+            case.run(scalars_at(step), isa)
+    for name, ours, unsigned in zip(("momentum", "variance"), case.state(), (False, True), strict=True):
+        theirs = they_read(case[name], case[f"{name}_scale"], their_map(unsigned))
+        assert theirs.unique().numel() > 100
+        torch.testing.assert_close(ours, theirs, rtol=3e-6, atol=0)
+
+
+def test_a_step_goes_on_from_the_state_that_they_wrote():
+    start = Case.random(1000, Formats(torch.bfloat16, WEIGHTS_SPLIT, "8bit"), seed=1)
+    for name, unsigned in (("momentum", False), ("variance", True)):
+        codes, scales = they_write(draw(1000, 2, unsigned=unsigned, spread=1.0), unsigned)
+        start[name].copy_(codes)
+        start[f"{name}_scale"].copy_(scales)
+    expected = start.defined(scalars_at())
+    for isa in ISAS:
+        start.clone().run(scalars_at(), isa).assert_same(expected)

@@ -127,6 +127,41 @@ def test_special_blocks(unsigned, isa):
             assert decoded.isnan().all(), values
 
 
+@both_maps
+@every_isa
+def test_a_scale_below_1e_38_means_zero_whatever_the_codes(unsigned, isa):
+    """Its products with the map would be denormals, rounded so coarsely that a value could change its sign."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    for scale in (0.0, 1e-45, 3e-45, 1e-40, 9.9e-39):
+        scales = torch.tensor([scale])
+        values = kernel_dequantize(codes, scales, unsigned, isa)
+        assert (values == 0).all(), scale
+        assert equal_bits(values, dequantize(codes, scales, unsigned=unsigned)).all()
+
+
+@every_isa
+def test_the_largest_magnitude_may_be_negative(isa):
+    """There is no code for -1: the nearest is half a step away."""
+    values = torch.tensor([-3.0, 1.0, -0.0, -1e-9])
+    codes, scales = kernel_quantize(values, False, isa)
+    assert scales.item() == 3.0
+    assert codes.tolist()[0] == 0 and codes.tolist()[2:] == [127, 127]
+    decoded = kernel_dequantize(codes, scales, False, isa)
+    assert abs(decoded[0].item() + 3.0) <= 3 * 0.9 / 64 / 2 * 1.001
+
+
+@both_maps
+def test_a_block_is_not_touched_by_its_neighbours(unsigned):
+    """Each block of a tensor, the last shorter, codes as if alone."""
+    values = draw(3 * 256 + 5, 3, unsigned=unsigned)
+    values[300] = float("nan")
+    codes, scales = quantize(values, unsigned=unsigned)
+    for index, block in enumerate(values.split(BLOCK_SIZE)):
+        own, own_scale = quantize(block, unsigned=unsigned)
+        assert torch.equal(codes[index * 256 :][:256], own)
+        assert equal_bits(scales[index : index + 1], own_scale).all()
+
+
 # ---- the kernel ----
 
 

@@ -3,16 +3,20 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_cxl.optim import kernels as formats
-from tests.numerics.adam_case import equal_bits
+from tests.numerics.adam_case import equal_bits, examples
 from tests.numerics.bit_patterns import (
     SIGMAS,
+    bfloat16_neighbours,
+    check_share_rounded_up,
     correlation,
     every_upper_half,
     float32_of,
 )
-from tests.numerics.reference.rounding import random_bits
+from tests.numerics.reference.rounding import random_bits, round_stochastic
 
 # ---- split master weights ----
 
@@ -26,6 +30,15 @@ def test_split_and_join_are_exact_for_every_upper_half():
     assert torch.equal(joined.view(torch.int32)[~nan], values.view(torch.int32)[~nan])
     # a NaN keeps its sign and payload and becomes a quiet one
     assert torch.equal(joined.view(torch.int32)[nan], values.view(torch.int32)[nan] | 0x400000)
+
+
+@examples(200)
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200))
+def test_split_and_join_are_exact_for_any_bits(bits):
+    values = float32_of(torch.tensor(bits))
+    compute, remainders = formats.split(values)
+    assert compute.dtype == torch.bfloat16 and remainders.dtype == torch.int16
+    assert equal_bits(formats.join(compute, remainders), values).all()
 
 
 def test_the_compute_weight_is_the_nearest_bfloat16_and_ties_go_away_from_zero():
@@ -108,3 +121,31 @@ def test_mixed_keys_differ_in_every_argument():
 
 
 # ---- stochastic rounding ----
+
+
+def test_stochastic_rounding_takes_one_of_the_two_neighbours_and_keeps_what_is_exact():
+    bits = every_upper_half(seed=2)
+    values = float32_of(bits)
+    rounded = round_stochastic(values, random_bits(7, torch.arange(len(bits))) & 0xFFFF)
+    towards, away = bfloat16_neighbours(values)
+    same = equal_bits(rounded, towards) | equal_bits(rounded, away)
+    assert (same | values.isnan()).all()
+    assert torch.equal(rounded.isnan(), values.isnan())
+    exact = (bits & 0xFFFF) == 0
+    assert equal_bits(rounded.float(), values)[exact].all()
+    for random in (0, 0xFFFF):  # the extremes of the random bits reach both
+        extreme = round_stochastic(values, torch.full_like(bits, random))
+        assert equal_bits(extreme, away if random else towards)[~values.isnan()].all()
+
+
+def test_stochastic_rounding_is_unbiased():
+    """Of COUNT draws, a share f of the way up is rounded up f * COUNT times, within 5 binomial standard deviations.
+
+    So the mean of all rounding errors is less than 5 / sqrt(4 * COUNT), 0.5 % of the spacing, for every f.
+    """
+    for index, lower in enumerate((1, 37, 0x4000, 0x7FFF, 0x8000, 0xABCD, 0xFFFF)):
+        upper = (0x3F80, 0x0000, 0x0080, 0xBF80, 0x7F00, 0x4123, 0x8001)[index]
+        value = float32_of(torch.tensor([upper << 16 | lower]))
+        random = random_bits(formats.mix_key(index), COUNTERS)
+        for half in (random & 0xFFFF, random >> 16):
+            check_share_rounded_up(value, round_stochastic(value.expand(COUNT), half), lower / 2**16)

@@ -172,6 +172,14 @@ def test_many_spans_in_one_call_equal_one_call_each(case, sizes, seed, num_threa
         assert all(a is None or same_bits(a, b) for a, b in zip(now, alone, strict=True))
 
 
+def test_hundreds_of_small_spans():
+    tensors = [values(1 + index % 90, BF16, index) for index in range(700)]
+    totals = [grad_reference.sum_of_squares(tensor) for tensor in tensors]
+    for isa in ISAS:
+        for num_threads in (1, 2, 3):
+            assert list(Case("measure", BF16).run([span(tensor) for tensor in tensors], isa, num_threads)) == totals
+
+
 @pytest.mark.parametrize("size", [1, 40, 1000, PIECE + 77, 5 * PIECE])
 def test_sums_are_as_exact_as_documented(size):
     source = values(size, FP32, size)
@@ -180,6 +188,15 @@ def test_sums_are_as_exact_as_documented(size):
     pieces = -(-size // PIECE)
     assert abs(total - exact) <= exact * (2057 + pieces) * 2.0**-53
     assert abs(total - exact) <= exact * 1e-12
+
+
+@settings(deadline=None, max_examples=30)
+@given(size=st.integers(0, 500), seed=st.integers(0, 2**31), dtype=st.sampled_from([BF16, FP16]))
+def test_a_sum_does_not_depend_on_the_format(size, seed, dtype):
+    half = values(size, dtype, seed)
+    full = half.float()
+    for isa in ISAS:
+        assert Case("measure", dtype).run([span(half)], isa) == Case("measure", FP32).run([span(full)], isa)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
@@ -196,6 +213,18 @@ def test_a_sum_is_finite_if_and_only_if_every_element_is(dtype):
                 (total,) = Case("measure", dtype).run([span(source)], isa, 2)
                 assert math.isnan(total) if math.isnan(bad) else total == math.inf
                 source[place] = torch.finfo(dtype).max
+
+
+@pytest.mark.parametrize(("dtype", "smallest"), [(FP32, 2.0**-149), (BF16, 2.0**-133), (FP16, 2.0**-24)])
+def test_a_sum_is_zero_if_and_only_if_every_element_is(dtype, smallest):
+    source = torch.zeros(1000, dtype=dtype)
+    source[::2] = -0.0
+    for isa in ISAS:
+        assert Case("measure", dtype).run([span(source)], isa)[0] == 0.0
+        for place in (0, 31, 999):
+            source[place] = smallest
+            assert Case("measure", dtype).run([span(source)], isa)[0] == smallest**2
+            source[place] = 0.0
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
@@ -265,15 +294,19 @@ GOOD = [4096, 8192, 8, 0, 0, 0]
     ("name", "row", "message"),
     [
         ("measure", [4096, 0, 8, 0, 0], "6 numbers per span and one result each, got 5 and 1"),
+        ("measure", GOOD * 2, "got 12 and 1"),
         ("measure", GOOD, "measuring writes nothing"),
         ("measure", [0, 0, 8, 0, 0, 0], "null address"),
         ("measure", [4098, 0, 8, 0, 0, 0], "not a multiple"),
+        ("measure", [4097, 0, 8, 1, 0, 0], "not a multiple"),
         ("measure", [4096, 0, 8, 3, 0, 0], "format 3, which does not exist"),
         ("measure", [4096, 0, 2**47, 0, 0, 0], "more than there can be"),
         ("copy", [4096, 0, 8, 0, 0, 0], "null address"),
         ("copy", [4096, 8194, 8, 1, 0, 0], "not a multiple"),
         ("copy", [4096, 8192, 8, 0, 1, 0], "cannot be copied to format 1"),
+        ("copy", [4096, 8192, 8, 2, 1, 0], "cannot be copied to format 1"),
         ("copy", [4096, 4096, 8, 0, 0, 0], "overlaps its own destination"),
+        ("copy", [4096, 4126, 16, 1, 1, 0], "overlaps its own destination"),
         ("accumulate", [4096, 8192, 8, 2, 2, 0], "accumulator of format 2"),
         ("accumulate", [4126, 4096, 8, 1, 0, 0], "overlaps its own destination"),
     ],
@@ -289,3 +322,12 @@ def test_bad_tables_are_refused_before_anything_is_written(name, row, message):
         with pytest.raises(ValueError, match="span 1 "):
             getattr(_grads, name)(array("Q", first + row), results, 1, "baseline")
     assert not destination.any() and list(results) == [-1.0, -1.0]
+
+
+def test_bad_threads_and_isas_are_refused():
+    for name in ("measure", "copy", "accumulate"):
+        with pytest.raises(ValueError, match="num_threads must be at least 1, got 0"):
+            getattr(_grads, name)(array("Q"), array("d"), 0, "baseline")
+        with pytest.raises(ValueError, match="isa 'sse9' cannot be used: this CPU supports baseline"):
+            getattr(_grads, name)(array("Q"), array("d"), 1, "sse9")
+        getattr(_grads, name)(array("Q"), array("d"), 1, "baseline")

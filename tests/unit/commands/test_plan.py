@@ -184,6 +184,11 @@ def test_the_cpu_as_device(plan):
     assert plan("--overlap", "backward", "--stream-weights", is_host="true")[2]["overlap"] == "backward"
 
 
+def test_a_picture_is_no_longer_drawn(plan, tmp_path):
+    with pytest.raises(ConfigError, match=r"--plot was removed: write the plan with --json"):
+        plan("--plot", str(tmp_path / "plan.png"))
+
+
 def test_the_programme_exits_with_the_status_and_one_line_of_error(model, tmp_path):
     machine = tmp_path / "machine.yaml"
     machine.write_text(MACHINE.format(dram="1MiB", cxl="1MiB", gpu="1GiB", is_host="false"))

@@ -50,6 +50,20 @@ def test_the_model_has_the_shape_asked_for_and_is_built_once():
     assert module.model is built
 
 
+def test_default_attention_is_sdpa_and_the_default_size_is_that_of_the_main_job():
+    module = CausalLM()
+    with torch.device("meta"):
+        module.configure_model()
+    assert module.model.config._attn_implementation == "sdpa"
+    assert 20e6 < sum(parameter.numel() for parameter in module.parameters()) < 40e6
+
+
+@pytest.mark.parametrize("heads", [3, 16])
+def test_a_width_that_the_heads_cannot_share_is_refused(heads):
+    with pytest.raises(ConfigError, match=f"num_heads {heads}"):
+        CausalLM(hidden_size=16, num_heads=heads)
+
+
 def test_training_lowers_the_loss_and_logs_what_is_promised(tiny_model, data, make_trainer):
     seed_everything(1)
     losses = Losses()
@@ -140,6 +154,22 @@ def test_several_processes_leave_weights_in_their_files_unless_told(gpt2_folder,
     module = CausalLM(str(gpt2_folder), mapped=mapped)
     module.configure_model()
     assert (str(gpt2_folder) in Path("/proc/self/maps").read_text()) is left
+
+
+@pytest.mark.parametrize("name_or_path", [None, "hub/id"])
+def test_only_files_in_a_folder_can_be_mapped(name_or_path):
+    with pytest.raises(ConfigError, match=f"mapped=True needs a local folder .*{name_or_path}"):
+        CausalLM(name_or_path, mapped=True)
+
+
+def test_name_or_path_that_is_no_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot load"):
+        CausalLM(str(tmp_path)).configure_model()
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(data, make_trainer):
+    with pytest.raises(ConfigError, match="embedding 260 rows"):
+        make_trainer().fit(CausalLM(**{**SHAPE, "vocab_size": 260}), data)
 
 
 def test_blocks_longer_than_the_models_positions_are_refused(gpt2_folder, text_folder, make_trainer):

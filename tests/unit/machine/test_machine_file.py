@@ -112,13 +112,28 @@ def test_every_field_comes_back_from_a_file(tmp_path):
         ("    kind: dram\n", "", "tier 1 of 1 lacks kind; its keys are: name, kind, capacity_bytes"),
         ("kind: dram", "kind: tape", "tier 1 of 1: kind must be one of gpu, dram, cxl, ssd, got 'tape'"),
         ("8GiB", "8 apples", "tier 1 of 1: capacity_bytes: cannot read '8 apples' as a size"),
+        ("8GiB", "[8]", "tier 1 of 1: capacity_bytes: a size must be"),
         ("40 GB/s", "fast", "tier 1 of 1: adam_bytes_per_s must be a number of bytes per second, or text such as"),
         ("40 GB/s", "0 GB/s", "tier 1 of 1: adam_bytes_per_s must be positive, got 0.0"),
+        ("40 GB/s", "-.inf", "adam_bytes_per_s must be positive, got -inf"),
+        ("40 GB/s", ".inf", "adam_bytes_per_s must be finite, got inf"),
+        ("1.0e+12", "true", "the file: device: flops must be a number, got True"),
         ("1.0e+12", ".nan", "the file: device: flops must be a number, got nan"),
         ("  flops", "  count: 1.5\n  flops", "the file: device: count must be a whole number, got 1.5"),
+        ("  flops", "  is_host: 1\n  flops", "the file: device: is_host must be true or false, got 1"),
+        ("  flops", "  name: 5\n  flops", "the file: device: name must be text, got 5"),
+        ("device:", "cache: {size: 5}\ndevice:", "the file: cache has the unknown key 'size'; its keys are: nbytes"),
         ("kind: dram", "kind: dram\n    backed_by: cxl", "the file: there is no tier 'cxl'; machine `small` has"),
+        ("name: small", "name: small\nwrite_contention: 0.5", "write_contention must be at least 1, got 0.5"),
         ("kind: dram", "kind: ssd", "has the tier 'ssd' among `tiers`, which are memory: describe it under `ssd`"),
+        ("name: dram0", "name: ssd", "has the tier 'ssd' among `tiers`"),
+        ("device:", "ssd: {read_bytes_per_s: 1}\ndevice:", "the file: ssd lacks capacity_bytes; its keys are"),
+        ("device:", "ssd: {capacity_bytes: 1, num_drives: 0}\ndevice:", "ssd: num_drives must be at least 1"),
         ("device:", "ssd: {capacity_bytes: 1, versions: 3}\ndevice:", "versions must be 1 or 2, got 3"),
+        ("device:", "links: 5\ndevice:", "the file: links must map devices_per_port, port_bytes_per_s, peer_bytes"),
+        ("device:", "links: {peer_bytes_per_s: 0}\ndevice:", "links: peer_bytes_per_s must be positive, got 0"),
+        ("device:", "links: {network_bytes_per_s: fast}\ndevice:", "network_bytes_per_s must be a number of bytes per"),
+        ("device:", "links: {devices_per_port: 0}\ndevice:", "devices_per_port must be at least 1, got 0"),
         (
             "device:",
             "links: {devices_per_port: 2}\ndevice:",
@@ -138,6 +153,41 @@ def test_a_file_that_says_something_else_is_refused(old, new, message, tmp_path)
         load_machine(path)
     assert str(refused.value).startswith(f"{path}: ")
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file must map name, tiers, device"),
+        ("- 1", "the file must map name, tiers, device"),
+        ("name: x\ntiers: 3\ndevice: {}", "tiers must be a list, each entry with name, kind"),
+        ("{", "is not YAML"),
+    ],
+)
+def test_what_is_no_machine_is_refused(text, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        load_machine(written(tmp_path, text))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read the machine file .*nowhere.yaml: No such file"):
+        load_machine(tmp_path / "nowhere.yaml")
+
+
+def test_the_tier_ssd_is_read_as_people_write_it(tmp_path):
+    text = SMALL + "ssd: {capacity_bytes: 1TiB, read_bytes_per_s: 7 GB/s, write_bytes_per_s: 6.0e+9}\n"
+    found = load_machine(written(tmp_path, text))
+    assert found.ssd == MachineSsd(capacity_bytes=1 << 40, read_bytes_per_s=7e9, write_bytes_per_s=6e9)
+    assert found.ssd.has_speeds
+    assert found.names == ("dram0",)
+    assert not MachineSsd(capacity_bytes=1, read_bytes_per_s=7e9).has_speeds
+
+
+def test_links_are_read_as_people_write_them_and_left_out_by_files_of_one_device(tmp_path):
+    text = SMALL + "links: {peer_bytes_per_s: 360 GB/s, network_bytes_per_s: 5.0e+10, network_latency_s: 2.0e-5}\n"
+    found = load_machine(written(tmp_path, text)).links
+    assert found == MachineLinks(peer_bytes_per_s=360e9, network_bytes_per_s=5e10, network_latency_s=2e-5)
+    assert load_machine(written(tmp_path, SMALL)).links == MachineLinks()
 
 
 def test_links_of_this_machine_may_be_in_a_file_of_overrides(tmp_path):

@@ -1,6 +1,8 @@
 """What the process may use of the CPU: instruction sets, their override, threads under quotas."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -47,6 +49,21 @@ def test_bad_override_names_what_exists(monkeypatch):
     with pytest.raises(ValueError, match="avx9"):
         CPUAdam([torch.zeros(1, requires_grad=True)])
     assert CPUAdam([torch.zeros(1, requires_grad=True)], isa="baseline").isa == "baseline"
+
+
+def test_importing_with_a_bad_override_works():
+    code = "import lightning_cxl.native._cpu, lightning_cxl.native._adam"
+    environment = {**os.environ, "LIGHTNING_CXL_ISA": "nonsense"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+def test_explicit_isa_must_exist():
+    with pytest.raises(ConfigError, match="isa 'avx9' cannot be used"):
+        CPUAdam([torch.zeros(1, requires_grad=True)], isa="avx9")
+
+
+def test_affinity_without_any_limit(tmp_path):
+    assert _cpu.available_threads(str(tmp_path)) == 16
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import torch
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.parameter_state import allocate_from_torch
 from tests.unit.optim.adam_pairs import assert_close, assert_same_state, pair, parameters, set_gradients
 
 
@@ -48,6 +49,15 @@ def test_parameters_without_gradient_are_skipped_and_step_counts_differ():
     assert ours[0] not in adam.state
     assert_close(ours, theirs)
     assert_same_state(adam.state_dict()["state"], torch_adam.state_dict()["state"])
+
+
+def test_step_without_any_gradient_changes_nothing():
+    (parameter,) = parameters((3,))
+    before = parameter.detach().clone()
+    adam = CPUAdam([parameter])
+    assert adam.step() is None
+    assert torch.equal(parameter, before)
+    assert not adam.state
 
 
 def test_groups_have_their_own_hyper_parameters():
@@ -127,6 +137,26 @@ def test_channels_last_weights_and_gradients_in_another_order():
         assert torch.equal(adam.state[ours.weight][key], torch_adam.state[theirs.weight][key])
 
 
+def test_a_transposed_parameter_and_memory_from_a_contiguous_allocator():
+    theirs, ours = (torch.nn.Parameter(torch.arange(12.0).view(3, 4).T) for _ in range(2))
+    torch_adam = torch.optim.Adam([theirs])
+    adam = CPUAdam([ours], decoupled=False, allocate_state=lambda *args: torch.empty(args[-1]))
+    for step in range(3):
+        for parameter, optimizer in ((theirs, torch_adam), (ours, adam)):
+            parameter.grad = torch.arange(12.0).view(4, 3) - step
+            optimizer.step()
+    assert_close([ours], [theirs])
+    assert torch.equal(adam.state[ours]["exp_avg"], torch_adam.state[theirs]["exp_avg"])
+
+
+def test_lazily_negated_gradients():
+    (parameter,) = parameters((4,))
+    parameter.grad = torch._neg_view(torch.ones(4))
+    adam = CPUAdam([parameter])
+    adam.step()
+    assert (adam.state[parameter]["exp_avg"] < 0).all()
+
+
 def test_state_memory_is_reserved_at_construction_and_never_moves():
     asked = []
 
@@ -153,6 +183,18 @@ def test_state_memory_is_reserved_at_construction_and_never_moves():
     set_gradients([trained, frozen], 2)
     adam.step()
     assert len(asked) == 4
+
+
+def test_allocation_failure_leaves_the_optimizer_as_it_was():
+    def allocate(parameter, role, dtype, numel):
+        if numel > 3:
+            raise MemoryError("full")
+        return allocate_from_torch(parameter, role, dtype, numel)
+
+    adam = CPUAdam(parameters((3,)), allocate_state=allocate)
+    with pytest.raises(MemoryError):
+        adam.add_param_group({"params": parameters((2,), (4,))})
+    assert len(adam.param_groups) == 1
 
 
 def test_state_that_someone_replaced_is_taken_over():
@@ -210,3 +252,19 @@ def test_autograd_notices_the_update():
     adam.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_closure_is_evaluated_with_gradients_enabled():
+    (parameter,) = parameters((3,))
+    adam = CPUAdam([parameter])
+
+    def closure():
+        adam.zero_grad()
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = adam.step(closure)
+    assert loss.item() > 0
+    assert adam.state[parameter]["step"].item() == 1

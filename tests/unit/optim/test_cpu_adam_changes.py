@@ -1,6 +1,8 @@
 """What changes after `CPUAdam` was made, parameters, groups, gradients: followed, or refused before any change."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -133,9 +135,12 @@ def test_memory_that_was_taken_away_is_refused(what):
     ("change", "message"),
     [
         ({"lr": -1.0}, "`lr` must be one number, at least 0, got -1.0"),
+        ({"lr": "fast"}, "`lr` must be one number, at least 0, got 'fast'"),
         ({"eps": None}, "`eps` must be one number"),
         ({"weight_decay": float("nan")}, "`weight_decay` must be one number"),
         ({"betas": (1.0, 0.999)}, r"`betas` must be two numbers in \[0, 1\), got \(1.0, 0.999\)"),
+        ({"betas": (0.9, torch.ones(2))}, "`betas` must be two numbers"),
+        ({"betas": 0.9}, "`betas` must be two numbers"),
     ],
     ids=str,
 )
@@ -152,6 +157,16 @@ def test_hyper_parameters_are_checked_when_made_at_every_step_and_when_loaded(ch
     assert adam.param_groups[0]["lr"] == 0.1
     adam.param_groups[0].update(change)
     refuses(adam, ConfigError, message)
+
+
+def test_a_tensor_learning_rate_that_was_changed_in_place_is_checked():
+    params = parameters((3,))
+    lr = torch.tensor(0.1)
+    adam = CPUAdam(params, lr=lr)
+    set_gradients(params, 0)
+    adam.step()
+    lr.fill_(-0.1)
+    refuses(adam, ConfigError, "`lr` must be one number, at least 0")
 
 
 def test_steps_are_counted_when_the_kernel_has_run(monkeypatch):
@@ -171,3 +186,38 @@ def test_state_that_someone_replaced_by_what_does_not_fit_is_refused():
     params, adam = stepped()
     adam.state[params[1]] = {**adam.state[params[1]], "exp_avg": torch.zeros(3)}
     refuses(adam, CheckpointError, r"exp_avg of `p1` has shape \(3,\)")
+
+
+def test_clipping_that_fails_leaves_the_scale():
+    _, adam = stepped()
+    adam.grad_scale = 0.5
+
+    def broken(parameters):
+        raise RuntimeError("cannot measure")
+
+    adam.enter_run(broken, lambda: None)
+    with pytest.raises(RuntimeError, match="cannot measure"):
+        adam.clip_grad_norm_(1.0, scale=0.25)
+    assert adam.grad_scale == 0.5
+
+
+@pytest.mark.parametrize("num_threads", [2.5, "2", 0, -1], ids=repr)
+def test_a_number_of_threads_that_is_none_is_refused(num_threads):
+    with pytest.raises(ConfigError, match=r"num_threads must be at least 1, got .*: give a whole number"):
+        CPUAdam(parameters((3,)), num_threads=num_threads)
+
+
+def test_a_group_that_was_removed_is_let_go():
+    kept, removed = parameters((3,), (4,))
+    adam = CPUAdam([{"params": [kept]}, {"params": [removed]}])
+    set_gradients([kept, removed], 0)
+    adam.step()
+    alive = weakref.ref(removed)
+    del adam.param_groups[1]
+    adam.step()
+    assert removed in adam.state, "as with torch's optimizers: the group may come back"
+    del adam.state[removed], removed
+    adam.step()
+    gc.collect()
+    assert alive() is None
+    assert adam.state[kept]["step"].item() == 3

@@ -6,7 +6,9 @@ import pickle
 import pytest
 import torch
 
+from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.kernels import dynamic_map
 from tests.numerics.reference.blockwise import dequantize
 from tests.unit.optim.adam_pairs import bf16, half_gradients, masters, parameters
 
@@ -134,6 +136,23 @@ def test_state_dicts_in_the_form_of_bitsandbytes_load(state, nested):
             was = read(adam.state[p], number)
             tolerance = 2**-8 * float(was.abs().max()) if state == "bf16" and p.numel() >= 4096 else 0
             torch.testing.assert_close(read(other.state[mine], number), was, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("damage", ["no absmax", "blocks", "another map"])
+def test_damaged_8_bit_states_are_refused(damage):
+    params, adam = trained("8bit")
+    saved = as_bitsandbytes(adam, nested=True)
+    entry = saved["state"][0]["__bnb_optimizer_quant_state__"]
+    if damage == "no absmax":
+        del entry["absmax2"]
+    elif damage == "blocks":
+        entry["absmax1"] = entry["absmax1"][:-1]
+    else:
+        entry["qmap1"] = dynamic_map(True)
+    before = adam.state[params[0]]["state1"].clone()
+    with pytest.raises(CheckpointError, match="parameter 0 of its group"):
+        adam.load_state_dict(saved)
+    assert torch.equal(adam.state[params[0]]["state1"], before)
 
 
 def test_bitsandbytes_itself(monkeypatch):

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 
+from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.inventory import sensitive_parameters
 from lightning_cxl.memory.host_memory import is_dense
 from lightning_cxl.optim.cpu_adam import CPUAdam
@@ -35,6 +36,20 @@ def test_bfloat16_parameters_train_like_float32_ones(state, grads):
     for p, whole in zip(halves, wholes, strict=True):
         for key, value in other.state[whole].items():
             assert torch.equal(ours.state[p][key], value), key
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_gradients_equal_the_same_values_in_float32(dtype):
+    narrow, wide = parameters(LARGE, SMALL, ()), parameters(LARGE, SMALL, ())
+    ours, other = CPUAdam(narrow, **HYPER), CPUAdam(wide, **HYPER)
+    for step in range(3):
+        half_gradients(narrow, step, dtype)
+        half_gradients(wide, step, dtype)
+        for p in wide:
+            p.grad = p.grad.float()
+        ours.step()
+        other.step()
+    assert all(torch.equal(a, b) for a, b in zip(narrow, wide, strict=True))
 
 
 @pytest.mark.parametrize("state", ["bf16", "8bit"])
@@ -83,6 +98,18 @@ def test_one_embedding_among_many_small_tensors(state):
     assert adam.state[params[-2]]["state1" if state == "8bit" else "exp_avg"].dtype == kept
     kept_too = torch.bfloat16 if state == "bf16" else torch.float32
     assert adam.state[params[-1]]["exp_avg"].dtype == kept_too
+
+
+@pytest.mark.parametrize(
+    "kind", [list, tuple, set, dict.fromkeys, torch.nn.ParameterList], ids=lambda kind: kind.__name__
+)
+def test_parameters_with_float32_state_come_in_any_collection(kind):
+    params = parameters(LARGE, LARGE, LARGE)
+    params[2].data.copy_(params[1].data)  # equal, and not the same
+    adam = CPUAdam(params, state="8bit", fp32_state=kind([params[1]]))
+    set_gradients(params, 0)
+    adam.step()
+    assert ["exp_avg" in adam.state[p] for p in params] == [False, True, False]
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))], ids=["deepcopy", "pickle"])
@@ -142,7 +169,49 @@ def test_parameters_with_gaps_follow_dense_ones(state, gap, dtype):
     assert torch.equal(everything, outside), "nothing between the elements was touched"
 
 
+def test_parameters_with_gaps_follow_torch():
+    ours, theirs = (torch.nn.Parameter(torch.zeros(64, 64)[:, :32]) for _ in range(2))
+    adam, torch_adam = CPUAdam([ours], **HYPER), torch.optim.AdamW([theirs], **HYPER)
+    for step in range(3):
+        for p, optimizer in ((ours, adam), (theirs, torch_adam)):
+            optimizer.zero_grad()
+            (p * torch.arange(32.0).sub(10 + step)).sum().backward()
+            optimizer.step()
+    assert_close([ours], [theirs])
+    theirs_again = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(64, 64)[:, :32])])
+    theirs_again.load_state_dict(adam.state_dict())
+    adam.load_state_dict(torch_adam.state_dict())
+    assert torch.equal(adam.state[ours]["exp_avg"], torch_adam.state[theirs]["exp_avg"])
+
+
+def test_float16_compute_weights_follow():
+    params = parameters(LARGE, ())
+    compute = {p: torch.zeros_like(p, dtype=torch.float16) for p in params}
+    adam = CPUAdam(params, compute_weights=compute, state="8bit", **HYPER)
+    for step in range(2):
+        half_gradients(params, step, torch.float16)
+        adam.step()
+        assert all(torch.equal(compute[p], p.detach().half()) for p in params)
+
+
 # -- what changes between two steps ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["parameter and gradient", "parameter"])
+def test_a_parameter_that_was_cut_short_is_refused(what):
+    (p,) = parameters((10,))
+    adam = CPUAdam([p], **HYPER)
+    set_gradients([p], 0)
+    adam.step()
+    whole = p.detach().clone()
+    memory = p.data
+    p.data = p.data[:5]
+    if what == "parameter and gradient":
+        p.grad = None
+        p.grad = torch.ones(5)
+    with pytest.raises((ConfigError, RuntimeError), match="10"):
+        adam.step()
+    assert torch.equal(memory, whole)
 
 
 def test_compute_weights_of_another_format_at_the_same_place():

@@ -152,6 +152,18 @@ def test_low_precision_and_old_fashioned_states_load():
     assert torch.equal(adam.state[params[0]]["exp_avg"], state["state"][0]["exp_avg"].float())
 
 
+def test_hooks_run():
+    _, adam = trained(CPUAdam)
+    _, saved = trained(torch.optim.AdamW, steps=4)
+    called = []
+    replacement = saved.state_dict()
+    adam.register_load_state_dict_pre_hook(lambda optimizer, state: replacement)
+    adam.register_load_state_dict_post_hook(lambda optimizer: called.append(optimizer))
+    adam.load_state_dict({})
+    assert called == [adam]
+    same(adam.state_dict()["state"], replacement["state"])
+
+
 def damaged(**change):
     state = trained(torch.optim.AdamW)[1].state_dict()
     state["state"][1] = {**state["state"][1], **change}
@@ -195,16 +207,18 @@ def regrouped():
     ("state", "message"),
     [
         (lambda: damaged(exp_avg_sq=torch.zeros(2, 2)), r"exp_avg_sq of `body.weight` has shape \(2, 2\)"),
+        (lambda: damaged(exp_avg=None), "exp_avg of `body.weight` has shape NoneType"),
         (lambda: damaged(step=torch.zeros(2)), r"step of `body.weight` has shape \(2,\)"),
+        (lambda: damaged(step="x"), "step of `body.weight` is 'x', it must be a number of steps"),
         (lambda: damaged(step=-1), "step of `body.weight` is -1, it must be"),
         (
             lambda: damaged(exp_avg=torch.zeros(5, dtype=torch.uint8)),
             "exp_avg of `body.weight` is torch.uint8, it must",
         ),
         (lambda: damaged(exp_avg=torch.zeros(5).to_sparse()), "exp_avg of `body.weight` is in torch.sparse_coo memory"),
-        (lambda: coded(qmap1=dynamic_map(True)), "8-bit state of `body.weight` uses another map"),
-        (lambda: coded(absmax1=torch.ones(2)), "`body.weight`"),
-        (lambda: coded(absmax2=None), "`body.weight`"),
+        (lambda: damaged(exp_avg=torch.zeros(5, device="meta")), "exp_avg of `body.weight` is in the meta device"),
+        (lambda: coded(qmap1=torch.zeros(16)), "8-bit state of `body.weight` uses another map"),
+        (lambda: coded(qmap1="dynamic"), "8-bit state of `body.weight` uses another map"),
         (lambda: coded(state1=torch.zeros(5, dtype=torch.int64)), "state1 of `body.weight` is torch.int64, it must be"),
         (lambda: coded(absmax2=torch.zeros(1, dtype=torch.int32)), "absmax2 of `body.weight` is torch.int32"),
         (lambda: without("exp_avg"), "state of `body.weight` has no exp_avg"),

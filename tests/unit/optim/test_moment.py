@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from lightning_cxl.errors import CheckpointError
 from lightning_cxl.memory.placement import TensorRole
-from lightning_cxl.optim.kernels import decode
+from lightning_cxl.optim.kernels import check_map, decode, dynamic_map
 from lightning_cxl.optim.parameter_state import Moment, allocate_from_torch, choose_precision, moment_bytes
 from tests.numerics.reference import blockwise
 
@@ -120,6 +121,17 @@ def test_bytes(precision):
         Moment(torch.zeros(numel), TensorRole.MOMENTUM, precision, allocate)
         assert moment_bytes(numel, precision) == sum(asked)
     assert moment_bytes(4096, precision) == {"fp32": 16384, "bf16": 8192, "8bit": 4096 + 64}[precision]
+
+
+def test_another_map_is_refused():
+    for unsigned in (False, True):
+        qmap = dynamic_map(unsigned)
+        check_map(None, "w", unsigned=unsigned)
+        check_map(qmap.clone(), "w", unsigned=unsigned)
+        with pytest.raises(CheckpointError, match="8-bit state of `w` uses another map"):
+            check_map(torch.linspace(-1, 1, 256), "`w`", unsigned=unsigned)
+        with pytest.raises(CheckpointError):
+            check_map(dynamic_map(not unsigned), "w", unsigned=unsigned)
 
 
 @pytest.mark.parametrize("role", ROLES)

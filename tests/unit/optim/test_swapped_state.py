@@ -1,6 +1,8 @@
 """State on SSD is updated as state in memory is, bit for bit, through buffers that never take more than their cap."""
 
+import contextlib
 import copy
+import errno
 import os
 import pickle
 import threading
@@ -17,7 +19,7 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.swapped_state import OnSsd as StandIn
-from lightning_cxl.optim.swapped_state import StateRecord, StateSwapper
+from lightning_cxl.optim.swapped_state import StateRecord, StateSwapper, taken_nbytes
 from lightning_cxl.storage.drive import StorageTransfer, System
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
@@ -233,6 +235,17 @@ def test_direct_access_says_how_to_read_and_write_it(tmp_path, use) -> None:
     own.close()
 
 
+def test_what_can_be_asked_without_reading_is_answered(tmp_path) -> None:
+    own = one_step(tmp_path)
+    entry = own.optimizer.state[own.parameters[0]]
+    shown = entry["exp_avg"]
+    assert len(own.optimizer.state) == len(SHAPES) and entry and entry["step"] == 1
+    assert isinstance(shown, torch.Tensor) and shown.shape == (96, 64) and shown.dtype is torch.float32
+    assert shown.numel() == 96 * 64 and shown.device.type == "cpu" and shown.is_floating_point()
+    assert "state_dict()" in repr(own.optimizer.state)
+    own.close()
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "an entry"])
 def test_copies_of_an_optimizer_are_in_memory_and_go_on(tmp_path, how) -> None:
     own, plain_parameters = one_step(tmp_path / "ssd"), make_parameters(torch.float32)
@@ -301,6 +314,18 @@ def test_state_follows_another_memory_format(tmp_path) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
+def test_schedulers_and_hooks_go_on(tmp_path) -> None:
+    own, seen = one_step(tmp_path), []
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(own.optimizer, 4)
+    own.optimizer.register_state_dict_post_hook(lambda _, found: seen.append(len(found["state"])))
+    give_gradients(own.parameters, 1)
+    own.optimizer.step()
+    scheduler.step()
+    own.optimizer.load_state_dict(own.optimizer.state_dict())
+    assert seen == [len(SHAPES)] and own.optimizer.param_groups[0]["lr"] < 1e-3
+    own.close()
+
+
 def test_state_outlives_the_store_as_memory(tmp_path) -> None:
     own = OnSsd(tmp_path, make_parameters(torch.float32))
     plain_parameters = make_parameters(torch.float32)
@@ -318,6 +343,10 @@ def test_state_outlives_the_store_as_memory(tmp_path) -> None:
     plain.step()
     assert_equal_runs(own, plain, plain_parameters)
     assert state_of(copied)[0]["step"] == 2
+
+
+def test_what_a_tensor_takes_is_aligned() -> None:
+    assert [taken_nbytes(nbytes) for nbytes in (1, 64, 65)] == [64, 64, 128]
 
 
 def test_reads_begin_behind_writes_of_their_buffers(tmp_path) -> None:
@@ -547,6 +576,29 @@ def test_float32_state_that_is_loaded_into_8_bit_counts(tmp_path) -> None:
         optimizer.step()
     assert_equal_runs(own, plain, plain_parameters)
     own.close()
+
+
+class FailingWrites(System):
+    fails = False
+
+    def pwritev(self, *args):
+        if not self.fails:
+            return super().pwritev(*args)
+        time.sleep(0.05)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_closing_after_several_failed_writes_raises_the_first_error(tmp_path) -> None:
+    system = FailingWrites()
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=9, system=system)
+    system.fails = True
+    for record in own.records[:2]:
+        with own.state.use([record]):
+            pass
+    with pytest.raises(StorageError, match="EIO"):
+        own.state.swapper.close()
+    with contextlib.suppress(StorageError):
+        own.store.close()
 
 
 def test_state_that_an_interrupted_first_step_has_not_reached_is_zero(tmp_path, monkeypatch):

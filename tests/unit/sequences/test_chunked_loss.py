@@ -9,8 +9,9 @@ from torch.nn.modules.module import register_module_full_backward_hook
 
 from lightning_cxl import chunked_loss
 from lightning_cxl.commands.plan import loss_on_meta
+from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.dry_run import dry_run
-from lightning_cxl.sequences.chunked_loss import DeferredLogits, chunked_cross_entropy
+from lightning_cxl.sequences.chunked_loss import DeferredLogits, chunk_tokens, chunked_cross_entropy
 from lightning_cxl.streaming.units import StandIn
 from tests.unit.sequences.models import VOCABULARY, tiny
 
@@ -236,6 +237,22 @@ def test_logits_of_weights_that_have_changed_are_refused(batch):
         output.logits.sum()
 
 
+def test_labels_that_are_not_one_for_each_token_are_the_models_affair(batch):
+    """Labels of late tokens are missing, so those that are there would find a token."""
+    model = tiny("Llama")
+    batch["labels"][:, 5:] = -100
+    for each in (nn.Identity(), model):
+        with chunked_loss(each), pytest.raises(ValueError, match="batch_size"):
+            model(**batch, logits_to_keep=10)
+
+
+def test_a_module_without_logits_comes_before_the_model(batch):
+    model = tiny("Llama")
+    both = nn.ModuleList([tiny("Llama").model, model])
+    with chunked_loss(both):
+        assert isinstance(model(**batch).logits, DeferredLogits)
+
+
 def test_stand_ins_that_come_later_are_under_the_deferring_one(batch):
     """A layer that is streamed must be there when its logits are made."""
     model, calls = tiny("Llama"), []
@@ -296,6 +313,43 @@ def test_a_model_for_which_it_is_not_possible_computes_as_before(change, batch, 
     assert len(lines()) == 1
 
 
+def test_a_factor_for_each_token_is_no_step_of_every_logit(batch, lines):
+    model = tiny("Llama")
+    factors = torch.rand(2, 50, 1, requires_grad=True)
+    model.lm_head.register_forward_hook(lambda module, args, output: output * factors)
+    found = []
+    for tokens in (None, 16):
+        factors.grad = None
+        with chunked_loss(model if tokens else nn.Identity(), tokens=tokens):
+            loss = model(**batch).loss
+        loss.backward()
+        found.append((loss.detach(), factors.grad))
+    torch.testing.assert_close(*found)
+    assert len(lines()) == 2  # one of nn.Identity
+
+
+def test_a_vocabulary_that_is_not_that_of_the_config_is_the_models_affair(batch):
+    model = tiny("Llama")
+    model.config.vocab_size *= 50
+    for each in (nn.Identity(), model):
+        with chunked_loss(each), pytest.raises(ValueError, match="batch_size"):
+            model(**batch)
+
+
+def test_a_context_inside_of_another_does_nothing(batch):
+    model = tiny("Llama")
+    with chunked_loss(model), chunked_loss(nn.Sequential(model)):
+        logits = model(**batch).logits
+    assert logits.forward_of_layer.__func__ is nn.Linear.forward
+
+
+def test_a_module_without_a_language_model_is_said_once(lines):
+    for _ in range(2):
+        with chunked_loss(nn.Linear(2, 2)):
+            pass
+    assert lines() == ["Linear computes its loss from all logits at once: it holds no model of transformers."]
+
+
 def test_the_model_is_as_before_afterwards_and_a_copy_made_inside_too(batch):
     model = tiny("Llama")
     expected = model(**batch).loss.item()
@@ -323,6 +377,42 @@ def test_gradients_that_are_to_be_differentiated_are_refused(batch):
         loss = model(**batch).loss
     with pytest.raises(RuntimeError, match="cannot be differentiated"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+def test_weights_of_a_class_of_their_own_are_left_to_autograd(batch):
+    class Packed(torch.Tensor):
+        """As quantised weights are that keep the class of the layer."""
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            assert func is not torch.mm, "this layer can be called, and no more"
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    model = tiny("Llama")
+    expected = model(**batch).loss
+    weight = model.lm_head.weight.detach().as_subclass(Packed)
+    model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+    with chunked_loss(model, tokens=16):
+        loss = model(**batch).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_float64_is_left_alone_by_autocast(batch):
+    model = tiny("Llama", torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(**batch).loss.item()
+        with chunked_loss(model):
+            assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_chunk_has_at_least_one_token():
+    with pytest.raises(ConfigError, match="at least 1, got 0"), chunked_loss(tiny("Llama"), tokens=0):
+        pass
+
+
+def test_chunks_are_a_quarter_of_the_width_within_limits():
+    assert [chunk_tokens(width) for width in (64, 2048, 8192)] == [256, 512, 1024]
 
 
 def test_the_dry_run_holds_one_chunk():

@@ -56,6 +56,13 @@ def test_labels_of_the_caller_stay_but_for_the_first_of_each_sequence():
     assert packed["labels"] == [[-100, -100, 9, -100, 6]]
 
 
+def test_wrong_requests_are_refused():
+    with pytest.raises(ConfigError, match=r"tokens have \[1\] labels"):
+        pack_sequences([[1, 2]], 5, labels=[[1]])
+    with pytest.raises(ConfigError, match="at least 1, got 0"):
+        pack_sequences([[1, 2]], 0)
+
+
 def test_lengths_and_labels_come_from_positions():
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 1, 2]])
     assert lengths_of(positions).tolist() == [3, 2, 1, 2, 1, 3]
@@ -110,6 +117,25 @@ def test_the_whole_mask_is_that_of_documents_and_window():
 
 
 @pytest.mark.usefixtures("short_pieces")
+def test_no_piece_is_long_but_for_one_document(monkeypatch):
+    seen = []
+    attention = functional.scaled_dot_product_attention
+
+    def watched(query, key, value, attn_mask=None, **options):
+        seen.append((query.shape[2], key.shape[2], options.get("is_causal", False)))
+        assert options.get("is_causal") == (True if attn_mask is None else None)
+        return attention(query, key, value, attn_mask=attn_mask, **options)
+
+    mask = PackedMask([[5, 1, 1, 3, 40, 2, 12]], CPU)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", watched)
+    mask.attend(*inputs([[64]], torch.float32))
+    assert seen == [(7, 7, False), (3, 3, True), (40, 40, True), (2, 2, True), (12, 12, True)]
+    seen.clear()
+    PackedMask([[40, 24]], CPU, window=10).attend(*inputs([[64]], torch.float32))
+    assert seen == [(10, 10, False), *[(10, 20, False)] * 3, (10, 10, False), (10, 20, False), (4, 14, False)]
+
+
+@pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize(
     "operation",
     [
@@ -151,6 +177,13 @@ def test_what_is_written_into_a_mask_counts():
     found = functional.scaled_dot_product_attention(query, key, value, mask)
     expected = functional.scaled_dot_product_attention(query, key, value, mask + False)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_a_mask_is_held_between_forward_and_backward_as_it_is():
+    mask = PackedMask(ROWS, CPU)
+    assert mask.detach() is mask and mask.clone() is mask
+    assert (mask._version, mask.is_inference(), mask.requires_grad) == (0, False, False)
 
 
 POSITIONS = torch.tensor([[*range(6), *range(9), 0, 0], [*range(3), *range(3), *range(3), *range(3), *range(5)]])
@@ -301,6 +334,31 @@ def test_a_state_anywhere_in_the_model_is_enough():
     model = tiny("Llama")
     model.config.layer_types = ["full_attention", "linear_attention"]
     assert "a state that runs over the whole row" in why_not_apart(model)
+
+
+def test_the_question_touches_no_block():
+    model = tiny("Llama")
+    for layer in model.model.layers:
+        layer.forward = None
+    assert why_not_apart(model) is None
+    model.config._attn_implementation = "sdpa_of_my_own"  # not known to transformers: no mask at all
+    assert "attend to each other" in why_not_apart(model)
+
+
+def test_the_question_leaves_the_random_state_alone():
+    model, before = tiny("GPT2", embd_pdrop=0.5), torch.get_rng_state()
+    assert why_not_apart(model) is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_that_needs_more_than_tokens_is_refused():
+    model = tiny("Llama")
+    model.forward = lambda input_ids, position_ids, token_type_ids, **others: None
+    assert "cannot be asked with tokens and positions alone (TypeError: " in why_not_apart(model)
+
+
+def test_anything_but_a_model_of_transformers_is_refused():
+    assert why_not_apart(torch.nn.Linear(2, 2)) == "it is no model of transformers"
 
 
 def test_flash_attention_is_told_where_sequences_begin_in_all_rows(monkeypatch):

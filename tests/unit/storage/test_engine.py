@@ -1,5 +1,6 @@
 """`Engine`: pieces in one transfer, memory that lives just as long as it must, order, and the end."""
 
+import errno
 import os
 import threading
 import time
@@ -149,6 +150,28 @@ def test_memory_lives_until_the_transfer_is_done_and_not_longer(engine, system, 
     system.opens.release(1)
     transfer.wait_host()
     assert at_end == [None] and transfer.done()
+
+
+@pytest.mark.parametrize("code", [0, errno.EIO])
+def test_memory_of_a_transfer_that_failed_is_let_go(engine, system, monkeypatch, code):
+    if code:
+
+        def fails(*args):
+            raise OSError(code, "")
+
+        monkeypatch.setattr(system, "preadv", fails)
+    memory = memory_of(3 * CHUNK)
+    alive = weakref.ref(memory)
+    transfer = engine.read(pieces([memory], start=2 << 20))
+    del memory
+    while not transfer.done():
+        time.sleep(0.001)
+    deadline = time.monotonic() + 60
+    while alive() is not None:  # until the thread that ended it waits for the next one
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    with pytest.raises(StorageError, match="EIO" if code else "the file ends there"):
+        transfer.wait_host()
 
 
 def test_a_transfer_begins_after_others_also_when_they_failed(engine, system):

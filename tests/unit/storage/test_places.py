@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import stat
 
 import pytest
 
@@ -165,6 +166,18 @@ def test_a_filesystem_that_refuses_direct_transfers_is_used_through_its_cache(tm
     assert [entry.message.count("O_DIRECT") for entry in caplog.records] == [1]
 
 
+def test_a_block_device_is_refused(tmp_path):
+    class DeviceSystem(System):
+        def mode(self, path):
+            return stat.S_IFBLK
+
+    with pytest.raises(ConfigError, match="is a block device: give a folder"):
+        Store([tmp_path], budget_bytes=BUDGET, system=DeviceSystem())
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is no folder"):
+        Store([tmp_path / "file"], budget_bytes=BUDGET)
+
+
 @pytest.mark.parametrize("num_drives", [1, 2])
 def test_a_missing_manifest_lets_nobody_delete_the_data(tmp_path, num_drives):
     paths = folders(tmp_path, num_drives)
@@ -187,3 +200,14 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     with pytest.raises(StorageError, match="It is a link: remove the link"):
         Store([tmp_path], budget_bytes=BUDGET)
     assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_a_filesystem_that_takes_no_space_in_advance_and_a_name_that_is_too_long_say_what_to_do(tmp_path):
+    class NoSpace(System):
+        def allocate(self, fd, offset, nbytes):
+            raise OSError(errno.EINVAL, "Invalid argument")  # so does libc on ext2
+
+    with pytest.raises(StorageError, match="cannot take space in advance: use ext4, XFS or btrfs"):
+        Store([tmp_path / "ext2"], budget_bytes=BUDGET, system=NoSpace())
+    with pytest.raises(StorageError, match="shorter path"):
+        Store([tmp_path / ("x" * 300)], budget_bytes=BUDGET)

@@ -43,6 +43,17 @@ def test_a_generation_stays(tmp_path):
     assert sorted(tmp_path.glob("*/*")) == before and any(each.suffix == ".data" for each in before)
 
 
+def test_a_folder_that_cannot_be_cleaned_is_named_and_hinders_nobody(tmp_path, monkeypatch, caplog):
+    left = left_in(tmp_path / "rank-0")
+
+    def refuse(self, path):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(System, "unlink", refuse)
+    remove_left([tmp_path])
+    assert left.exists() and str(left.parent) in caplog.text
+
+
 def test_what_a_drive_is_mounted_at_is_not_made(tmp_path):
     make_parents([tmp_path / "run" / "rank-0"])
     make_parents([tmp_path / "run" / "rank-1"])

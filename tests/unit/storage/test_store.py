@@ -170,6 +170,15 @@ def test_a_budget_holds(opened):
     assert store.stats()["reserved_bytes"] == 8 * BLOCK
 
 
+def test_names_are_unique_and_sizes_positive(opened):
+    store = opened()
+    store.reserve("state", 1)
+    with pytest.raises(ConfigError, match="`state` already"):
+        store.reserve("state", 1)
+    with pytest.raises(ValueError, match="at least one byte"):
+        store.reserve("other", 0)
+
+
 def test_memory_must_be_large_enough_and_aligned(opened):
     store = opened()
     record = store.reserve("state", 2 * BLOCK)
@@ -311,6 +320,16 @@ def test_a_record_that_comes_later_lies_beside_what_an_earlier_run_left(opened, 
     record = store.reserve("state", 3 * BLOCK)
     store.restore(store.generations()[0].number)
     assert get(store, record) == wrote
+
+
+def test_details_that_cannot_be_kept_are_refused_before_anything_is_done(opened):
+    store = opened(keeps=True)
+    with pytest.raises(TypeError):
+        store.commit({"step": object()})
+    assert store.generations() == []
+    store.close()
+    with pytest.raises(ConfigError, match="keeps=True"):
+        opened().commit({})
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "format"])

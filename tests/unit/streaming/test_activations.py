@@ -5,6 +5,7 @@ import contextlib
 import copy
 import dataclasses
 import random
+import typing
 from collections import namedtuple
 
 import numpy as np
@@ -100,6 +101,10 @@ def train(model, *args, **kwargs):
 
 def loss_of(model, *args, **kwargs):
     return model(torch.randn(4, 8), *args, **kwargs).square().mean()
+
+
+def test_residual_blocks(offload):
+    compare(Stack(Residual), offload, train)
 
 
 def test_dropout_draws_the_same_numbers(offload):
@@ -214,6 +219,59 @@ def test_what_a_unit_puts_into_containers_is_the_callers(offload):
     compare(Stack(Collecting, num_blocks=6), offload, collect)
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    kind: typing.ClassVar[int] = 3
+    x: torch.Tensor = None
+
+
+class Refusing(dict):
+    def __setitem__(self, key, value):
+        raise TypeError("frozen")
+
+
+def nested(x):
+    for _ in range(600):
+        x = [x]
+    return x
+
+
+def innermost(value):
+    while isinstance(value, list):
+        (value,) = value
+    return value
+
+
+@pytest.mark.parametrize(
+    ("make", "read"),
+    [
+        (lambda x: Slotted(x), lambda given: given.x * given.kind),
+        (lambda x: Refusing(x=x), lambda given: given["x"]),
+        (lambda x: x.max(1, keepdim=True), lambda given: given.values * given.indices),
+        (nested, innermost),
+    ],
+    ids=["slots", "refusing", "structseq", "deep"],
+)
+def test_containers_of_any_class_are_passed_on(offload, make, read):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, given):
+            return x + torch.tanh(self.linear(x) * read(given))
+
+    def step(model):
+        x = model.stem(torch.randn(4, 8))
+        given = make(x.sin().detach())
+        for block in model.blocks:
+            x = block(x, given)
+        x.square().mean().backward()
+        assert isinstance(read(given), torch.Tensor)
+
+    compare(Stack(Block, num_blocks=6), offload, step)
+
+
 def test_a_cache_in_a_container_grows_once(offload):
     transformers = pytest.importorskip("transformers")
 
@@ -238,6 +296,32 @@ def test_a_cache_in_a_container_grows_once(offload):
     compare(Stack(Attends), offload, step)
 
 
+def test_llama(offload):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=100, max_position_embeddings=64, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).train()
+
+    def step(model):
+        ids = torch.randint(0, 100, (2, 16))
+        mask = torch.ones_like(ids)
+        mask[1, 12:] = 0
+        losses = []
+        for kwargs in ({}, {"attention_mask": mask}):
+            loss = model(input_ids=ids, labels=ids, **kwargs).loss
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    ours = compare(model, offload, step, units="auto", num_steps=2)
+    assert [name for name, _ in find_units(ours)] == [f"model.layers.{i}" for i in range(4)]
+    # 4 layers of 2 x 16 x 64 floats and what aligns them
+    assert 4 * 8192 <= offload.stats()["peak_saved_bytes"] < 4 * 8192 + 4 * 64
+
+
 def test_several_backwards_over_one_graph(offload):
     def step(model):
         out = model(torch.randn(4, 8))
@@ -248,6 +332,16 @@ def test_several_backwards_over_one_graph(offload):
         return first
 
     compare(Stack(lambda: Residual(p=0.3)), offload, step)
+
+
+def test_gradients_of_gradients(offload):
+    def step(model):
+        x = torch.randn(4, 8, requires_grad=True)
+        (grad,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+        grad.square().mean().backward()
+        return grad.detach()
+
+    compare(Stack(Residual), offload, step)
 
 
 def test_an_inner_step_of_maml(offload):
@@ -305,6 +399,16 @@ def test_parametrizations_that_are_kept_for_several_uses(offload):
     compare(model, offload, step)
 
 
+def test_backward_inside_the_forward_of_a_unit(offload):
+    class Block(Residual):
+        def forward(self, x):
+            y = super().forward(x)
+            (grad,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+            return y + grad
+
+    compare(Stack(Block), offload, train)
+
+
 class InPlace(nn.Module):
     """Overwrites its own input, then uses it."""
 
@@ -319,6 +423,15 @@ class InPlace(nn.Module):
 
 def test_a_unit_that_changes_its_input_in_place(offload):
     compare(Stack(InPlace), offload, train)
+
+
+def test_a_unit_that_changes_its_input_in_place_and_several_backwards(offload):
+    def step(model):
+        out = model(torch.randn(4, 8))
+        out.sum().backward(retain_graph=True)
+        out.square().sum().backward()
+
+    compare(Stack(InPlace), offload, step)
 
 
 def test_a_unit_that_changes_inputs_without_gradient_in_place(offload):
@@ -372,6 +485,22 @@ def test_autocast_bf16(offload):
     compare(Stack(lambda: Residual(p=0.1)), offload, step)
 
 
+def test_frozen_inputs_and_adapters(offload):
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(8, 8).requires_grad_(False)
+            self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+        def forward(self, x):
+            return torch.tanh(self.base(x)) + self.up(self.down(x))
+
+    model = Stack(Adapted)
+    model.stem.requires_grad_(False)
+    ours = compare(model, offload, train)
+    assert ours.blocks[0].down.weight.grad is not None
+
+
 def test_one_tensor_given_to_several_units_is_stored_once(offload):
     class Cross(nn.Module):
         def __init__(self):
@@ -392,6 +521,28 @@ def test_one_tensor_given_to_several_units_is_stored_once(offload):
 
     compare(Net(Cross), offload, train)
     assert offload.stats()["peak_saved_bytes"] < (3 + 1) * (4 * 8 * 4 + 64)
+
+
+def test_a_tensor_changed_between_two_units_is_stored_twice(offload):
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(8))
+
+        def forward(self, x, context):
+            return x * self.scale + context.sin().detach() + context.sum()
+
+    class Net(Stack):
+        def forward(self, x):
+            x = self.stem(x)
+            context = x * 2
+            for block in self.blocks:
+                x = block(x, context)
+                with torch.no_grad():
+                    context.add_(1.0)
+            return x
+
+    compare(Net(Sum), offload, train)
 
 
 def test_the_same_tensor_twice_in_one_call(offload):
@@ -556,6 +707,13 @@ def sets_default_dtype(dtype):
         yield
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_spectral_norm(offload):
+    def block():
+        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh())
+
+    compare(Stack(block), offload, train)
 
 
 def test_leaving_training_mode_before_backward_changes_nothing(offload):

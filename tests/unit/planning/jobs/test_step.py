@@ -1,13 +1,19 @@
 """Steps computed by hand, what decides about them, and what holds for every machine."""
 
+import itertools
+import math
 from dataclasses import replace
 
 import pytest
+from footprint import PUBLISHED, split_masters, zero_offload
+from hypothesis import given
+from hypothesis import strategies as st
 
+from lightning_cxl.errors import ConfigError, TierNotFoundError
 from lightning_cxl.machine.speeds import Device, Machine, MachineSsd, MachineTier
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.memory.placement import TensorRole
-from lightning_cxl.planning.job import Job, MemoryClass, Move, predict_step, soft_maximum
+from lightning_cxl.planning.job import Job, MemoryClass, Move, StepModel, predict_step, soft_maximum
 
 R = TensorRole
 
@@ -168,7 +174,110 @@ def test_what_a_rule_places_lies_there():
     )
 
 
+@pytest.mark.parametrize(
+    ("splits", "error", "message"),
+    [
+        ({}, ConfigError, "no split for momentum"),
+        ({R.MOMENTUM: {"ssd": 1.0}}, TierNotFoundError, "no tier 'ssd'"),
+        ({R.MOMENTUM: {"dram0": 0.5}}, ValueError, "add up to 1"),
+    ],
+)
+def test_splits_that_place_nothing_are_refused(splits, error, message):
+    with pytest.raises(error, match=message):
+        predict_step(job_of(MOMENTUM), splits, MACHINE)
+
+
+def test_a_step_is_described_in_a_line():
+    job = job_of(WEIGHTS, MOMENTUM, forward=20, backward=20, overlap="backward")
+    splits = {R.COMPUTE_WEIGHTS: DRAM, R.MOMENTUM: DRAM}
+    assert predict_step(job, splits, MACHINE).describe() == (
+        "forward 22.00 s (compute), backward 22.00 s (compute), update 1.00 s (tier dram0); "
+        "the update overlaps the backward and hides 3.00 s"
+    )
+    alone = predict_step(replace(job, overlap="none"), splits, MACHINE)
+    assert alone.describe() == "forward 22.00 s (compute), backward 22.00 s (compute), update 4.00 s (tier dram0)"
+
+
 # -- what holds for every job and machine ------------------------------------------------------------------------------
+
+speeds = st.floats(1e9, 1e12)
+contentions = st.one_of(st.just(math.inf), st.floats(1, 20))
+
+
+@st.composite
+def machines(draw):
+    names = ["dram0", "cxl0", "cxl1"][: draw(st.integers(2, 3))]
+    kinds = {"d": TierKind.DRAM, "c": TierKind.CXL}
+    tiers = tuple(tier(name, kinds[name[0]], draw(speeds), draw(speeds), draw(speeds)) for name in names)
+    device = Device(
+        flops=draw(st.floats(1e11, 1e15)),
+        h2d_bytes_per_s=draw(speeds),
+        d2h_bytes_per_s=draw(speeds),
+        copy_latency_s=draw(st.sampled_from([0.0, 1e-5])),
+        count=draw(st.integers(1, 4)),
+        is_host=draw(st.booleans()),
+    )
+    return Machine(name="drawn", tiers=tiers, device=device, write_contention=draw(contentions))
+
+
+@st.composite
+def jobs(draw):
+    shape = draw(st.sampled_from(list(PUBLISHED.values())))
+    batch, sequence = draw(st.integers(1, 4)), draw(st.integers(1, 32768))
+    if draw(st.booleans()):
+        return zero_offload(shape, batch, sequence)
+    overlap = draw(st.sampled_from(["none", "backward", "forward"]))
+    return split_masters(shape, batch, sequence, overlap=overlap)
+
+
+def draw_splits(data, job, machine):
+    splits = {}
+    for role in job.free_classes():
+        parts = [data.draw(st.integers(0, 10)) for _ in machine.names]
+        parts[0] += sum(parts) == 0
+        splits[role] = {name: part / sum(parts) for name, part in zip(machine.names, parts, strict=True)}
+    return splits
+
+
+@given(machines(), jobs(), st.data())
+def test_no_phase_is_faster_than_any_of_its_resources(machine, job, data):
+    model, splits = StepModel(job, machine), draw_splits(data, job, machine)
+    time = model.explain(splits)
+    for phase in time.phases().values():
+        assert phase.seconds >= max(phase.resources.values()) * (1 - 1e-9)
+    assert model.seconds(splits) == pytest.approx(time.seconds)
+    assert time.seconds == pytest.approx(predict_step(job, splits, machine).seconds)
+
+
+@given(machines(), jobs(), st.data())
+def test_overlap_never_takes_longer_than_one_phase_after_the_other(machine, job, data):
+    splits = draw_splits(data, job, machine)
+    time = predict_step(job, splits, machine)
+    alone = predict_step(replace(job, overlap="none"), splits, machine)
+    assert time.serial_seconds == pytest.approx(alone.seconds)
+    assert time.seconds <= alone.seconds * (1 + 1e-9)
+
+
+@given(machines(), jobs(), st.floats(0, 1), st.data())
+def test_seconds_are_convex_in_the_splits(machine, job, part, data):
+    model = StepModel(job, machine)
+    one, other = (draw_splits(data, job, machine) for _ in range(2))
+    between = {
+        role: {name: part * one[role][name] + (1 - part) * other[role][name] for name in machine.names} for role in one
+    }
+    assert model.seconds(between) <= (part * model.seconds(one) + (1 - part) * model.seconds(other)) * (1 + 1e-9)
+
+
+def test_the_order_of_classes_changes_not_even_the_last_bit():
+    """A policy compares seconds: what differs in the last bit would choose another plan."""
+    parts = [(role, Move("update", "cpu", nbytes)) for role, nbytes in ((R.MOMENTUM, 0.1), (R.VARIANCE, 0.2))]
+    parts.append((R.MASTER_GRADS, Move("update", "cpu", 0.3)))
+    assert 0.1 + 0.2 + 0.3 != 0.3 + 0.2 + 0.1
+    splits = dict.fromkeys((R.MOMENTUM, R.VARIANCE, R.MASTER_GRADS), DRAM)
+    forms = [job_of(*order) for order in itertools.permutations(parts)]
+    fixed = [replace(job, classes=tuple(replace(each, tier="dram0") for each in job.classes)) for job in forms]
+    for jobs in (forms, fixed):
+        assert len({StepModel(job, MACHINE).seconds(splits) for job in jobs}) == 1
 
 
 def on_ssd(read, write, **machine):
@@ -214,3 +323,22 @@ def test_reads_and_writes_hide_behind_what_the_device_does(overlap):
     phase = getattr(slow, overlap)
     assert phase.seconds == pytest.approx(75)
     assert phase.bound_by == "ssd write"
+
+
+def test_drives_of_unknown_speed_take_no_time():
+    known = predict_step(job_on_ssd().without_ssd_moves(), {}, MACHINE)
+    assert predict_step(job_on_ssd(), {}, MACHINE).seconds == known.seconds == pytest.approx(4)
+    assert StepModel(job_on_ssd(), MACHINE).seconds({}) == known.seconds
+
+
+@given(read=st.floats(1, 1e4), write=st.floats(1, 1e4), overlap=st.sampled_from(["none", "backward", "forward"]))
+def test_a_step_takes_no_less_than_reads_or_writes_and_no_more_than_all_in_turn(read, write, overlap):
+    job = job_on_ssd(WEIGHTS, GRADS, forward=20, backward=60, overlap=overlap)
+    splits = {R.COMPUTE_WEIGHTS: DRAM, R.COMPUTE_GRADS: DRAM}
+    machine = on_ssd(read, write)
+    seconds = predict_step(job, splits, machine).seconds
+    assert seconds == StepModel(job, machine).seconds(splits)
+    without = predict_step(job.without_ssd_moves(), splits, machine)
+    limit = 1 + 1e-9
+    assert max(200 / read, 200 / write, without.seconds) <= seconds * limit
+    assert seconds <= (without.serial_seconds + 200 / read + 200 / write) * limit
