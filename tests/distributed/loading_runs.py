@@ -176,7 +176,7 @@ class Memory:
         while not self._over.wait(0.005):
             self.look()
 
-    def note_bad(self) -> int:
+    def look(self) -> int:
         """Return by how much it has grown."""
         now = _anonymous_bytes() - self._before
         self.grown = max(self.grown, now)

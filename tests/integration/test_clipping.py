@@ -74,7 +74,7 @@ class StepHook(Recording):
         made["optimizer"].register_step_pre_hook(self.look)
         return made
 
-    def note_bad(self, optimizer, *_):
+    def look(self, optimizer, *_):
         self.seen = norm(p.grad for group in optimizer.param_groups for p in group["params"])
 
 
