@@ -8,6 +8,7 @@ The second prints what loading a folder, and the start of a run, add to the memo
 
 import argparse
 import copy
+import gc
 import json
 import tempfile
 import threading
@@ -195,6 +196,8 @@ def _anonymous_bytes() -> int:
 
 def memory(folder: Path, **options: Any) -> dict[str, int]:
     """Return the bytes that loading a model has added, and those at the peak until a run has begun."""
+    gc.collect()  # models of earlier tests would leave meanwhile
+    dist.barrier()  # and another process's share of a page would become this one's
     with Memory() as seen:
         model = load(folder, **options)
         loaded = seen.look()
