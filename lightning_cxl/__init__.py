@@ -31,14 +31,7 @@ from lightning_cxl.integrations.lightning.strategy import CXLOffloadStrategy
 from lightning_cxl.machine.speeds import Machine, MachineTier, load_machine
 from lightning_cxl.machine.topology import Node, Tier, TierKind, Topology
 from lightning_cxl.memory.hook import empty, host_allocation, residency
-from lightning_cxl.memory.placement import (
-    Placement,
-    PlacementPolicy,
-    PlacementRequest,
-    RoleHomePolicy,
-    TensorRole,
-    tier,
-)
+from lightning_cxl.memory.placement import TensorRole, tier
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.planning.job import Job, MemoryClass, Move, predict_adam_seconds, predict_copy_seconds
 from lightning_cxl.planning.policies import Decision, PlanningPolicy
@@ -73,12 +66,8 @@ __all__ = [
     "OffloadProgressBar",
     "OffloadConfig",
     "PinnedMemoryError",
-    "Placement",
     "PlacementError",
-    "PlacementPolicy",
-    "PlacementRequest",
     "PlanningPolicy",
-    "RoleHomePolicy",
     "SpillWarning",
     "StorageError",
     "Tier",
@@ -108,6 +97,15 @@ __all__ = [
 
 CXLOffloadStrategy.register_strategies(StrategyRegistry)
 CXLFabricStrategy.register_strategies(STRATEGY_REGISTRY)
+
+
+def __getattr__(name: str) -> object:
+    if name in ("Placement", "PlacementPolicy", "PlacementRequest", "RoleHomePolicy"):
+        raise ImportError(
+            f"lightning_cxl.{name} was removed: policies are asked once for the whole run (PlanningPolicy), the policy "
+            "'by_role' takes the place of RoleHomePolicy, and `tier_rules` place single modules"
+        )
+    raise AttributeError(f"module 'lightning_cxl' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

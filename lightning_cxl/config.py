@@ -105,7 +105,7 @@ class OffloadConfig:
             tier}``. The last matching rule wins; a pattern also matches what the named module contains.
         policy: Places what no rule or decorator does: ``"dram_only"``, ``"interleave"``, ``"latency_first"`` or
             ``"bandwidth"``, or the import path of a class of your own; the strategies also take an object with the
-            method of `PlacementPolicy` or of `PlanningPolicy`. ``"auto"`` is ``"bandwidth"`` where there is
+            method of `PlanningPolicy`. ``"auto"`` is ``"bandwidth"`` where there is
             more than one kind of memory and speeds are known; elsewhere ``"by_role"``: every kind of tensor has its
             home tier.
         machine: YAML file with speeds of this machine's tiers, which win over its calibration and the firmware's

@@ -35,8 +35,8 @@ NAMES = """
     CPUAdam CXLFabricStrategy CXLOffloadStrategy CheckpointError ConfigError Decision GradientOverflowError Job
     LightningCXLError LostRankError
     LightningCXLWarning LoadReport Machine MachineTier MemoryClass MissingTierWarning Move Node OffloadConfig
-    OffloadProgressBar PinnedMemoryError Placement PlacementError PlacementPolicy PlacementRequest PlanningPolicy
-    RoleHomePolicy SpillWarning StorageError TensorRole Tier TierFullError TierKind TierNotFoundError Topology
+    OffloadProgressBar PinnedMemoryError PlacementError PlanningPolicy
+    SpillWarning StorageError TensorRole Tier TierFullError TierKind TierNotFoundError Topology
     UnsupportedError chunked_loss empty empty_weights from_pretrained host_allocation load_machine load_weights
     pack_sequences packed_arguments plain_checkpoint predict_adam_seconds predict_copy_seconds residency
     save_pretrained save_weights tier
@@ -132,6 +132,12 @@ COMMANDS = {
 def test_names():
     assert sorted(lightning_cxl.__all__) == sorted(NAMES.split())
     assert [name for name in lightning_cxl.__all__ if not hasattr(lightning_cxl, name)] == []
+
+
+@pytest.mark.parametrize("name", ["Placement", "PlacementPolicy", "PlacementRequest", "RoleHomePolicy"])
+def test_removed_names_say_what_to_do(name):
+    with pytest.raises(ImportError, match=r"was removed: policies are asked once .* `tier_rules` place single modules"):
+        getattr(lightning_cxl, name)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,6 @@ from lightning_cxl.memory import host_memory as kernel
 from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.memory.placement import (
     Placer,
-    RoleHomePolicy,
     TensorRole,
     TierSpec,
     constructing,
@@ -309,7 +308,7 @@ def _default(pid: int) -> Scope:
     topology = Topology.detect()
     # pinned is what asks for it; the policy asks for nothing pinned
     memory = HostMemory(topology, pin=True, reuse_below=_REUSE_BELOW)
-    return Scope(memory, Placer(topology, RoleHomePolicy(topology), memory.free_bytes), pid)
+    return Scope(memory, Placer(topology, memory.free_bytes), pid)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The role of a tensor (`TensorRole`), its `Placement`, and policies that are asked tensor by tensor."""
+"""The role of a tensor (`TensorRole`), the tiers that decorators and rules ask for, and its `Placement`."""
 
 import contextvars
 import difflib
@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from lightning_cxl.config import SSD
 from lightning_cxl.errors import ConfigError, TierNotFoundError, UnsupportedError
@@ -42,8 +42,7 @@ class Placement:
     tiers: tuple[str, ...]
     """Tier names, first choice first; the others are where it may spill."""
     pinned: bool = False
-    """Page-locked and registered with the device's driver. A policy may leave it: what a device copies of a model is
-    page-locked anyway (`is_copied`), and with ``pin_memory=False``, or without such a device, nothing is."""
+    """Page-locked and registered with the device's driver."""
     reason: str = ""
     """Why, in a few words: shown by the report."""
     shares: tuple[float, ...] = ()
@@ -101,74 +100,6 @@ def preferred_kinds(role: TensorRole, *, cpu_computes: bool) -> tuple[TierKind, 
         cpu_computes: the CPU is the accelerator, so it reads the weights all the time: they are at home in DRAM then.
     """
     return _DRAM_FIRST if cpu_computes and role is TensorRole.COMPUTE_WEIGHTS else _HOMES[role]
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
-    """One tensor, or several that stay together, looking for a home."""
-
-    role: TensorRole
-    nbytes: int
-    module: str = ""
-    """Name of the module that owns it, for messages; empty when none does."""
-    tier: str | None = None
-    """A tier asked for explicitly; None leaves it to the policy."""
-    source: str = ""
-    """Source of the request for `tier`, e.g. ``"rule 'model.layers.*'"``."""
-
-
-class PlacementPolicy(Protocol):
-    """Decides where tensors go. Must not keep state: the same request and free bytes give the same placement."""
-
-    def place(self, request: PlacementRequest, free: Mapping[str, int]) -> Placement:
-        """Return the tiers to try in order.
-
-        The first is where the tensor belongs; that another one is used is a spill, reported by the allocator.
-
-        Args:
-            request: what is to be placed.
-            free: bytes that can still be allocated, by tier name. Without CXL memory ``cxl`` is not among the keys;
-                who reads ``free["cxl"]`` all the same asks for that tier, see `Topology`.
-        """
-
-
-class RoleHomePolicy:
-    """Every role has a home kind of memory; what does not fit there may spill to the other tiers.
-
-    An explicit tier goes first instead. The first choice stays first even when it is full, so that the allocator sees
-    the spill and warns or refuses; among the tiers to spill to, those that hold the request come first.
-
-    Args:
-        topology: the tiers there are.
-        cpu_computes: see `preferred_kinds`.
-    """
-
-    def __init__(self, topology: Topology, *, cpu_computes: bool = False) -> None:
-        self._topology = topology
-        self._cpu_computes = cpu_computes
-
-    def place(self, request: PlacementRequest, free: Mapping[str, int]) -> Placement:
-        """Return the explicit tier or the role's home, then the others.
-
-        Raises:
-            TierNotFoundError: `request.tier` names none of the topology.
-        """
-        if request.tier is not None:
-            first = self._topology.tier(request.tier).name
-            others = [name for name in self._topology.names if name != first]
-            reason = request.source or "asked for explicitly"
-        else:
-            first, *others = self._by_kind(preferred_kinds(request.role, cpu_computes=self._cpu_computes))
-            reason = f"home of {request.role.value}"
-        if free.get(first, request.nbytes) < request.nbytes:
-            reason += f"; {first} has {format_bytes(free[first])} free of {format_bytes(request.nbytes)} needed"
-        others.sort(key=lambda name: free.get(name, request.nbytes) < request.nbytes)
-        return Placement((first, *others), reason=reason)
-
-    def _by_kind(self, kinds: tuple[TierKind, ...]) -> list[str]:
-        """Return all tier names, those of the given kinds first and in that order."""
-        names = [tier.name for kind in kinds for tier in self._topology.select(kind=kind)]
-        return names + [name for name in self._topology.names if name not in names]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -480,37 +411,36 @@ def _show(name: str, module: object) -> str:
 # `Placer`: answers where a tensor goes, for the allocator hook, the run and the user.
 
 
-class _Free(dict[str, int]):
-    """Bytes by tier name. Reading a tier that this machine does not have asks for it, see `Topology.tier`."""
-
-    def __init__(self, topology: Topology, free: Callable[[], Mapping[str, int]]) -> None:
-        super().__init__(free())
-        self._topology = topology
-        self._read = free
-
-    def __missing__(self, name: str) -> int:
-        self._topology.tier(name)
-        self.update(self._read())
-        return self.get(name, 0)
-
-
 class Placer:
-    """A policy together with the machine that it decides about."""
+    """Every tensor goes to the tier that is asked for, else where its role was decided to go, else to its role's home.
 
-    def __init__(self, topology: Topology, policy: PlacementPolicy, free: Callable[[], Mapping[str, int]]) -> None:
+    The first choice stays first even when it is full, so that the allocator sees the spill and warns or refuses; among
+    the tiers to spill to, those that hold the tensor come first.
+
+    Args:
+        free: returns the bytes that can still be allocated, by tier name.
+        cpu_computes: see `preferred_kinds`.
+        splits: decided, by role: the fraction of the bytes on each tier.
+        reasons: of these splits.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        free: Callable[[], Mapping[str, int]],
+        *,
+        cpu_computes: bool = False,
+        splits: Mapping[TensorRole, Mapping[str, float]] | None = None,
+        reasons: Mapping[TensorRole, str] | None = None,
+    ) -> None:
         self.topology = topology
-        self.policy = policy
         self._free = free
+        self._cpu_computes = cpu_computes
+        self._splits = splits or {}
+        self._reasons = reasons or {}
 
     def place(
-        self,
-        role: TensorRole,
-        nbytes: int,
-        *,
-        tier: str | None = None,
-        spec: TierSpec | None = None,
-        module: str = "",
-        source: str = "",
+        self, role: TensorRole, nbytes: int, *, tier: str | None = None, spec: TierSpec | None = None, source: str = ""
     ) -> Placement:
         if tier is None and spec is not None:
             tier = spec.for_role(role)
@@ -520,16 +450,24 @@ class Placer:
         if tier is not None and self._is_ssd(tier):
             if role not in _ROLES_ON_SSD:  # weights and inputs of units move there when their run begins
                 raise _cannot_lie_on_ssd(role.value, source or "the request")
-            return Placement((tier,), reason=source or "asked for explicitly")  # no policy is asked: nothing spills
-        request = PlacementRequest(role, nbytes, module, tier, source if tier is not None else "")
-        placement = self.policy.place(request, _Free(self.topology, self._free))
-        for name in placement.tiers:
-            if self._is_ssd(name):
-                raise UnsupportedError(
-                    f"policy {type(self.policy).__name__} places {role.value} on tier {name!r}, and policies place in "
-                    f"memory ({', '.join(self.topology.names)}). Ask for it by a rule or decorator for optimizer_state"
-                )
-        return placement
+            return Placement((tier,), reason=source or "asked for explicitly")  # nothing spills
+        free, names = self._free(), list(self.topology.names)
+        split = self._splits.get(role, {}) if tier is None else {}
+        if tier is not None:
+            chosen, reason = [tier], source or "asked for explicitly"
+        elif split:
+            chosen = sorted((name for name in names if split.get(name, 0) > 0), key=lambda name: -split[name])
+            reason = self._reasons.get(role, "")
+        else:
+            kinds = preferred_kinds(role, cpu_computes=self._cpu_computes)
+            names = [each.name for kind in kinds for each in self.topology.select(kind=kind)]
+            chosen, reason = names[:1], f"home of {role.value}"
+        if not split and free.get(chosen[0], nbytes) < nbytes:
+            reason += f"; {chosen[0]} has {format_bytes(free[chosen[0]])} free of {format_bytes(nbytes)} needed"
+        others = [name for name in names if name not in chosen]
+        others.sort(key=lambda name: free.get(name, nbytes) < nbytes)
+        shares = tuple(split.get(name, 0.0) for name in (*chosen, *others)) if len(chosen) > 1 else ()
+        return Placement((*chosen, *others), reason=reason, shares=shares)
 
     def _is_ssd(self, tier: str) -> bool:
         return self.topology.tier(tier).kind is TierKind.SSD

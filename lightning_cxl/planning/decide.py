@@ -1,7 +1,7 @@
 """`decide`: where everything of a run goes, before any of it is allocated. See [Note: One inventory].
 
-A policy that plans (`PlanningPolicy`) sees the whole inventory as one job; then its decision answers tensor by tensor,
-as any other policy does. A run that does not fit is refused here.
+A policy sees the whole inventory as one job and splits every role over tiers; `Placer` answers tensor by tensor from
+that. A run that does not fit is refused here.
 """
 
 import logging
@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +21,9 @@ from lightning_cxl.inventory.tensors import HostTensor, PlannedRecord, records_o
 from lightning_cxl.machine.speeds import MachineSsd, check_split, machine_of, machine_without_speeds, with_new_tiers
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.host_memory import HostMemory, anonymous_bytes, is_ordinary
-from lightning_cxl.memory.placement import (
-    Placement,
-    PlacementPolicy,
-    PlacementRequest,
-    Placer,
-    RoleHomePolicy,
-    TensorRole,
-)
+from lightning_cxl.memory.placement import Placement, Placer, TensorRole
 from lightning_cxl.planning.job import MemoryClass, model_job
-from lightning_cxl.planning.policies import Decision, PlanningPolicy, get_policy, plans
+from lightning_cxl.planning.policies import Decision, PlanningPolicy, get_policy
 from lightning_cxl.shards import local
 from lightning_cxl.streaming.unit_weights import tensors_by_parameter
 from lightning_cxl.text import format_bytes
@@ -344,79 +336,46 @@ class Plan:
             if tier == SSD and of_units:
                 self._decided[key] = Placement((tier,), reason=source)
             else:
-                self._decided[key] = self._in_memory(owner, role, nbytes, tier, source)
+                self._decided[key] = self._in_memory(role, nbytes, tier, source)
         return self._decided[key]
 
-    def in_memory(self, unit: str, nbytes: int) -> Placement:
+    def in_memory(self, nbytes: int) -> Placement:
         """Return where an input of a unit goes that belongs on the tier `ssd` and has no room there."""
-        return self._in_memory(unit, TensorRole.ACTIVATIONS, nbytes, None, "tier ssd is full")
+        return self._in_memory(TensorRole.ACTIVATIONS, nbytes, None, "tier ssd is full")
 
-    def _in_memory(
-        self, owner: Tensor | str, role: TensorRole, nbytes: int, tier: str | None, source: str
-    ) -> Placement:
-        name = owner if isinstance(owner, str) else self.asked.names.get(id(owner), "")
-        placement = self.placer.place(role, nbytes, tier=tier, source=source, module=name)
+    def _in_memory(self, role: TensorRole, nbytes: int, tier: str | None, source: str) -> Placement:
+        placement = self.placer.place(role, nbytes, tier=tier, source=source)
         if tier is None and source:
             placement = replace(placement, reason=f"{placement.reason}; {source}")
         return replace(placement, pinned=True) if self._pin and role.is_copied else placement
 
 
-class DecidedPolicy:
-    """The decision of a `PlanningPolicy` as a `PlacementPolicy`, which is what memory is placed by."""
-
-    def __init__(self, decision: Decision, tiers: Sequence[str], others: PlacementPolicy) -> None:
-        self._decision = decision
-        self._tiers = tiers
-        self._others = others  # of roles that it says nothing about, and of tiers that are asked for
-
-    def place(self, request: PlacementRequest, free: Mapping[str, int]) -> Placement:
-        split = self._decision.splits.get(request.role)
-        if request.tier is not None or split is None:
-            return self._others.place(request, free)
-        chosen = sorted((name for name in self._tiers if split.get(name, 0) > 0), key=lambda name: -split[name])
-        others = [name for name in self._tiers if name not in chosen]
-        others.sort(key=lambda name: free.get(name, request.nbytes) < request.nbytes)
-        shares = tuple(split.get(name, 0.0) for name in (*chosen, *others)) if len(chosen) > 1 else ()
-        return Placement((*chosen, *others), reason=self._decision.reasons.get(request.role, ""), shares=shares)
-
-
 class RunPolicy:
     """The policy of a run, chosen before there is a model; ours by default, where tiers and their speeds are known."""
 
-    def __init__(self, config: OffloadConfig, topology: Topology, device: torch.device, wanted: object) -> None:
+    def __init__(
+        self, config: OffloadConfig, topology: Topology, device: torch.device, wanted: PlanningPolicy | None
+    ) -> None:
         self._topology = topology
-        self.by_tensor: PlacementPolicy = RoleHomePolicy(topology, cpu_computes=device.type == "cpu")
-        """Asked tensor by tensor: for what no plan places, and before there is one."""
-        self._planning: PlanningPolicy | None = None
+        self.cpu_computes = device.type == "cpu"
         several = sum(not tier.emulated for tier in topology.tiers) > 1
         named = config.policy if wanted is None else type(wanted).__name__
         by_role = wanted is None and (named == "by_role" or (named == "auto" and not several))
         machine = None
         if config.machine is not None or not by_role:  # no need to look up speeds that nobody asks for
             machine = machine_of(topology, device, file=config.machine)
-        idle = ""  # why speeds decide nothing
-        if by_role or (wanted is None and named == "auto" and machine is None):
-            self.name, idle = "by role", "with it" if several else "there is one kind of memory, where"
-            if not by_role:
-                log.info(
-                    "every kind of tensor has its home: speeds are not known, see `python -m lightning_cxl calibrate`"
-                )
-        else:
-            policy = get_policy("bandwidth" if named == "auto" else named) if wanted is None else wanted
-            self.name = "bandwidth" if wanted is None and named == "auto" else named
-            if plans(policy):
-                self._planning = cast(PlanningPolicy, policy)
-            else:
-                idle = f"policy {self.name!r} is asked tensor by tensor, and"
-                self.by_tensor = cast(PlacementPolicy, policy)
-                self.name = getattr(policy, "name", type(policy).__name__)
-        if idle and config.machine is not None:
+        if not by_role and wanted is None and named == "auto" and machine is None:
+            by_role = True
+            log.info("every kind of tensor has its home: speeds are not known, see `python -m lightning_cxl calibrate`")
+        if by_role and config.machine is not None:
             warnings.warn(
-                f"`machine={config.machine!r}` has no effect: {idle} nothing is planned by speed. Choose a policy such "
-                f"as 'bandwidth'.",
+                f"`machine={config.machine!r}` has no effect: {'with it' if several else 'there is one kind of memory'}"
+                f"{'' if several else ', where'} nothing is planned by speed. Choose a policy such as 'bandwidth'.",
                 LightningCXLWarning,
                 stacklevel=2,
             )
+        self.name = "by role" if by_role else "bandwidth" if wanted is None and named == "auto" else named
+        self._planning = None if by_role else get_policy(self.name) if wanted is None else wanted
         if self._planning is not None and machine is None:
             if getattr(self._planning, "needs_speeds", True):
                 raise ConfigError(
@@ -428,13 +387,13 @@ class RunPolicy:
         # one process drives one of its devices
         self._machine = machine and replace(machine, device=replace(machine.device, count=1))
 
-    def of_run(self, inventory: Inventory, free: FreeMemory) -> PlacementPolicy:
-        """Return what places the tensors of a run: the policy itself, or what it has decided about the whole run.
+    def decide(self, inventory: Inventory, free: FreeMemory) -> Decision:
+        """Return what the policy decides about a run; nothing where every role has its home.
 
         The topology gets the tier ``cxl`` where the policy names it and there is none.
         """
         if self._planning is None or self._machine is None:
-            return self.by_tensor
+            return Decision({}, {})
         job = model_job(type(inventory.model).__name__, inventory)
         if TensorRole.ACTIVATIONS not in job.free_classes():
             # how large they are may not be known yet; where they go is decided now
@@ -459,7 +418,7 @@ class RunPolicy:
                 check_split(split, machine)
         except ValueError as error:
             raise ConfigError(f"policy {self.name!r}: {error}") from error
-        return DecidedPolicy(decision, self._topology.names, self.by_tensor)
+        return decision
 
 
 def decide(
@@ -471,7 +430,9 @@ def decide(
 ) -> Plan:
     """Return the plan of a run: where every tensor of its inventory goes."""
     free = free_for(inventory.model, memory)
-    placer = Placer(memory.topology, policy.of_run(inventory, free), memory.free_bytes)
+    decision, on_cpu = policy.decide(inventory, free), policy.cpu_computes
+    splits, reasons = decision.splits, decision.reasons
+    placer = Placer(memory.topology, memory.free_bytes, cpu_computes=on_cpu, splits=splits, reasons=reasons)
     plan = Plan(inventory, placer, pin=memory.pins)
     requests = [(each.role, each.nbytes, plan.of(each)) for each in inventory.tensors]
     if set(memory.topology.names) - set(free.tiers):  # the policy has asked for one tier more

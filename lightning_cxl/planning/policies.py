@@ -4,13 +4,13 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 from lightning_cxl.config import SSD
 from lightning_cxl.errors import ConfigError, TierFullError
 from lightning_cxl.machine.speeds import Machine, MachineSsd, MachineTier, Split
 from lightning_cxl.machine.topology import TierKind
-from lightning_cxl.memory.placement import PlacementPolicy, TensorRole, preferred_kinds
+from lightning_cxl.memory.placement import TensorRole, preferred_kinds
 from lightning_cxl.planning.job import Job, MemoryClass, StepModel, StepTime, predict_step
 from lightning_cxl.text import format_bytes
 
@@ -206,7 +206,7 @@ class Interleave(_RoleByRole):
 
 
 class ByRole(_RoleByRole):
-    """As `RoleHomePolicy` places in a run, role after role: what does not fit in a role's home goes to other tiers."""
+    """As `Placer` places in a run, role after role: what does not fit in a role's home goes to other tiers."""
 
     def order(self, job: Job) -> Iterable[MemoryClass]:
         return job.free_classes().values()
@@ -525,10 +525,13 @@ POLICIES: Mapping[str, type[PlanningPolicy]] = {
 }
 """Those that plan a whole job, by name."""
 
-_NEEDS = "has no method `decide` (plans a job, see PlanningPolicy) or `place` (tensor by tensor, see PlacementPolicy)"
+_NEEDS = (
+    "has no method `decide`, see PlanningPolicy. Policies that were asked tensor by tensor (`place`) are no longer "
+    "supported: `decide` gives every role its tiers, and `tier_rules` places single modules"
+)
 
 
-def get_policy(name: str) -> PlanningPolicy | PlacementPolicy:
+def get_policy(name: str) -> PlanningPolicy:
     """Return a new policy: a built-in one, or the class at an import path such as ``"my_package.module.MyPolicy"``."""
     if name in POLICIES:
         return POLICIES[name]()
@@ -542,31 +545,27 @@ def get_policy(name: str) -> PlanningPolicy | PlacementPolicy:
         raise ConfigError(
             f"policy {name!r} cannot be imported ({error}); choose one of {known}, or write package.module.Class"
         ) from error
-    if not isinstance(kind, type) or not _is_policy(kind):
+    if not isinstance(kind, type) or not _plans(kind):
         raise ConfigError(f"policy {name!r} is no class, or {_NEEDS}")
     try:
-        policy: PlanningPolicy | PlacementPolicy = kind()
+        policy: PlanningPolicy = kind()
     except TypeError as error:
         raise ConfigError(f"policy {name!r} cannot be constructed without arguments: {error}") from error
     return policy
-
-
-def plans(policy: object) -> bool:
-    return callable(getattr(policy, "decide", None))
 
 
 def check_policy(policy: object) -> None:
     if isinstance(policy, str):
         if policy not in ("auto", "by_role"):
             get_policy(policy)
-    elif not _is_policy(policy):
+    elif not _plans(policy):
         raise ConfigError(
-            f"policy={policy!r} {_NEEDS}; nor is it a name: 'auto', 'by_role', {', '.join(map(repr, POLICIES))}"
+            f"policy={policy!r} is no name ('auto', 'by_role', {', '.join(map(repr, POLICIES))}), and {_NEEDS}"
         )
 
 
-def _is_policy(policy: object) -> bool:
-    return plans(policy) or callable(getattr(policy, "place", None))
+def _plans(policy: object) -> bool:
+    return callable(getattr(policy, "decide", None))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -605,13 +604,7 @@ def compare(job: Job, machine: Machine, names: Iterable[str]) -> dict[str, Polic
     """Return the plan of each policy, by name."""
     room = with_working_memory(job, machine)
     policies = {name: ByRole() if name == "by_role" else get_policy(name) for name in names}
-    for name, policy in policies.items():
-        if not plans(policy):
-            raise ConfigError(
-                f"policy {name!r} places tensor by tensor, so there is nothing to plan ahead: choose one that has "
-                "`decide`"
-            )
-    return {name: _plan(name, cast(PlanningPolicy, policy), job, room) for name, policy in policies.items()}
+    return {name: _plan(name, policy, job, room) for name, policy in policies.items()}
 
 
 def dram_only_time(job: Job, machine: Machine) -> StepTime | None:

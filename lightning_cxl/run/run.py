@@ -46,7 +46,7 @@ from lightning_cxl.memory.host_memory import (
     large_blocks_apart,
     mirror,
 )
-from lightning_cxl.memory.placement import Placement, PlacementPolicy, Placer, TensorRole, resolve
+from lightning_cxl.memory.placement import Placement, Placer, TensorRole, resolve
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.kernels import kernel_threads
@@ -154,7 +154,7 @@ class PlacedMemory:
     def activation(self, nbytes: int, unit: str) -> Buffer:
         placement = self.placements.place(unit, TensorRole.ACTIVATIONS, nbytes)
         if placement.tiers[0] == SSD:  # which is full
-            placement = self.placements.in_memory(unit, nbytes)
+            placement = self.placements.in_memory(nbytes)
         self._plan_activation(nbytes, unit, placement)
         return self.memory.allocate(nbytes, placement, TensorRole.ACTIVATIONS)
 
@@ -299,7 +299,7 @@ class Host:
         config: OffloadConfig,
         device: torch.device,
         topology: Topology | None = None,
-        policy: PlacementPolicy | PlanningPolicy | None = None,
+        policy: PlanningPolicy | None = None,
         engine: TransferEngine | None = None,
         binding: RankBinding | None = None,
     ) -> None:
@@ -318,7 +318,7 @@ class Host:
         full = config.on_tier_full
         self.memory = HostMemory(self.topology, budgets=budgets, room=room, on_tier_full=full, pin=pin)
         self.policy = RunPolicy(config, self.topology, device, policy)
-        self.placer = Placer(self.topology, self.policy.by_tensor, self.memory.free_bytes)
+        self.placer = Placer(self.topology, self.memory.free_bytes, cpu_computes=self.policy.cpu_computes)
         self.engine = make_engine(device) if engine is None else engine
 
     @property

@@ -155,8 +155,7 @@ class Session:
     """Memory and the runs in it; see [Note: Order of life]. A copy or a pickle has the options alone.
 
     Args:
-        **options: the fields of `OffloadConfig`; ``policy`` may also be an object with the method of `PlacementPolicy`
-            or of `PlanningPolicy`.
+        **options: the fields of `OffloadConfig`; ``policy`` may also be an object with the method of `PlanningPolicy`.
     """
 
     def __init__(self, **options: Any) -> None:

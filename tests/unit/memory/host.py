@@ -6,7 +6,7 @@ from torch import nn
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.hook import HostAllocationMode
 from lightning_cxl.memory.host_memory import HostMemory, residency
-from lightning_cxl.memory.placement import Placer, RoleHomePolicy, TensorRole
+from lightning_cxl.memory.placement import Placer, TensorRole
 from lightning_cxl.memory.resource import PinnedResource
 
 LIMIT = 64 * 2**20
@@ -22,7 +22,7 @@ class Host:
         self.memory = HostMemory(self.topology, **options)
 
     def mode(self, **options) -> HostAllocationMode:
-        placer = Placer(self.topology, RoleHomePolicy(self.topology), self.memory.free_bytes)
+        placer = Placer(self.topology, self.memory.free_bytes)
         return HostAllocationMode(self.memory, placer, **options)
 
     def tier(self, tensor: torch.Tensor) -> str | None:

@@ -10,14 +10,14 @@ from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory import hook as scope
 from lightning_cxl.memory.hook import empty, host_allocation, residency
 from lightning_cxl.memory.host_memory import HostMemory
-from lightning_cxl.memory.placement import Placer, RoleHomePolicy, TensorRole, tier
+from lightning_cxl.memory.placement import Placer, TensorRole, tier
 from lightning_cxl.native._numa import NOWHERE, page_nodes
 
 
 def make_host(**budgets: int) -> tuple[HostMemory, Placer]:
     topology = Topology.detect()
     memory = HostMemory(topology, budgets={"dram": 2**26, "cxl": 2**26, **budgets})
-    return memory, Placer(topology, RoleHomePolicy(topology), memory.free_bytes)
+    return memory, Placer(topology, memory.free_bytes)
 
 
 @pytest.fixture

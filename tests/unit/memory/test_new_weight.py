@@ -8,7 +8,6 @@ from lightning_cxl.memory import hook as scope
 from lightning_cxl.memory.hook import is_placing, new_weight, ordinary_memory
 from lightning_cxl.memory.placement import (
     Placer,
-    RoleHomePolicy,
     TensorRole,
     TierSpec,
     constructing,
@@ -20,7 +19,7 @@ from tests.unit.memory.host import Host
 @pytest.fixture
 def host():
     host = Host()
-    with scope.activate(host.memory, Placer(host.topology, RoleHomePolicy(host.topology), host.memory.free_bytes)):
+    with scope.activate(host.memory, Placer(host.topology, host.memory.free_bytes)):
         yield host
 
 

@@ -1,94 +1,84 @@
-from collections.abc import Mapping
+"""Where `Placer` puts a tensor: on the tier that is asked for, on the tiers of a decision, or in its role's home."""
+
 from pathlib import Path
 
 import pytest
 
 from lightning_cxl.config import SsdOptions
 from lightning_cxl.errors import MissingTierWarning, TierNotFoundError, UnsupportedError
-from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.placement import Placement, PlacementRequest, Placer, RoleHomePolicy, TensorRole, TierSpec
+from lightning_cxl.machine.topology import Node, Tier, TierKind, Topology
+from lightning_cxl.memory.placement import Placement, Placer, TensorRole, TierSpec
 
-TOPOLOGY = Topology.fake(dram=("4GiB",), cxl=("8GiB",))
-
-
-class RecordingPolicy:
-    """Remembers what it was asked."""
-
-    def __init__(self, answer: Placement) -> None:
-        self.answer = answer
-        self.asked: list[tuple[PlacementRequest, Mapping[str, int]]] = []
-
-    def place(self, request: PlacementRequest, free: Mapping[str, int]) -> Placement:
-        self.asked.append((request, free))
-        return self.answer
-
-
-def make_placer(policy=None, free=None) -> Placer:
-    return Placer(TOPOLOGY, policy or RoleHomePolicy(TOPOLOGY), lambda: free or {})
-
-
-def test_the_policy_is_told_everything_and_what_is_free_now():
-    policy = RecordingPolicy(Placement(("cxl",)))
-    free = {"dram": 1, "cxl": 2}
-    make_placer(policy, free).place(TensorRole.VARIANCE, 7, spec=TierSpec(optimizer_state="cxl"), module="net.0")
-    request, seen = policy.asked[0]
-    assert request == PlacementRequest(TensorRole.VARIANCE, 7, "net.0", "cxl", "tier(optimizer_state=cxl)")
-    assert seen == free
-
-
-class ReadsFree:
-    """Puts tensors on a tier that it reads the free bytes of."""
-
-    def __init__(self, tier: str) -> None:
-        self.tier = tier
-
-    def place(self, request, free):
-        return Placement((self.tier,) if free[self.tier] >= request.nbytes else ("dram",))
-
-
-def test_a_policy_that_reads_what_a_missing_tier_has_free_gets_that_tier():
-    topology = Topology.fake(dram=("4GiB",), cxl=())
-    placer = Placer(topology, ReadsFree("cxl"), lambda: {tier.name: tier.capacity_bytes for tier in topology.tiers})
-    with pytest.warns(MissingTierWarning) as caught:
-        places = [placer.place(TensorRole.MOMENTUM, nbytes).tiers for nbytes in (4 * 2**30, 5 * 2**30)]
-    assert places == [("cxl",), ("dram",)]
-    assert len(caught) == 1
-    with pytest.raises(TierNotFoundError, match=r"'hbm'.*'dram', 'cxl'"):
-        Placer(topology, ReadsFree("hbm"), dict).place(TensorRole.MOMENTUM, 1)
-
-
-def test_a_policy_that_names_an_unknown_tier_is_found_out():
-    with pytest.raises(TierNotFoundError, match=r"'moon'.*'dram', 'cxl'"):
-        make_placer(RecordingPolicy(Placement(("cxl", "moon")))).place(TensorRole.MOMENTUM, 1)
-
-
+TOPOLOGY = Topology.fake(dram=("8GiB",), cxl=("8GiB",))
 WITH_SSD = TOPOLOGY.with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))
+CXL_HOMES = {TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS}
 STATE = (TensorRole.MOMENTUM, TensorRole.VARIANCE, TensorRole.MASTER_WEIGHTS)
 
 
+def placer(topology=TOPOLOGY, dram=8 << 30, **options) -> Placer:
+    return Placer(topology, lambda: {"dram": dram, "cxl": 8 << 30}, **options)
+
+
+@pytest.mark.parametrize("role", list(TensorRole))
+def test_every_role_has_a_home(role):
+    placement = placer().place(role, 1024)
+    assert placement.tiers == (("cxl", "dram") if role in CXL_HOMES else ("dram", "cxl"))
+    assert not placement.pinned
+    assert role.value in placement.reason
+
+
+def test_weights_are_at_home_where_the_cpu_computes():
+    of_cpu = placer(cpu_computes=True)
+    assert of_cpu.place(TensorRole.COMPUTE_WEIGHTS, 1).tiers == ("dram", "cxl")
+    assert of_cpu.place(TensorRole.ACTIVATIONS, 1).tiers == ("cxl", "dram")
+
+
+def test_explicit_tier_goes_first():
+    placement = placer().place(TensorRole.MOMENTUM, 1024, tier="cxl", source="rule 'layers.*'")
+    assert placement.describe() == "cxl, else dram (rule 'layers.*')"
+    placement = placer().place(TensorRole.MOMENTUM, 1024, spec=TierSpec(optimizer_state="cxl"))
+    assert placement.describe() == "cxl, else dram (tier(optimizer_state=cxl))"
+
+
+@pytest.mark.parametrize("tier", [None, "dram"])
+def test_full_first_choice_stays_first_and_the_reason_tells(tier):
+    # moving it back would spill without the allocator noticing, so without a warning or refusal
+    placement = placer(dram=1 << 20).place(TensorRole.MOMENTUM, 2 << 20, tier=tier)
+    assert placement.tiers == ("dram", "cxl")
+    assert "dram has 1.0 MiB free of 2.0 MiB needed" in placement.reason
+
+
+def test_spill_prefers_a_tier_that_can_hold_it():
+    near, far, dram = (Node(i, False, 1 << 30) for i in range(3))
+    kinds = {"dram": (TierKind.DRAM, dram), "near": (TierKind.CXL, near), "far": (TierKind.CXL, far)}
+    topology = Topology(tuple(Tier(name, kind, (node,)) for name, (kind, node) in kinds.items()))
+    for free, tiers in (((1000, 1000, 1000), ("dram", "near", "far")), ((0, 99, 100), ("dram", "far", "near"))):
+        found = Placer(topology, lambda free=free: dict(zip(kinds, free, strict=True)))
+        assert found.place(TensorRole.VARIANCE, 100).tiers == tiers
+
+
+def test_a_missing_tier_is_there_when_it_is_asked_for():
+    topology = Topology.fake(dram=("4GiB",), cxl=())
+    with pytest.warns(MissingTierWarning) as caught:
+        assert placer(topology).place(TensorRole.MOMENTUM, 1, tier="cxl").tiers == ("cxl", "dram")
+        assert placer(topology).place(TensorRole.MOMENTUM, 1, tier="cxl").tiers == ("cxl", "dram")
+    assert len(caught) == 1
+    with pytest.raises(TierNotFoundError, match=r"'hbm'.*'dram', 'cxl'"):
+        placer(topology).place(TensorRole.MOMENTUM, 1, tier="hbm")
+
+
 @pytest.mark.parametrize("role", STATE)
-def test_state_that_asks_for_the_tier_ssd_gets_nothing_else_whatever_the_policy_says(role):
-    policy = RecordingPolicy(Placement(("dram",)))
-    placement = Placer(WITH_SSD, policy, dict).place(role, 1 << 50, tier="ssd", source="rule 'net.*'")
+def test_state_that_asks_for_the_tier_ssd_gets_nothing_else_whatever_was_decided(role):
+    placement = placer(WITH_SSD, splits={role: {"dram": 1.0}}).place(role, 1 << 50, tier="ssd", source="rule 'net.*'")
     assert placement == Placement(("ssd",), reason="rule 'net.*'")
-    assert policy.asked == []
 
 
 @pytest.mark.parametrize("role", [role for role in TensorRole if role not in STATE])
 def test_what_cannot_lie_on_the_tier_ssd_is_refused(role):
-    placer = Placer(WITH_SSD, RoleHomePolicy(WITH_SSD), dict)
     with pytest.raises(UnsupportedError, match=f"tier.all=ssd. asks for {role.value} on tier 'ssd'.*Only optimizer"):
-        placer.place(role, 1, tier="ssd", source="tier(all=ssd)")
-
-
-def test_a_policy_that_names_the_tier_ssd_is_refused():
-    placer = Placer(WITH_SSD, RecordingPolicy(Placement(("dram", "ssd"))), dict)
-    with pytest.raises(UnsupportedError, match=r"RecordingPolicy places momentum.*in memory \(dram, cxl\)"):
-        placer.place(TensorRole.MOMENTUM, 1)
+        placer(WITH_SSD).place(role, 1, tier="ssd", source="tier(all=ssd)")
 
 
 def test_a_decorated_module_is_made_in_memory_and_moves_to_the_tier_ssd_later():
-    policy = RecordingPolicy(Placement(("dram",)))
-    placed = Placer(WITH_SSD, policy, dict).place(TensorRole.COMPUTE_WEIGHTS, 1, spec=TierSpec(weights="ssd"))
-    assert placed.tiers == ("dram",)
-    assert policy.asked[0][0].tier is None
+    placed = placer(WITH_SSD).place(TensorRole.COMPUTE_WEIGHTS, 1, spec=TierSpec(weights="ssd"))
+    assert placed == Placement(("cxl", "dram"), reason="home of compute_weights")

@@ -5,16 +5,11 @@ import pytest
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.speeds import Device, Machine, MachineTier
 from lightning_cxl.machine.topology import TierKind
-from lightning_cxl.memory.placement import Placement, TensorRole
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.job import Job, MemoryClass, Move
 from lightning_cxl.planning.policies import POLICIES, compare, dram_only_time, fits, fits_device, with_working_memory
 
 GIB = 1 << 30
-
-
-class ByTensor:
-    def place(self, request, free):
-        return Placement(("dram0",))
 
 
 def machine(dram=10 * GIB, cxl=20 * GIB, **device):
@@ -83,8 +78,6 @@ def test_where_the_cpu_computes_its_working_memory_is_dram_that_is_gone():
     assert not fits(job(device_bytes=2 * GIB + 1024), host, "dram_only")
 
 
-def test_a_policy_that_places_tensor_by_tensor_cannot_be_planned():
-    with pytest.raises(ConfigError, match="tensor by tensor"):
-        compare(job(), machine(), [f"{__name__}.ByTensor"])
+def test_an_unknown_policy_cannot_be_planned():
     with pytest.raises(ConfigError, match="no policy 'fastest'"):
         compare(job(), machine(), ["fastest"])

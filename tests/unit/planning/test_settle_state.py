@@ -23,7 +23,7 @@ from lightning_cxl.inventory.tensors import (
 )
 from lightning_cxl.machine.speeds import MachineSsd
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.placement import Placer, RoleHomePolicy, TensorRole, resolve
+from lightning_cxl.memory.placement import Placer, TensorRole, resolve
 from lightning_cxl.planning.decide import NO_ROOM, Plan, memory_bytes_of, settle_state
 from lightning_cxl.planning.job import model_job
 
@@ -96,7 +96,7 @@ def weights_on_ssd(inventory):
 
 
 def placements(inventory):
-    return Plan(inventory, Placer(TOPOLOGY, RoleHomePolicy(TOPOLOGY), lambda: {"dram": 1, "cxl": 1}))
+    return Plan(inventory, Placer(TOPOLOGY, lambda: {"dram": 1, "cxl": 1}))
 
 
 def test_what_fits_in_memory_stays_there():

@@ -9,7 +9,7 @@ import lightning_cxl
 from lightning_cxl.errors import CheckpointError, TierFullError
 from lightning_cxl.memory import hook as scope
 from lightning_cxl.memory.hook import HostAllocationMode
-from lightning_cxl.memory.placement import Placer, RoleHomePolicy, TensorRole
+from lightning_cxl.memory.placement import Placer, TensorRole
 from lightning_cxl.weights.files import FileTensor
 from lightning_cxl.weights.load import empty_weights, load_weights
 from tests.models import TinyConvNet, TinyTransformer
@@ -251,7 +251,7 @@ def make_decorated():
 def test_inside_a_run_weights_go_where_decorators_and_policy_say(path, with_hook):
     saved(make_decorated(), path)
     host = Host()
-    placer = Placer(host.topology, RoleHomePolicy(host.topology), host.memory.free_bytes)
+    placer = Placer(host.topology, host.memory.free_bytes)
     with scope.activate(host.memory, placer):
         if with_hook:
             with HostAllocationMode(host.memory, placer, role=TensorRole.COMPUTE_WEIGHTS):
@@ -269,7 +269,7 @@ def test_inside_a_run_weights_go_where_decorators_and_policy_say(path, with_hook
 def test_an_explicit_tier_wins_inside_and_outside_of_a_run(path):
     state = saved(nn.Linear(8, 8), path)
     host = Host()
-    placer = Placer(host.topology, RoleHomePolicy(host.topology), host.memory.free_bytes)
+    placer = Placer(host.topology, host.memory.free_bytes)
     with scope.activate(host.memory, placer), lightning_cxl.host_allocation(tier="dram"):
         model = built_empty(nn.Linear, 8, 8)
         load_weights(model, path)
@@ -290,7 +290,7 @@ def test_a_full_tier_leaves_the_model_as_it_was(path):
 
     saved(make(), path)
     host = Host(budgets={"dram": 2**17, "cxl": 0})
-    placer = Placer(host.topology, RoleHomePolicy(host.topology, cpu_computes=True), host.memory.free_bytes)
+    placer = Placer(host.topology, host.memory.free_bytes, cpu_computes=True)
     model = built_empty(make)
     with scope.activate(host.memory, placer), pytest.raises(TierFullError, match="compute_weights"):
         load_weights(model, path)

@@ -4,9 +4,8 @@ import pytest
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.placement import Placement, Placer, RoleHomePolicy
-from lightning_cxl.planning.decide import DecidedPolicy
-from lightning_cxl.planning.policies import Decision, get_policy
+from lightning_cxl.memory.placement import Placement, Placer
+from lightning_cxl.planning.policies import Decision, check_policy, get_policy
 from tests.unit.planning.policies.jobs import R, job_of, machine
 
 
@@ -46,10 +45,18 @@ def test_names_that_are_no_policy(name, message):
         get_policy(name)
 
 
+class TensorByTensor:
+    def place(self, request, free): ...
+
+
+@pytest.mark.parametrize("given", [TensorByTensor(), f"{__name__}.TensorByTensor"])
+def test_a_policy_that_is_asked_tensor_by_tensor_is_refused(given):
+    with pytest.raises(ConfigError, match=r"no longer supported: `decide` .* `tier_rules` places single modules"):
+        check_policy(given)
+
+
 def decided(splits):
-    topology = Topology.fake(["1GiB"], ["1GiB"])
-    decision = Decision(splits, {R.MOMENTUM: "because"})
-    return Placer(topology, DecidedPolicy(decision, topology.names, RoleHomePolicy(topology)), dict)
+    return Placer(Topology.fake(["1GiB"], ["1GiB"]), dict, splits=splits, reasons={R.MOMENTUM: "because"})
 
 
 def test_a_decided_split_is_placed_with_its_reason():
