@@ -401,42 +401,41 @@ def _host_bytes(job: Job, machine: Machine) -> int:
 
 def what_fits(model: PlannedModel, settings: Settings, machine: Machine, policy: str) -> list[Way]:
     """Return ways to make the job fit, the cheapest first; adapters, which train something else, come last."""
-    known: dict[tuple[str, ...], Way | None] = {}
+    known: dict[tuple[str, ...], Way | None] = {}  # each may be a dry run
 
-    def attempt(*steps: Step | None) -> Way | None:
+    def attempt(steps: Sequence[Step | None]) -> Way | None:
         taken = tuple(step for step in steps if step is not None)
         key = tuple(step.text for step in taken)
         if key not in known:
             known[key] = _attempt(model, settings, machine, policy, taken)
         return known[key]
 
-    def weakest(axis: Sequence[Step]) -> Way | None:
-        # the strongest first: if it does not help, the others need no attempt, and each may be a dry run
-        return next(way for step in axis if (way := attempt(step))) if attempt(axis[-1]) else None
-
     def fewest(axes: Sequence[Sequence[Step]], *base: Step) -> Way | None:
-        """Return the way of the cheapest axes together, without the steps that it does not need."""
+        """Return the way of the cheapest axes together, each as weak as will do, without those that it does not need.
+
+        An axis is the values of one option, the strongest last: where that does not help, the others do not either.
+        """
         picked: list[Step | None] = []
-        way = None
-        for axis in axes:
-            picked.append(axis[-1])
-            if way := attempt(*base, *picked):
-                break
-        for index in reversed(range(len(picked) if way else 0)):  # the most expensive first
+        while attempt([*base, *picked]) is None:
+            if len(picked) == len(axes):
+                return None
+            picked.append(axes[len(picked)][-1])
+        for index in reversed(range(len(picked))):  # the most expensive first
             for weaker in (None, *axes[index][:-1]):
-                if less := attempt(*base, *picked[:index], weaker, *picked[index + 1 :]):
-                    picked[index], way = weaker, less
+                less = [*picked[:index], weaker, *picked[index + 1 :]]
+                if attempt([*base, *less]):
+                    picked = less
                     break
-        return way
+        return attempt([*base, *picked])
 
     options, others = _options(settings, machine), _others(settings, machine)
-    ways = [weakest(axis) for axis in options]
+    ways = [fewest([axis]) for axis in options]
     if not any(ways):
         ways = [fewest(options)]
-    ways += [weakest(axis) for axis in others]
+    ways += [fewest([axis]) for axis in others]
     if not any(ways):
         ways = [fewest(options + others)]
-    ways += [attempt(base) or fewest(options + others, base) for base in _adapters(settings, machine)]
+    ways += [fewest(options + others, base) for base in _adapters(settings, machine)]
     return [way for way in ways if way is not None]
 
 
