@@ -12,7 +12,7 @@ without optimizers.
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from os import PathLike
 from pathlib import Path
@@ -31,6 +31,7 @@ from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.checkpoint import load_file, remove
 from lightning_cxl.run.session import taking_whole, whole_state
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
+from lightning_cxl.run.user_loop import methods_of_others
 from lightning_cxl.sharding.fsdp import is_cut
 from lightning_cxl.streaming.unit_weights import peek
 
@@ -113,6 +114,7 @@ _KNOWN = ("transformers", "trl", "lightning_cxl")
 _STEP = ("training_step", "_clip_grad_norm", "_get_grad_norm", "_run_epoch", "_inner_training_loop")
 """Methods that run with gradients at hand."""
 _BETWEEN_STEPS = ("log", "_maybe_log_save_evaluate", "evaluate", "_save_checkpoint", *_STEP)
+_GRADIENT_EVENTS = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
 
 
 def loop_of(trainer: Trainer) -> Loop:
@@ -120,42 +122,26 @@ def loop_of(trainer: Trainer) -> Loop:
 
     `compute_loss` is the user's own in most subclasses, and taken for what it is for: it reads no gradients.
     """
-    uses_gradients = any(_overridden(trainer, *_STEP)) or any(
-        _listening(trainer, "on_pre_optimizer_step", "on_optimizer_step", "on_substep_end")
-    )
+    uses_gradients = bool(methods_of_others(trainer, _STEP, _KNOWN)) or _listens(trainer, _GRADIENT_EVENTS)
     return Loop(
         accumulates=trainer.args.gradient_accumulation_steps > 1,
         needs_whole_step="the Trainer takes the norm of all gradients before a step",
         reads_gradients=uses_gradients,
         edits_gradients=uses_gradients,
-        writes_unseen=any(_overridden(trainer, *_BETWEEN_STEPS)) or any(_listening(trainer)),
+        writes_unseen=bool(methods_of_others(trainer, _BETWEEN_STEPS, _KNOWN)) or _listens(trainer),
     )
 
 
-def _overridden(trainer: Trainer, *names: str) -> Iterator[str]:
-    """Yield those methods that code outside of known packages has replaced: in a subclass, a patch, on the object."""
-    for name in names:
-        methods = [(cls, vars(cls)[name]) for cls in type(trainer).__mro__ if name in vars(cls)]
-        if name in vars(trainer) or not all(_is_known(cls) and _is_known(method) for cls, method in methods):
-            yield name
-
-
-def _is_known(definition: Any) -> bool:
-    return definition.__module__.partition(".")[0] in _KNOWN
-
-
-def _listening(trainer: Trainer, *events: str) -> Iterator[Any]:
-    """Yield the callbacks that are not transformers' own, and have a method for one of these events; without: for any.
+def _listens(trainer: Trainer, events: Sequence[str] = ()) -> bool:
+    """Return whether a callback that is not transformers' own has a method for one of these events; without: for any.
 
     Those of trl count: one of them writes weights of the reference model.
     """
     for callback in trainer.callback_handler.callbacks:
-        for cls in type(callback).__mro__:
-            if cls.__module__.partition(".")[0] in ("transformers", "builtins"):
-                continue
-            if any(name in events or (not events and name.startswith("on_")) for name in vars(cls)):
-                yield callback
-                break
+        asked = events or [name for name in dir(callback) if name.startswith("on_")]
+        if methods_of_others(callback, asked, ("transformers",)):
+            return True
+    return False
 
 
 _STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")

@@ -176,7 +176,7 @@ class UserLoop:
                 undo.callback(detach_files, optimizer)
             undo.callback(model.register_forward_pre_hook(_Forward(run, self)).remove)
             for module in (each for each in model.modules() if any(True for _ in each.parameters())):
-                undo.callback(_put_back, module, MOVE, vars(module).get(MOVE))
+                undo.callback(put_back, module, MOVE, vars(module).get(MOVE))
                 module.__dict__[MOVE] = _Move(module, model, self)
         except BaseException:
             self._end(model, after_error=True)
@@ -280,7 +280,7 @@ class UserLoop:
     def attach_scaler(self, scaler: Any) -> None:
         """Let a loss scaler of torch's, perhaps on a device, unscale gradients on the host; until `close`."""
         setattr(scaler, UNSCALE, _Unscale(scaler, self))
-        self.session.active.callback(vars(scaler).pop, UNSCALE, None)
+        self.session.active.callback(put_back, scaler, UNSCALE, None)
 
     def run_of(self, optimizer: Optimizer) -> Run:
         """Return the run that has adopted an optimizer."""
@@ -458,10 +458,26 @@ class _Move(ReplacedMethod):
         return self._plain(fn, *args, **keywords)
 
 
-def _put_back(module: nn.Module, name: str, own: Any) -> None:
-    vars(module).pop(name, None)
+def put_back(target: Any, name: str, own: Any) -> None:
+    """Give an object the attribute that it had of its own; None: it had none, its class has."""
+    vars(target).pop(name, None)
     if own is not None:
-        vars(module)[name] = own
+        vars(target)[name] = own
+
+
+def methods_of_others(target: object, names: Iterable[str], known: Sequence[str]) -> set[str]:
+    """Return those of the named methods that an object, or a class of it, has from outside of the `known` packages."""
+
+    def is_known(definition: Any) -> bool:
+        return (getattr(definition, "__module__", None) or "").partition(".")[0] in known
+
+    found = set()
+    for name in names:
+        definitions = [(cls, vars(cls)[name]) for cls in type(target).__mro__ if name in vars(cls)]
+        own = [vars(target)[name]] if name in vars(target) else []  # `module.hook = function`, `LambdaCallback`
+        if not all(map(is_known, (*own, *(each for pair in definitions for each in pair)))):
+            found.add(name)
+    return found
 
 
 class _Forward:

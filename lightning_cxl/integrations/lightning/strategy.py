@@ -13,7 +13,6 @@ import logging
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_cxl.config import show_options
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
-from lightning_cxl.gradients.guard import HostClip, HostUnscale, OverflowGuard
+from lightning_cxl.gradients.guard import HostClip, HostUnscale
 from lightning_cxl.gradients.step import repoint_scheduler
 from lightning_cxl.integrations.lightning.common import CommonStrategy, CXLCheckpointIO
 from lightning_cxl.integrations.lightning.lightning_api import (
@@ -38,8 +37,6 @@ from lightning_cxl.integrations.lightning.lightning_api import (
     Precision,
     SubprocessScriptLauncher,
     Trainer,
-    overridden,
-    own_methods,
     rank_zero_only,
 )
 from lightning_cxl.inventory.tensors import Loop
@@ -47,15 +44,20 @@ from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run import checkpoint as ckpt
 from lightning_cxl.run.checkpoint import remove
 from lightning_cxl.run.run import Host, Run
-from lightning_cxl.run.session import cut_for, cut_state
+from lightning_cxl.run.session import cut_for, cut_state, follow
 from lightning_cxl.run.sharded_checkpoint import TIED, AsyncSaves, is_sharded_checkpoint, optimizer_tensors, save
 from lightning_cxl.run.state_on_ssd import KEY, StateOnSsd, check_together
-from lightning_cxl.run.user_loop import end_earlier_trainings
+from lightning_cxl.run.user_loop import end_earlier_trainings, methods_of_others, put_back
 from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.torch_private import UNSCALE, step_hooks
 from lightning_cxl.weights.load import refuse_unready
 
 log = logging.getLogger(__name__)
+
+_KNOWN = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_cxl")
+"""Packages whose modules, callbacks and plugins neither read nor write gradients."""
+Defers = Callable[[Optimizer], bool]
+"""Whether unscaling and clipping may be left to the step of an optimizer."""
 
 
 class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
@@ -162,16 +164,15 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         """List and decide everything, then build the run and adopt the optimizers. See [Note: One inventory]."""
         assert isinstance(self.model, nn.Module)
         refuse_unready(self.model)
-        use = gradient_use_of(trainer)
         self._cut_model()
         self.setup_optimizers(trainer)
-        before = set(self.model.parameters())
-        self._start_run(self.optimizers, loop_of(trainer, use, self.config.on_overflow))
-        if before != set(self.model.parameters()):  # some modules make new parameters when they move
-            self.setup_optimizers(trainer)
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        loop, defers = loop_of(trainer, self.config.on_overflow)
+        self._start_run(self.optimizers, loop)
+        follow(names, self.model, self.optimizers)  # some modules make new parameters when they move
         self._adopt_optimizers(trainer)
         self.setup_precision_plugin()
-        attach_scaling(self.precision_plugin, self.run.guard, self._session.active, use)
+        self._attach_scaling(defers)
         self._open_saves(trainer)
 
     def _start_run(self, optimizers: Sequence[Optimizer], loop: Loop) -> None:
@@ -199,6 +200,19 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         self.optimizers = adopted
         if self.run.masters.has_separate:
             check_masters_are_found(trainer)
+
+    def _attach_scaling(self, defers: Defers) -> None:
+        """Let clipping and a loss scaler work on host gradients, without a pass of their own where that is allowed."""
+        plugin, guard, active = self.precision_plugin, self.run.guard, self._session.active
+        scaler: Any = getattr(plugin, "scaler", None)
+        unscale = None
+        if scaler is not None:
+            unscale = HostUnscale(scaler, unwrap, defers, guard)
+            setattr(scaler, UNSCALE, unscale)
+            active.callback(put_back, scaler, UNSCALE, None)
+        active.callback(put_back, plugin, "clip_grad_by_norm", vars(plugin).get("clip_grad_by_norm"))
+        clip = HostClip(plugin.clip_grad_by_norm, unwrap, defers, guard, unscale)
+        plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
 
     def _cut_model(self) -> None:
         """Cut the model over all processes, if there are several. See [Note: Sharded models]."""
@@ -481,48 +495,6 @@ class _Launcher(SubprocessScriptLauncher):
         return super().launch(call, *args, trainer=trainer, **kwargs)
 
 
-@dataclass(frozen=True, slots=True)
-class GradientUse:
-    """Access of user code to gradients after they have arrived. See [Note: Measured gradients]."""
-
-    edits: bool
-    """Somebody may write them between backward and step, perhaps through ``.data``."""
-    reads: bool
-    """Somebody may read them before the next backward: they must be unscaled and clipped where they are."""
-
-    def defers(self, optimizer: Optimizer) -> bool:
-        """Whether unscaling and clipping may be left to the step of `optimizer`."""
-        before, _ = step_hooks(optimizer)
-        return not (self.reads or before)
-
-
-def gradient_use_of(trainer: Trainer) -> GradientUse:
-    """Return what user code may do to gradients."""
-    manual = not trainer.lightning_module.automatic_optimization
-    step = ("on_before_optimizer_step", "configure_gradient_clipping")
-    edits = overridden(trainer, "backward", "on_after_backward", "optimizer_step", *step)
-    reads = overridden(trainer, "on_before_zero_grad", "on_train_batch_end", *step)
-    # a plugin's own clipping works on what it finds
-    reads |= own_methods(trainer.precision_plugin, "clip_gradients", "clip_grad_by_norm", "main_params")
-    clips_values = trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value"  # needs unscaled ones
-    return GradientUse(edits=manual or bool(edits), reads=bool(manual or reads or clips_values))
-
-
-def why_not_in_backward(trainer: Trainer, use: GradientUse, on_overflow: str) -> str | None:
-    """Return why updates must wait for the end of the backward; None if they need not."""
-    if not trainer.lightning_module.automatic_optimization:
-        return "the module optimizes manually"
-    if use.edits or use.reads:
-        return "a hook of the module, a callback or a plugin may read gradients"
-    if trainer.gradient_clip_val:
-        return "gradient_clip_val needs the norm of all gradients first"
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        return "the loss scaler reads all gradients first"
-    if on_overflow != "ignore":
-        return f"on_overflow={on_overflow!r} may call the step off"
-    return None
-
-
 def check_masters_are_found(trainer: Trainer) -> None:
     """Refuse callbacks that would not find master weights, and warn where the module does not find their gradients."""
     for callback in getattr(trainer, "callbacks", []):
@@ -533,7 +505,8 @@ def check_masters_are_found(trainer: Trainer) -> None:
                 "`optimizer.add_param_group({'params': [...]})` and the model's parameters, which works."
             )
     module = trainer.lightning_module
-    own = own_methods(module, "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+    hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+    own = methods_of_others(module, hooks, _KNOWN)
     if own and trainer.world_size > 1:  # shards do not show them
         warnings.warn(
             f"{type(module).__name__} overrides {', '.join(sorted(own))}: gradients are on the parameters in "
@@ -543,39 +516,48 @@ def check_masters_are_found(trainer: Trainer) -> None:
         )
 
 
-def loop_of(trainer: Trainer, use: GradientUse, on_overflow: str) -> Loop:
-    """Return what the Trainer, its callbacks and the module do around a step."""
-    plugin = trainer.precision_plugin
-    callbacks = getattr(trainer, "callbacks", [])
-    schedules = [getattr(callback, "going_to_accumulate_grad_batches", None) for callback in callbacks]
-    # reads between micro-batches, or before the closure of a step is over
-    early = overridden(trainer, "on_train_batch_start", "on_before_backward") or own_methods(plugin, "optimizer_step")
+def loop_of(trainer: Trainer, on_overflow: str) -> tuple[Loop, Defers]:
+    """Return what the Trainer, its callbacks and the module do around a step. See [Note: Measured gradients]."""
+    module, plugin, callbacks = trainer.lightning_module, trainer.precision_plugin, getattr(trainer, "callbacks", [])
+
+    def overridden(*names: str) -> bool:
+        return any(methods_of_others(each, names, _KNOWN) for each in (module, *callbacks))
+
+    manual = not module.automatic_optimization
+    scales, clips = getattr(plugin, "scaler", None) is not None, trainer.gradient_clip_val
+    step = ("on_before_optimizer_step", "configure_gradient_clipping")
+    # between backward and step, perhaps through `.data`
+    edits = manual or overridden("backward", "on_after_backward", "optimizer_step", *step)
+    # before the next backward: they must be unscaled and clipped where they are; a plugin's own clipping works on what
+    # it finds, and values are clipped when they are unscaled
+    reads = manual or overridden("on_before_zero_grad", "on_train_batch_end", *step)
+    reads = reads or bool(methods_of_others(plugin, ("clip_gradients", "clip_grad_by_norm", "main_params"), _KNOWN))
+    reads = reads or bool(clips and trainer.gradient_clip_algorithm == "value")
+    # between micro-batches, or before the closure of a step is over
+    early = overridden("on_train_batch_start", "on_before_backward") or scales
+    early = early or bool(methods_of_others(plugin, ("optimizer_step",), _KNOWN))
     # writes to weights, perhaps through `.data`, between a step and the next forward
     between = ("on_train_batch_end", "on_train_batch_start", "on_before_zero_grad", "optimizer_step")
-    return Loop(
+    why_whole = None
+    if manual:
+        why_whole = "the module optimizes manually"
+    elif edits or reads:
+        why_whole = "a hook of the module, a callback or a plugin may read gradients"
+    elif clips:
+        why_whole = "gradient_clip_val needs the norm of all gradients first"
+    elif scales:
+        why_whole = "the loss scaler reads all gradients first"
+    elif on_overflow != "ignore":
+        why_whole = f"on_overflow={on_overflow!r} may call the step off"
+    schedules = [getattr(callback, "going_to_accumulate_grad_batches", None) for callback in callbacks]
+    loop = Loop(
         accumulates=trainer.accumulate_grad_batches > 1 or any(asked() for asked in schedules if asked is not None),
-        needs_whole_step=why_not_in_backward(trainer, use, on_overflow),
-        reads_gradients=bool(use.edits or use.reads or early or getattr(plugin, "scaler", None) is not None),
-        edits_gradients=use.edits,
-        writes_unseen=not trainer.lightning_module.automatic_optimization or bool(overridden(trainer, *between)),
+        needs_whole_step=why_whole,
+        reads_gradients=edits or reads or early,
+        edits_gradients=edits,
+        writes_unseen=manual or overridden(*between),
     )
-
-
-def attach_scaling(plugin: Precision, guard: OverflowGuard, active: ExitStack, use: GradientUse) -> None:
-    """Let clipping and a loss scaler work on host gradients, without a pass of their own where `use` allows it."""
-    scaler: Any = getattr(plugin, "scaler", None)
-    unscale = None
-    if scaler is not None:
-        unscale = HostUnscale(scaler, unwrap, use.defers, guard)
-        setattr(scaler, UNSCALE, unscale)
-        active.callback(vars(scaler).pop, UNSCALE, None)
-    before = vars(plugin).copy()
-    clip = HostClip(plugin.clip_grad_by_norm, unwrap, use.defers, guard, unscale)
-    plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
-    if "clip_grad_by_norm" in before:  # of the object, not of its class
-        active.callback(setattr, plugin, "clip_grad_by_norm", before["clip_grad_by_norm"])
-    else:
-        active.callback(vars(plugin).pop, "clip_grad_by_norm", None)
+    return loop, lambda optimizer: not (reads or step_hooks(optimizer)[0])
 
 
 def unwrap(optimizer: Any) -> Optimizer:
