@@ -12,7 +12,8 @@ that free memory is measured once. From these facts each decides for all alike (
 2. Threads. As many as CPUs, divided by the processes that use the same ones. torchrun sets ``OMP_NUM_THREADS=1`` where
    nobody has; one thread would leave most CPUs idle while the optimizer steps, so that 1 does not count.
 3. Memory. In the view of the process each tier fills its nearest nodes first (`seen_from`).
-4. Budgets. Each gets its share of every tier (`share_budgets`), and of the tier `ssd` folders of its own (`share_ssd`).
+4. Budgets. Each gets an equal share of every tier, for shards are of equal size, and of the tier `ssd` folders of its
+   own: no two processes open one file, also where several machines see the same folder.
 """
 
 import contextlib
@@ -115,12 +116,8 @@ class RankFacts(NamedTuple):
     """The node at whose PCI bus its device is; None where it is the CPU, or the firmware does not say."""
     cpus: tuple[int, ...]
     """Those that it may use."""
-    free_bytes: Mapping[int, int] | None = None
-    """Free bytes of every node; only local rank 0 measures, so that all divide the same."""
-    available_bytes: int = 0
-    """Free bytes of all nodes together, within the limits of these processes."""
-    ssd_bytes: int = 0
-    """Capacity of the tier `ssd`; only that of local rank 0 counts, as above. 0 where there is none."""
+    room: Mapping[str, int] = {}
+    """Bytes of every tier that all processes may take together; only local rank 0 measures, so all divide the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,51 +200,19 @@ def id_ranges(ids: Sequence[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
-_FAIR = 0.9
-"""Shards are of equal size, so the process with the least room decides what fits: who is near to a card gets
-more of it only within this part of an even share."""
+def measure_room(topology: Topology, config: OffloadConfig) -> dict[str, int]:
+    """Return the bytes of every tier that the processes of this machine may take together: its budget, or what is free.
 
-
-def share_budgets(
-    topology: Topology,
-    budgets: Mapping[str, int],
-    free_bytes: Mapping[int, int],
-    available_bytes: int,
-    near: Sequence[Sequence[int]],
-    host: HostCpus,
-) -> list[dict[str, int]]:
-    """Return the budget of every tier of memory for every process, by local rank.
-
-    A node is shared by the processes that it is nearest to. Where that would leave one with much less than an even
-    share (a card at one of two sockets), the tier is shared evenly.
-
-    Args:
-        budgets: those of the user, for all processes together; a tier without one is limited by its free memory.
-        available_bytes: of all nodes together: control groups may allow less than what is free.
+    Control groups may allow less than what is free on all nodes.
     """
-    shares: list[dict[str, int]] = [{} for _ in near]
-    free = {tier.name: sum(free_bytes[node] for node in tier.node_ids) for tier in topology.tiers}
-    together = sum(free_bytes.values())
-    fraction = min(1.0, available_bytes / together) if together else 0.0
-    for tier in topology.tiers:
-        room = int(free[tier.name] * fraction)
-        limit = min(room, budgets.get(tier.name, room))
-        for share, part in zip(shares, _parts(tier, free_bytes, near, host), strict=True):
-            share[tier.name] = int(limit * part)
-    return shares
-
-
-def _parts(tier: Tier, free_bytes: Mapping[int, int], near: Sequence[Sequence[int]], host: HostCpus) -> list[float]:
-    rooms = [0.0] * len(near)
-    for node in tier.node_ids:
-        distances = [min(host.distance(own, node) for own in nodes) for nodes in near]
-        closest = [rank for rank, distance in enumerate(distances) if distance == min(distances)]
-        for rank in closest:
-            rooms[rank] += free_bytes[node] / len(closest)
-    even = sum(rooms) / len(near)
-    if min(rooms) < _FAIR * even or not even:
-        return [1 / len(near)] * len(near)
-    return [room / sum(rooms) for room in rooms]
+    free = {tier.name: sum(map(topology.node_free_bytes, tier.node_ids)) for tier in topology.tiers}
+    nodes = {node for tier in topology.tiers for node in tier.node_ids}  # tier `cxl` may be backed by those of `dram`
+    together = sum(map(topology.node_free_bytes, nodes))
+    fraction = min(1.0, topology.host_available_bytes() / together) if together else 0.0
+    budgets = config.budgets()
+    room = {name: min(int(nbytes * fraction), budgets.get(name, nbytes)) for name, nbytes in free.items()}
+    ssd = config.ssd()
+    return room if ssd is None else {**room, SSD: ssd_capacity_bytes(ssd)}
 
 
 def seen_from(topology: Topology, near: Sequence[int], host: HostCpus, cpus: Sequence[int]) -> Topology:
@@ -264,19 +229,6 @@ def seen_from(topology: Topology, near: Sequence[int], host: HostCpus, cpus: Seq
         return replace(tier, nodes=tuple(found), nearest_first=len({node.distance for node in found}) > 1)
 
     return replace(topology, tiers=tuple(map(seen, topology.tiers)), measured_on=frozenset(cpus))
-
-
-def share_ssd(options: SsdOptions, rank: int, num_local_ranks: int, capacity_bytes: int) -> SsdOptions:
-    """Return the tier `ssd` of one process: its part of what all of this machine may store, in folders of its own.
-
-    No two processes open one file, also where several machines see the same folder.
-    """
-    paths = tuple(path / f"rank-{rank}" for path in options.paths)
-    return replace(options, paths=paths, budget_bytes=capacity_bytes // num_local_ranks, is_part=True)
-
-
-Gather = Callable[[RankFacts], Sequence[RankFacts]]
-"""Returns what all processes of this machine gave, by local rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,50 +266,48 @@ class RankBinding:
             lines.append(f"{who}: {self.num_threads} thread{'s' if self.num_threads > 1 else ''}")
         if self.num_local_ranks > 1:
             parts = {**self.room, **self.budgets}
-            shares = ", ".join(
-                f"{format_bytes(parts[name])} of {name}" for name in self.topology.names if name in parts
-            )
-            lines.append(f"{who} may take {shares}: the memory of this machine is divided")
+            shares = [f"{format_bytes(parts[name])} of {name}" for name in self.topology.names if name in parts]
             if self.ssd is not None and self.ssd.budget_bytes is not None:
                 folders = ", ".join(map(str, self.ssd.paths))
-                lines.append(f"{who} may take {format_bytes(self.ssd.budget_bytes)} of {SSD}, in {folders}")
+                shares.append(f"{format_bytes(self.ssd.budget_bytes)} of {SSD} in {folders}")
+            lines.append(f"{who} may take {', '.join(shares)}: the memory of this machine is divided")
         return [*lines, *self.place.notes]
 
 
 def bind_rank(
+    rank: int,
     local_rank: int,
     num_local_ranks: int,
     device: torch.device,
     config: OffloadConfig,
     topology: Topology,
-    *,
-    gather: Gather | None = None,
-    rank: int | None = None,
+    gather: Callable[[RankFacts], Sequence[RankFacts]],
 ) -> RankBinding:
-    """Bind this process to its part of the machine, and return what it got. See [Note: Binding of ranks]."""
+    """Bind this process to its part of the machine, and return what it got. See [Note: Binding of ranks].
+
+    Args:
+        gather: returns what all processes of this machine give, by local rank.
+    """
     root = topology.root or Path("/")
     for name in config.budgets():
         topology.tier(name)
     mode = _bind_as_torch_does(config.numa_binding, device)
-    own = _facts(local_rank, num_local_ranks, device, topology, root)
-    if (options := config.ssd()) is not None and local_rank == 0:
-        own = own._replace(ssd_bytes=ssd_capacity_bytes(options))
-    facts = _exchange(own, num_local_ranks, gather)
+    room = measure_room(topology, config) if local_rank == 0 else {}
+    own = RankFacts(device_node(device, root), tuple(sorted(os.sched_getaffinity(0))), room)
+    facts = gather(own)
     host = read_host_cpus(root, own.cpus)
-    places = decide_places(facts, mode, host)
-    place, seen, budgets, room = places[local_rank], topology, config.budgets(), dict[str, int]()
+    place, seen, budgets = decide_places(facts, mode, host)[local_rank], topology, config.budgets()
     if place.is_bound:
         seen = seen_from(topology, place.node_ids, host, own.cpus)
+    shares = {name: nbytes // num_local_ranks for name, nbytes in facts[0].room.items()}
+    room = {}
     if num_local_ranks > 1:
-        first = facts[0]
-        assert first.free_bytes is not None, "local rank 0 measures"
-        near = [each.node_ids for each in places]
-        shares = share_budgets(topology, budgets, first.free_bytes, first.available_bytes, near, host)[local_rank]
-        room = {name: nbytes for name, nbytes in shares.items() if name not in budgets}
+        room = {name: shares[name] for name in topology.names if name not in budgets}
         budgets = {name: shares[name] for name in budgets}
-    ssd = options
-    if options is not None and (num_local_ranks > 1 or rank is not None):
-        ssd = share_ssd(options, local_rank if rank is None else rank, num_local_ranks, facts[0].ssd_bytes)
+    ssd = config.ssd()
+    if ssd is not None:
+        paths = tuple(path / f"rank-{rank}" for path in ssd.paths)
+        ssd = replace(ssd, paths=paths, budget_bytes=shares[SSD], is_part=True)
     threads = None
     if config.numa_binding and (place.is_bound or num_local_ranks > 1):
         threads = _num_threads(place, len(own.cpus), num_local_ranks)
@@ -399,32 +349,6 @@ def move_threads(cpus: Sequence[int]) -> None:
         with contextlib.suppress(OSError):  # it has ended
             if os.sched_getaffinity(int(thread)) == before:
                 os.sched_setaffinity(int(thread), cpus)
-
-
-def _facts(local_rank: int, num_local_ranks: int, device: torch.device, topology: Topology, root: Path) -> RankFacts:
-    free, available = None, 0
-    if local_rank == 0 and num_local_ranks > 1:
-        nodes = sorted({node for tier in topology.tiers for node in tier.node_ids})
-        free = {node: topology.node_free_bytes(node) for node in nodes}
-        available = topology.host_available_bytes()
-    return RankFacts(device_node(device, root), tuple(sorted(os.sched_getaffinity(0))), free, available)
-
-
-def _exchange(own: RankFacts, num_local_ranks: int, gather: Gather | None) -> Sequence[RankFacts]:
-    if gather is None and num_local_ranks == 1:
-        return [own]
-    if gather is None:  # else also one process on its own takes part: those of all machines ask together
-        raise ConfigError(
-            f"{num_local_ranks} processes share this machine, and there is no way to tell each other what they use: "
-            "give `gather`, such as one with torch.distributed.all_gather_object over the processes of this machine"
-        )
-    facts = gather(own)
-    if len(facts) != num_local_ranks:
-        raise ConfigError(
-            f"`gather` returned {len(facts)} answers, and this machine has {num_local_ranks} processes: give one that "
-            "asks the processes of this machine and no others"
-        )
-    return facts
 
 
 def _num_threads(place: RankPlace, num_cpus: int, num_local_ranks: int) -> int:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_cxl.config import SSD, OffloadConfig
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.inventory.tensors import Loop
-from lightning_cxl.machine.binding import Gather, RankBinding, bind_rank
+from lightning_cxl.machine.binding import RankBinding, RankFacts, bind_rank
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.hook import active
 from lightning_cxl.planning.policies import check_policy
@@ -185,16 +185,20 @@ class Session:
         return self.host
 
     def bind(
-        self, rank: int, num_ranks: int, local_rank: int, num_local_ranks: int, device: torch.device, gather: Gather
+        self,
+        rank: int,
+        num_ranks: int,
+        local_rank: int,
+        num_local_ranks: int,
+        device: torch.device,
+        gather: Callable[[RankFacts], Sequence[RankFacts]],
     ) -> None:
         """Give this process its part of a machine that it shares with others, before anything is placed."""
         if self._binding is None:
             if local_rank == 0 and (ssd := self.config.ssd()) is not None:
                 remove_left(ssd.paths)  # no process of this run stores anything before all have gathered
             topology = Topology.detect(on_missing_tier=self.config.on_missing_tier)
-            self._binding = bind_rank(
-                local_rank, num_local_ranks, device, self.config, topology, gather=gather, rank=rank
-            )
+            self._binding = bind_rank(rank, local_rank, num_local_ranks, device, self.config, topology, gather)
             self._ranks = {"rank": rank, "num_ranks": num_ranks, "local_rank": local_rank}
             self._ranks["num_local_ranks"] = num_local_ranks
 

@@ -70,7 +70,7 @@ def run(rank, end, work):
 def seen_by(rank, count, gather, device="cpu", **options):
     """Bind this process, take and train something, and return where that is and where its threads may run."""
     config = OffloadConfig(**options)
-    binding = bind_rank(rank, count, torch.device(device, rank), config, Topology.detect(), gather=gather)
+    binding = bind_rank(rank, rank, count, torch.device(device, rank), config, Topology.detect(), gather)
     memory = HostMemory(binding.topology, room=binding.room, on_tier_full="error")
     found = {"lines": binding.describe(), "room": binding.room, "threads": binding.num_threads}
     for tier in ("dram", "cxl"):
@@ -149,7 +149,7 @@ def test_a_process_that_its_launcher_has_bound_stays_and_allocates_there(started
 
 def test_a_full_card_spills_to_the_other_socket_s_card(started):
     def work(rank, gather):
-        binding = bind_rank(rank, 2, torch.device("cpu"), OffloadConfig(), Topology.detect(), gather=gather)
+        binding = bind_rank(rank, rank, 2, torch.device("cpu"), OffloadConfig(), Topology.detect(), gather)
         if rank == 0:
             return None
         memory = HostMemory(binding.topology, on_tier_full="error")  # without its budget

@@ -23,8 +23,8 @@ def host():
         sent.append(own)
         return [own] * 2
 
-    bind_rank(0, 2, cpu, config, topology, gather=hear_only)
-    binding = bind_rank(1, 2, cpu, config, topology, gather=lambda own: [sent[0], own])
+    bind_rank(0, 0, 2, cpu, config, topology, hear_only)
+    binding = bind_rank(1, 1, 2, cpu, config, topology, lambda own: [sent[0], own])
     host = Host(config, cpu, binding=binding)
     yield host
     host.close()

@@ -11,7 +11,7 @@ from lightning_cxl import OffloadConfig, Topology
 from lightning_cxl.devices import device_type
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine import binding
-from lightning_cxl.machine.binding import RankFacts, bind_rank, device_node
+from lightning_cxl.machine.binding import RankFacts, bind_rank, device_node, measure_room
 from lightning_cxl.native import _cpu
 from tests.unit.machine.ranks.sysfs import GIB, TWO_CARDS, write_machine
 
@@ -46,13 +46,13 @@ def process(monkeypatch):
 
 def bound(root, local_rank=0, count=2, device=CPU, **options):
     """Return what a process gets; the others are like it, but for rank 0, which measures."""
-    topology = Topology.detect(root)
+    topology, config = Topology.detect(root), OffloadConfig(**options)
 
     def gather(own):
-        first = binding._facts(0, count, device, topology, root)
-        return [own if rank == local_rank else first for rank in range(count)]
+        first = own._replace(room=measure_room(topology, config))
+        return [own if rank == local_rank != 0 else first for rank in range(count)]
 
-    return bind_rank(local_rank, count, device, OffloadConfig(**options), topology, gather=gather)
+    return bind_rank(local_rank, local_rank, count, device, config, topology, gather)
 
 
 def test_the_node_of_a_device_is_read_from_its_pci_address(root):
@@ -112,7 +112,9 @@ def test_the_modes_of_torch_bind_before_the_processes_meet(root, process, monkey
 
 
 def test_one_process_stays_as_it_is(root, process):
-    found = bind_rank(0, 1, CPU, OffloadConfig(tiers={"cxl": GIB}), topology := Topology.detect(root))
+    found = bind_rank(
+        0, 0, 1, CPU, OffloadConfig(tiers={"cxl": GIB}), topology := Topology.detect(root), lambda own: [own]
+    )
     assert found.topology is topology and found.describe() == []
     assert found.budgets == {"cxl": GIB} and found.room == {}
     assert process.moved is None and found.num_threads is None and "OMP_NUM_THREADS" not in os.environ
@@ -150,15 +152,12 @@ def test_threads_are_cpus_within_quota_and_limit(root, process, monkeypatch, giv
 def test_ranks_divide_the_tier_ssd_and_have_folders_of_their_own(root, process, tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
     tiers = {"ssd": {"path": list(map(str, folders)), "budget": "8GiB"}}
-    facts = RankFacts(None, (0, 1), {0: GIB, 1: GIB, 2: GIB, 3: GIB}, GIB, 6 * GIB)
-    found = bind_rank(
-        1, 3, CPU, OffloadConfig(tiers=tiers), Topology.detect(root), gather=lambda own: [facts, own, own], rank=7
-    )
+    config, topology = OffloadConfig(tiers=tiers), Topology.detect(root)
+    facts = RankFacts(None, (0, 1), {"dram": GIB, "cxl": GIB, "ssd": 6 * GIB})
+    found = bind_rank(7, 1, 3, CPU, config, topology, lambda own: [facts, own, own])
     assert found.ssd.budget_bytes == 2 * GIB, "all divide what local rank 0 has found"
-    assert found.ssd.paths == tuple(folder / "rank-7" for folder in folders)
+    assert found.ssd.paths == tuple(folder / "rank-7" for folder in folders) and found.ssd.is_part
     assert any("2.0 GiB of ssd" in line and "rank-7" in line for line in found.describe())
-    alone = bind_rank(0, 1, CPU, OffloadConfig(tiers=tiers), Topology.detect(root))
-    assert alone.ssd.paths == tuple(folders) and not alone.ssd.is_part
-    one_of_two_machines = bind_rank(0, 1, CPU, OffloadConfig(tiers=tiers), Topology.detect(root), rank=1)
+    one_of_two_machines = bind_rank(1, 0, 1, CPU, config, topology, lambda own: [own])
     assert one_of_two_machines.ssd.paths == tuple(folder / "rank-1" for folder in folders)
     assert one_of_two_machines.ssd.budget_bytes == 8 * GIB

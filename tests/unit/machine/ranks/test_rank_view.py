@@ -1,9 +1,9 @@
-"""The tiers as one process sees them, and its share of their budgets."""
+"""The tiers as one process sees them, and what all processes may take of them."""
 
 import pytest
 
-from lightning_cxl import Topology
-from lightning_cxl.machine.binding import read_host_cpus, seen_from, share_budgets
+from lightning_cxl import OffloadConfig, Topology
+from lightning_cxl.machine.binding import measure_room, read_host_cpus, seen_from
 from lightning_cxl.machine.speeds import describe_machine
 from tests.unit.machine.ranks.sysfs import GIB, TWO_CARDS, write_machine
 
@@ -56,34 +56,15 @@ def test_tier_cxl_that_dram_stands_in_for_is_near_too(tmp_path):
     assert emulated.node_ids == (1, 0) and emulated.nearest_first and emulated.emulated
 
 
-FREE = {0: 90 * GIB, 1: 100 * GIB, 2: 40 * GIB, 3: 40 * GIB}
+def test_a_budget_is_the_machine_s_and_no_more_than_what_is_free(root):
+    room = measure_room(Topology.detect(root), OffloadConfig(tiers={"dram": 3 * GIB, "cxl": 1000 * GIB}))
+    assert room["dram"] == 3 * GIB and 7 * GIB < room["cxl"] < 8 * GIB
 
 
-def share(root, host, near, budgets=None, free=None, available=1000 * GIB):
-    return share_budgets(Topology.detect(root), budgets or {}, free or FREE, available, near, host)
-
-
-def test_processes_of_a_socket_divide_what_is_near(root, host):
-    shares = share(root, host, [(0,), (0,), (1,), (1,)])
-    assert [each["dram"] // GIB for each in shares] == [45, 45, 50, 50]
-    assert [each["cxl"] // GIB for each in shares] == [20] * 4
-
-
-def test_a_budget_is_the_machine_s_and_divided(root, host):
-    shares = share(root, host, [(0,), (1,)], {"dram": 19 * GIB, "cxl": 1000 * GIB})
-    assert [each["dram"] // GIB for each in shares] == [9, 10]
-    assert [each["cxl"] // GIB for each in shares] == [40, 40], "no more than what is free"
-
-
-def test_who_would_get_too_little_by_nearness_gets_an_even_share(root, host):
-    assert [each["dram"] // GIB for each in share(root, host, [(0,), (0,), (0,), (1,)])] == [47] * 4
-    one_card = {**FREE, 3: 0}
-    assert [each["cxl"] // GIB for each in share(root, host, [(0,), (1,)], free=one_card)] == [20, 20]
-    assert [each["dram"] // GIB for each in share(root, host, [(0,), (0,)])] == [95, 95], (
-        "the other socket's memory, too"
-    )
-
-
-def test_a_control_group_s_limit_is_divided_once(root, host):
-    shares = share(root, host, [(0,), (1,)], free=dict.fromkeys(FREE, 50 * GIB), available=50 * GIB)
-    assert sum(sum(each.values()) for each in shares) == pytest.approx(50 * GIB, rel=1e-6)
+def test_a_control_group_s_limit_is_divided_once(root):
+    group = root / "sys/fs/cgroup/job"
+    group.mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text("0::/job")
+    (group / "memory.max").write_text(str(6 * GIB))
+    (group / "memory.current").write_text("0")
+    assert sum(measure_room(Topology.detect(root), OffloadConfig()).values()) == pytest.approx(6 * GIB, rel=1e-6)
