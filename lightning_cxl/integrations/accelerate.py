@@ -40,7 +40,14 @@ from lightning_cxl.run.session import Session, cut_for, follow, taking_whole, wh
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import is_cut, without_reducing
-from lightning_cxl.sharding.processes import backend_for, find_machines, gather_on_machine, make_mesh, on_all_ranks
+from lightning_cxl.sharding.processes import (
+    backend_for,
+    find_machines,
+    gather_on_machine,
+    make_mesh,
+    on_all_ranks,
+    ranks_of_each,
+)
 
 Options = Mapping[str, Any] | OffloadConfig | str | PathLike[str] | None
 """Options of a front end: fields of `OffloadConfig`, or a file with them."""
@@ -185,10 +192,10 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         self.gradient_state.plugin_kwargs["sync_each_batch"] = True
         session, rank, machines = self.offload.session, self.process_index, find_machines()
         replicate = session.config.replicate_machines
-        per_machine = machines.num_ranks_of_each() if replicate else self.num_processes
+        per_machine = ranks_of_each(machines) if replicate else self.num_processes
         self._mesh = make_mesh(self.device, self.num_processes // per_machine, per_machine, replicate=replicate)
-        gather = partial(gather_on_machine, machine=machines.of_rank[rank])
-        local = machines.local_rank(rank), machines.num_ranks_beside(rank)
+        own = machines[rank]
+        gather, local = partial(gather_on_machine, machine=own), (machines[:rank].count(own), machines.count(own))
         session.bind(rank, self.num_processes, *local, self.device, gather)
 
     # -- prepare -----------------------------------------------------------------------------------------------------

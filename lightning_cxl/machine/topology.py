@@ -5,7 +5,6 @@ import enum
 import logging
 import os
 import re
-import sys
 import threading
 import warnings
 from collections import Counter
@@ -341,7 +340,6 @@ __all__ = ["Node", "Tier", "TierKind", "Topology"]
 
 _CXL = "cxl"
 _ADDING = threading.Lock()
-_NOT_THE_CALLER = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)
 
 
 class TierKind(enum.Enum):
@@ -420,8 +418,7 @@ class Topology:
     """The tiers of a host: of memory, nearest first, and `ssd` where a user has named a folder for it.
 
     Without CXL memory there is one tier, ``dram``. A request for the tier ``cxl`` by name then gets DRAM under that
-    name, with one warning, and from then on it is one of `tiers`. Topologies of the same hardware are equal, whether
-    that tier was asked for or not.
+    name, with one warning, and from then on it is one of `tiers`.
     """
 
     tiers: tuple[Tier, ...]
@@ -499,14 +496,6 @@ class Topology:
             for node_id, (has_cpus, size) in enumerate(sizes)
         ]
         return cls(_group(made), backs_cxl=True)
-
-    def __eq__(self, other: object) -> bool:
-        """Whether the other topology is of the same hardware."""
-        return self._hardware() == other._hardware() if isinstance(other, Topology) else NotImplemented
-
-    def __hash__(self) -> int:
-        """Return what stays the same when something asks for ``cxl``."""
-        return hash(self._hardware())
 
     def with_ssd(self, options: SsdOptions) -> "Topology":
         """Return this machine with the tier `ssd`.
@@ -606,24 +595,9 @@ class Topology:
             f"there is no CXL memory ({self._why_no_cxl()}): tier 'cxl' is backed by DRAM on node "
             f"{', '.join(map(str, backing.node_ids))}. Set on_missing_tier='error' to refuse instead.",
             MissingTierWarning,
-            stacklevel=_level_of_caller(),
+            stacklevel=3,
         )
         return added
-
-    def _hardware(self) -> tuple[object, ...]:
-        real = tuple(tier for tier in self.tiers if not tier.emulated)
-        return real, self.root, self.notes, self.backs_cxl, self.ssd
-
-
-def _level_of_caller() -> int:
-    """Return the ``stacklevel`` of a warning that the calling function makes about the line that called this package.
-
-    The file of ``with`` blocks is passed over, too: it lies between `host_allocation` and the line of the user.
-    """
-    level, frame = 1, sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_NOT_THE_CALLER) and frame.f_back is not None:
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _group(usable: Sequence[Node]) -> tuple[Tier, ...]:

@@ -25,7 +25,6 @@ import mmap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -49,10 +48,6 @@ from lightning_cxl.torch_private import (
     put_shard,
     sharded_parameters,
 )
-
-_num_regions: "WeakKeyDictionary[FSDPModule, int]" = WeakKeyDictionary()
-"""How many regions without reductions have a module, which torch cannot be asked."""
-
 
 PlaceShard = Callable[[nn.Parameter, torch.Tensor, int], torch.Tensor | None]
 """Gives 1-D memory of so many elements of a shard's type; None where the shard is in place already."""
@@ -144,19 +139,15 @@ def without_reducing(model: nn.Module) -> Iterator[None]:
     """Return a region whose backwards exchange no gradients; the first one after it reduces the sum of all.
 
     Until then each rank has whole gradients of all that is trained on its device. One process exchanges none anyway.
-    Regions may lie in each other: each module reduces again when the last one that has it ends.
     """
     cuts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in cuts:
-        _num_regions[module] = _num_regions.get(module, 0) + 1
         module.set_requires_gradient_sync(False, recurse=False)
     try:
         yield
     finally:
         for module in cuts:
-            _num_regions[module] -= 1
-            if not _num_regions[module]:
-                module.set_requires_gradient_sync(True, recurse=False)
+            module.set_requires_gradient_sync(True, recurse=False)
 
 
 def _reshard_after_evaluation(root: nn.Module, _inputs: object, _output: object) -> None:

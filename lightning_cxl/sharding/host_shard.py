@@ -20,7 +20,7 @@ for the copy of each one. A `HostShard` says that it is on the device, so for FS
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,26 +58,13 @@ def shape_of(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-class Drives(Protocol):
-    """Where bytes lie that `HostShard.host` only shows; `streaming/on_ssd.py` is one."""
-
-    def to_device(self, host: Tensor) -> Tensor:
-        """Return a copy on the device of the bytes that `host` shows; the current stream waits for it."""
-
-    def settle(self) -> None:
-        """Return when the host may write what is shown."""
-
-    def written(self) -> None:
-        """Learn that someone has written to what is shown."""
-
-
 class _Bytes:
     """Shared by all views of one shard: the way to the device, and the last copy that reads the host."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self.engine = engine
         self._reading: Transfer | None = None
-        self.drives: Drives | None = None
+        self.drives: Any = None  # a `ShardsOnSsd`, where the host only shows what lies on drives
 
     def to_device(self, host: Tensor, arrived: Tensor) -> None:
         self._reading = self.engine.h2d(host, arrived)
@@ -131,12 +118,12 @@ class HostShard(Tensor):
         self.settle()
         return self.lie_in(memory.view(self.host.shape).copy_(self.host))
 
-    def lie_in(self, host: Tensor, drives: Drives | None = None) -> "HostShard":
+    def lie_in(self, host: Tensor, drives: Any = None) -> "HostShard":
         """Lie where the same bytes are already, on drives if there are some; return this shard."""
         self.host, self._bytes.drives = host, drives
         return self
 
-    def forget_drives(self, drives: Drives) -> None:
+    def forget_drives(self, drives: object) -> None:
         """Use these drives no more, where they are those of the bytes: `host` goes on to show them."""
         if self._bytes.drives is drives:
             self._bytes.drives = None

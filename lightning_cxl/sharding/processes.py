@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -161,50 +160,25 @@ class _Answer(NamedTuple):
         return cls(text=f"{type(error).__name__}: {error}")
 
 
-@dataclass(frozen=True, slots=True)
-class Machines:
-    of_rank: tuple[int, ...]
+def find_machines() -> list[int]:
+    """Return the number of the machine of each rank. Every rank calls this.
 
-    @classmethod
-    def of(cls, names: Sequence[tuple[str, str]]) -> "Machines":
-        numbers: dict[tuple[str, str], int] = {}
-        return cls(tuple(numbers.setdefault(each, len(numbers)) for each in names))
-
-    @property
-    def count(self) -> int:
-        return max(self.of_rank) + 1
-
-    def num_ranks_beside(self, rank: int) -> int:
-        return self.of_rank.count(self.of_rank[rank])
-
-    def local_rank(self, rank: int) -> int:
-        return self.of_rank[:rank].count(self.of_rank[rank])
-
-    def num_ranks_of_each(self) -> int:
-        """Return how many ranks each machine has, where a mesh is to have a copy of the state on each."""
-        num, rest = divmod(len(self.of_rank), self.count)
-        if rest or self.of_rank != tuple(rank // num for rank in range(len(self.of_rank))):
-            raise UnsupportedError(
-                "`replicate_machines` needs as many processes on each machine, numbered one after the other there, and "
-                f"the machines of the ranks are {list(self.of_rank)}: start them so (`srun --distribution=block`), or "
-                "leave the option out"
-            )
-        return num
+    Containers of a machine count as machines: each has limits of its own.
+    """
+    names = on_all_ranks(lambda: (Path("/proc/sys/kernel/random/boot_id").read_text(), os.uname().nodename))
+    return list(map(list(dict.fromkeys(names)).index, names))
 
 
-def find_machines() -> Machines:
-    """Return the machines of all ranks, as these find themselves. Every rank calls this."""
-    return Machines.of(on_all_ranks(_own_names))
-
-
-def _own_names(root: Path = Path("/")) -> tuple[str, str]:
-    """Return the boot id and the host name. Containers of a machine count as machines: each has limits of its own."""
-    try:
-        return (root / "proc/sys/kernel/random/boot_id").read_text().strip(), os.uname().nodename
-    except OSError as error:
+def ranks_of_each(machines: Sequence[int]) -> int:
+    """Return how many ranks each machine has, where a mesh is to have a copy of the state on each."""
+    num, rest = divmod(len(machines), max(machines) + 1)
+    if rest or list(machines) != [rank // num for rank in range(len(machines))]:
         raise UnsupportedError(
-            f"the kernel does not say on which machine this process runs: {error}. Show the process its /proc"
-        ) from error
+            "`replicate_machines` needs as many processes on each machine, numbered one after the other there, and "
+            f"the machines of the ranks are {list(machines)}: start them so (`srun --distribution=block`), or leave "
+            "the option out"
+        )
+    return num
 
 
 _CHECKS = 3  # a thread that sleeps until it gets the lock has it by the next check, as the pause gives the lock up

