@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.text import parse_bytes
@@ -83,7 +83,6 @@ def _paths(value: object) -> tuple[Path, ...]:
 
 Origin = Literal["argument", "environment", "default"]
 OnTierFull = Literal["spill", "error"]
-_BINDINGS = ("auto", False, "node", "socket", "exclusive", "core-complex")
 _PREFIX = "LIGHTNING_CXL_"
 _OTHER_VARIABLES = ("isa", "cache")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -185,15 +184,14 @@ class OffloadConfig:
             raise ConfigError(f"policy must be a policy's name or the import path of a class, got {short(self.policy)}")
         if self.machine is not None and not isinstance(self.machine, str):
             raise ConfigError(f"machine must be the path of a YAML file or None, got {short(self.machine)}")
-        for name in ("activation_offload", "cpu_adam", "replicate_machines"):
-            _check_choice(name, getattr(self, name), (True, False))
-        _check_choice("stream_weights", self.stream_weights, (True, False, "auto"))
-        _check_choice("overlap_step", self.overlap_step, (True, False, "auto"))
         if self.share_weights not in (False, None):
             raise ConfigError(
                 f"share_weights={self.share_weights!r}: this option was removed. FSDP2 gathers the weights of several "
                 "processes from their shards, and a machine holds one copy of them as before. Leave the option out"
             )
+        for name, hint in get_type_hints(type(self)).items():
+            if name != "share_weights" and (choices := _choices(hint)):
+                _check_choice(name, getattr(self, name), choices)
         if self.stream_weights is True and not self.activation_offload:
             raise ConfigError(
                 "stream_weights=True needs activation_offload=True: a unit whose weights have left the device must be "
@@ -201,26 +199,16 @@ class OffloadConfig:
             )
         if self.overlap_step is True and (self.stream_weights is False or not self.cpu_adam):
             raise ConfigError("overlap_step=True needs stream_weights and cpu_adam: it is for streamed units")
-        _check_choice("state", self.state, ("fp32", "bf16", "8bit"))
         if self.state != "fp32" and not self.cpu_adam:
             raise ConfigError(
                 f"state={self.state!r} needs cpu_adam=True: it is an option of `CPUAdam`, which replaces torch's Adam "
                 "and AdamW. With cpu_adam=False every optimizer keeps its state as it likes"
             )
-        _check_choice("master", self.master, ("split", "fp32"))
-        _check_choice("accumulate", self.accumulate, ("fp32", "bf16"))
-        _check_choice("on_overflow", self.on_overflow, ("skip", "error", "ignore"))
-        _check_choice("numa_binding", self.numa_binding, _BINDINGS)
-        _check_choice("on_missing_tier", self.on_missing_tier, ("fallback", "error"))
-        _check_choice("on_tier_full", self.on_tier_full, ("spill", "error"))
-        _check_choice("pin_memory", self.pin_memory, (True, False, "auto"))
-        if self.batch_tokens is not None and not _is_count(self.batch_tokens):
-            raise ConfigError(f"batch_tokens must be a positive number of tokens or None, got {self.batch_tokens!r}")
-        if not _is_count(self.max_overflows):
-            raise ConfigError(f"max_overflows must be a positive number of steps, got {self.max_overflows!r}")
-        threads = self.num_threads
-        if threads is not None and not _is_count(threads):
-            raise ConfigError(f"num_threads must be a positive number of threads or None for all CPUs, got {threads!r}")
+        for name, counted in (("batch_tokens", "tokens"), ("max_overflows", "steps"), ("num_threads", "threads")):
+            value, may_be_none = getattr(self, name), name != "max_overflows"
+            if not (may_be_none and value is None) and not _is_count(value):
+                also = " or None" if may_be_none else ""
+                raise ConfigError(f"{name} must be a positive number of {counted}{also}, got {value!r}")
         names = [self.units] if isinstance(self.units, str) else self.units
         if not isinstance(names, Sequence) or not names or not all(isinstance(n, str) and n for n in names):
             raise ConfigError(
@@ -343,6 +331,15 @@ def _check_rule(pattern: object, wanted: object) -> None:
             f"tier_rules: {pattern!r}: {short(wanted)} must be a tier name or map weights, gradients, optimizer_state "
             "or activations to tier names"
         )
+
+
+def _choices(hint: Any) -> tuple[object, ...]:
+    """Return the values that an option may have; empty where its type does not list them."""
+    if hint is bool:
+        return (True, False)
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return tuple(choice for part in get_args(hint) for choice in _choices(part))
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

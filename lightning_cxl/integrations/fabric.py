@@ -12,7 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -116,14 +115,8 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
 
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Create weights where their tier is, from the first byte; on a GPU, on it, unless they stream or are cut."""
-        host = self._session.host_on(self.root_device)
-        with super().module_init_context(empty_init=empty_init):
-            if self.root_device.type == "cpu" or self.is_distributed or host.streams_weights:
-                with torch.device("cpu"), host.activate(), host.creating_weights():
-                    yield
-            else:
-                yield
+        with super().module_init_context(empty_init=empty_init), self._creating():
+            yield
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move a module without weights, such as a metric; the weights of others move when they are set up."""

@@ -8,7 +8,7 @@ import re
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -387,18 +387,22 @@ class Tier:
     @property
     def read_bytes_per_s(self) -> float | None:
         """Rated read bandwidth of the near nodes together; None when the firmware leaves out one of them."""
-        return _sum_or_none([node.read_bytes_per_s for node in self.near_nodes])
+        return self._rating([node.read_bytes_per_s for node in self.near_nodes], sum)
 
     @property
     def write_bytes_per_s(self) -> float | None:
         """Rated write bandwidth of the near nodes together; None when the firmware leaves out one of them."""
-        return _sum_or_none([node.write_bytes_per_s for node in self.near_nodes])
+        return self._rating([node.write_bytes_per_s for node in self.near_nodes], sum)
 
     @property
     def read_latency_ns(self) -> float | None:
         """Rated read latency of the slowest near node; None when the firmware leaves out one of them."""
-        latencies = [node.read_latency_ns for node in self.near_nodes if node.read_latency_ns is not None]
-        return max(latencies) if latencies and len(latencies) == len(self.near_nodes) else None
+        return self._rating([node.read_latency_ns for node in self.near_nodes], max)
+
+    @staticmethod
+    def _rating(of_nodes: Sequence[float | None], combine: Callable[[list[float]], float]) -> float | None:
+        known = [rating for rating in of_nodes if rating is not None]
+        return combine(known) if known and len(known) == len(of_nodes) else None
 
     def describe(self) -> str:
         """Return one line, e.g. ``"cxl: 2.0 GiB on nodes 1, 2 (57.3 GB/s read, 250 ns)"``."""
@@ -606,8 +610,3 @@ def _group(usable: Sequence[Node]) -> tuple[Tier, ...]:
     dram = Tier("dram", TierKind.DRAM, tuple(node for node in by_distance if node.has_cpus))
     cxl = Tier(_CXL, TierKind.CXL, tuple(node for node in by_distance if not node.has_cpus))
     return tuple(tier for tier in (dram, cxl) if tier.nodes)
-
-
-def _sum_or_none(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known and len(known) == len(values) else None

@@ -6,6 +6,8 @@ do. torch.distributed is asked in `sharding/processes.py`.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -153,6 +155,16 @@ class CommonStrategy(_Base):  # type: ignore[misc]
             self.root_device, self.num_nodes, self.num_processes, replicate=self.config.replicate_machines
         )
 
+    @contextmanager
+    def _creating(self) -> Iterator[None]:
+        """Create weights where their tier is, from the first byte; on a GPU, on it, unless they stream or are cut."""
+        host = self._session.host_on(self.root_device)
+        if self.root_device.type == "cpu" or self.is_distributed or host.streams_weights:
+            with torch.device("cpu"), host.activate(), host.creating_weights():
+                yield
+        else:
+            yield
+
     # -- together ----------------------------------------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
@@ -165,9 +177,6 @@ class CommonStrategy(_Base):  # type: ignore[misc]
     def _reduce(self, tensor: Any, group: Any, op: Any) -> Any:
         """Replace a tensor by that of all processes together; anything else stays as it is."""
         return processes.reduce(tensor, group, op) if self._has_met and isinstance(tensor, Tensor) else tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return super().reduce_boolean_decision(decision, all) if self._has_met else decision
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         return super().all_gather(tensor, group, sync_grads) if self._has_met else tensor

@@ -134,14 +134,8 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Create weights where their tier is, from the first byte; on a GPU, on it, unless they stream or are cut."""
-        with super().tensor_init_context(empty_init=empty_init):
-            if self.root_device.type == "cpu" or self.is_distributed or self.host.streams_weights:
-                host = self.host
-                with torch.device("cpu"), host.activate(), host.creating_weights():
-                    yield
-            else:
-                yield
+        with super().tensor_init_context(empty_init=empty_init), self._creating():
+            yield
 
     def setup(self, trainer: Trainer) -> None:
         """Place the model, then adopt its optimizers; on failure nothing of it stays behind."""
