@@ -34,13 +34,13 @@ from lightning_cxl.streaming.on_ssd import InputOnSsd
 from lightning_cxl.streaming.replay import (
     ModuleState,
     cached_tensors,
-    can_replace,
-    grows_by_replacing,
+    can_repeat,
+    copied,
     is_cache,
-    leaves_of,
-    rebuilt,
+    put_together,
     replaced,
     stale_error,
+    taken_apart,
     version_of,
 )
 from lightning_cxl.streaming.unit_weights import peek
@@ -465,13 +465,15 @@ class UnitForward(StandIn):
     def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() or is_in_transform() or caches_weights(self.module):
             return call_under(compiler, self.original, args, kwargs)
-        leaves = leaves_of((args, kwargs))
-        if not self._carries_gradient(leaves) or not self._can_repeat_caches(leaves, (*args, *kwargs.values())):
+        containers, leaves = taken_apart((args, kwargs), self.name)
+        own = {id(each) for each in (*args, *kwargs.values())}
+        if not self._carries_gradient(leaves) or not self._can_repeat_caches(leaves, own):
             return call_under(compiler, self.original, args, kwargs)
         self.offload.own_checkpointing.switch_off([compiled_module(self.module)])  # it may be on since the last call
         self.offload.own_checkpointing.tell_if_nested(self.name)
         args, kwargs = tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
-        call = _UnitCall(self, compiler, args, kwargs, leaves)
+        leaves = [replaced(leaf) if id(leaf) in own else leaf for leaf in leaves]
+        call = _UnitCall(self, compiler, args, kwargs, containers, leaves)
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: tensor, call.begin_recompute
         ):  # of the placeholder alone
@@ -485,11 +487,11 @@ class UnitForward(StandIn):
         cached = [tensor for leaf in leaves for tensor in cached_tensors(leaf)]
         return any(tensor.requires_grad for tensor in (*inputs, *cached, *peek(self.module)))
 
-    def _can_repeat_caches(self, leaves: list[Any], arguments: tuple[Any, ...]) -> bool:
-        own = {id(each) for each in arguments}
+    def _can_repeat_caches(self, leaves: list[Any], own: set[int]) -> bool:
         caches = [leaf for leaf in leaves if is_cache(leaf)]
-        can_repeat = all((can_replace if id(each) in own else grows_by_replacing)(each) for each in caches)
-        return not caches or (self.module.training and can_repeat)
+        return not caches or (
+            self.module.training and all(can_repeat(each, is_argument=id(each) in own) for each in caches)
+        )
 
     def keep(self, tensor: torch.Tensor, position: int) -> UnitInput:
         """Keep a tensor that a call is given; `position` counts the different tensors of the call."""
@@ -507,13 +509,15 @@ class _UnitCall:
         compiler: Compiler,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        containers: bytes,
         leaves: list[Any],
     ) -> None:
         self._unit = unit
         self._compiler = compiler  # See [Note: Compiled units]
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = args, kwargs  # gone when the forward starts
         self._inputs: list[UnitInput] = []
-        self._kept: tuple[tuple[Any, ...], dict[str, Any]] = rebuilt((args, kwargs), self._keep)
+        self._containers = containers
+        self._leaves = list(map(self._keep, leaves))
         self._state = ModuleState(unit.module, leaves)
         self.errors: list[BaseException] = []  # that the forward has raised
         self._phase: Phase = "recompute"  # of the next one
@@ -524,7 +528,7 @@ class _UnitCall:
 
     def _keep(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
-            return leaf
+            return copied(leaf) if is_cache(leaf) else leaf
         self._inputs.append(self._unit.keep(leaf, len(self._inputs)))
         return self._inputs[-1]
 
@@ -567,14 +571,18 @@ class _UnitCall:
         return placeholder
 
     def _recompute(self) -> Any:
-        engine = self._unit.offload.engine
-        tensors = {id(each): each.load(engine) for each in self._inputs}
+        leaves = [self._loaded(leaf) for leaf in self._leaves]
         before = self._before()
         if before is not None:
             before.prefetch()
-        args, kwargs = rebuilt(self._kept, lambda leaf: tensors.get(id(leaf), leaf))
+        args, kwargs = put_together(self._containers, leaves)
         with self._state.replay(), self._unit.offload.running(self._phase):
             return call_under(self._compiler, self._unit.original, args, kwargs)
+
+    def _loaded(self, leaf: Any) -> Any:
+        if isinstance(leaf, UnitInput):
+            return leaf.load(self._unit.offload.engine)
+        return copied(leaf) if is_cache(leaf) else leaf
 
     def drop_device_copies(self) -> None:
         for each in self._inputs:

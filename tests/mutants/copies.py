@@ -181,10 +181,14 @@ MUTATIONS = {
             "the newest input is used only while it is unchanged", "streaming: UnitInput._values", WITHOUT, "version_of"
         ),
         Mutation("a recompute changes a copy of its input", "streaming: UnitInput.load", VALUE, "return", "tensor"),
-        Mutation("a recompute gets lists as they were", "streaming: _shallow", VALUE, "copy", "value"),
         Mutation(
-            "a recompute gets a cache in a dict as it was", "streaming: _rebuilt", VALUE, "_copied", "stand_in(value)"
+            "a recompute gets lists as they were",
+            "streaming: _is_container",
+            VALUE,
+            "return is_dataclass",
+            "isinstance(value, tuple)",
         ),
+        Mutation("a recompute gets a cache in a dict as it was", "streaming: _UnitCall._loaded", NEVER, "is_cache"),
         Mutation("a recompute draws the random numbers of its forward", "streaming: _Draws.replay", DELETE, "_start"),
     ),
     "unit/streaming/test_saved_inputs.py unit/streaming/test_activations_lifetime.py": (
