@@ -144,7 +144,6 @@ class KernelTable:
         self._swapped = swapped
         self._rows = array("Q")
         self._scalars = array("f")
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters with gaps, and what is updated
 
     def add(self, updates: Iterable[Update], scalars: AdamScalars) -> None:
         scalars_row = len(self._scalars) // _adam.SCALAR_FIELDS
@@ -180,26 +179,17 @@ class KernelTable:
         return self._teams.stretches(momentum if self._swapped is None else self._swapped.flat(momentum))
 
     def _describe(self, update: Update) -> KnownRow:
-        """Return the row of a parameter, which knows it from now on if it was not copied."""
-        weights, kept = update.parameter, update.kept
-        if not is_dense(weights):
-            weights = weights.detach().contiguous()
-            self._copies.append((update.parameter, weights))
-        stretches = self._stretches(kept)
-        known = KnownRow(update.signature, _pack(update, weights), stretches)
-        if weights is update.parameter:
-            kept.known = known
-        return known
+        """Return the row of a parameter, which knows it from now on."""
+        update.kept.known = KnownRow(update.signature, _pack(update), self._stretches(update.kept))
+        return update.kept.known
 
     def run(self, num_threads: int, isa: str) -> None:
         _adam.update(self._rows, self._scalars, num_threads, isa, None if self._teams is None else self._teams.cpus)
-        for parameter, updated in self._copies:
-            parameter.copy_(updated)
 
 
-def _pack(update: Update, weights: torch.Tensor) -> KernelRow:
-    """Return the row of an update of dense `weights`; what differs from step to step is 0."""
-    kept, compute = update.kept, update.compute
+def _pack(update: Update) -> KernelRow:
+    """Return the row of an update; what differs from step to step is 0."""
+    weights, kept, compute = update.parameter, update.kept, update.compute
     if kept.remainder is not None:  # the parameter is the upper half
         form, addresses = WEIGHTS_SPLIT, (0, weights.data_ptr(), kept.remainder.data_ptr())
     elif compute is not None:
@@ -496,7 +486,7 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
         weight_decay: factor of the weight decay.
         decoupled: True for AdamW, False for Adam with the decay added to the gradient.
         state: how momentum and variance are kept: ``"fp32"``; ``"bf16"``, stochastically rounded; or ``"8bit"``,
-            blockwise in the format of bitsandbytes. Parameters under 4,096 elements, or with gaps in memory: float32.
+            blockwise in the format of bitsandbytes. Parameters under 4,096 elements: float32.
         fp32_state: parameters whose state stays float32 with ``state="8bit"``, such as embeddings, told apart by
             identity. A set or mapping is read whenever a parameter is added, any other collection once.
         seed: of the stochastic rounding; the result depends on it, the order of parameters and the step only.
@@ -511,7 +501,8 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
 
     Raises:
         ConfigError: a hyper-parameter out of range, a parameter that is not float32 or bfloat16 on the host.
-        UnsupportedError: amsgrad, maximize, capturable or differentiable asked for in a group.
+        UnsupportedError: amsgrad, maximize, capturable or differentiable asked for in a group, or a parameter with gaps
+            in its memory.
     """
 
     adds_nothing = True
@@ -721,8 +712,8 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
 
         Raises:
             UnsupportedError: a sparse gradient, or an option CPUAdam does not have.
-            ConfigError: a parameter has meanwhile left the host, changed its dtype or shape, lost its memory or got
-                gaps that its state cannot follow; or a hyper-parameter is out of range.
+            ConfigError: a parameter has meanwhile left the host, changed its dtype, shape or strides, or lost its
+                memory; or a hyper-parameter is out of range.
             CheckpointError: someone replaced a parameter's state by one that does not fit it.
         """
         mark_as_called(self)

@@ -157,8 +157,6 @@ def _numpy(tensor: torch.Tensor) -> Any:
 
 # ----------------------------------------------------------------------------------------------------
 # Which tensors the kernels take: host memory without gaps, all in the order of the parameter.
-#
-# A parameter with gaps is updated in a dense copy, and what belongs to it is in row-major order.
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -169,10 +167,10 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
             f"CPUAdam updates float32 and bfloat16 weights on the host; {name} is {parameter.dtype} on "
             f"{parameter.device}. Give it float32 master weights on the host and the others as `compute_weights`"
         )
-    if parameter.layout is not torch.strided or _overlaps(parameter):
+    if parameter.layout is not torch.strided or not is_dense(parameter):
         raise UnsupportedError(
-            f"elements of {name} (shape {tuple(parameter.shape)}, strides {tuple(parameter.stride())}) share memory: "
-            "make it a parameter of its own with `.clone()`, or set `cpu_adam=False`"
+            f"elements of {name} (shape {tuple(parameter.shape)}, strides {tuple(parameter.stride())}) share memory, "
+            "or have gaps between them: make it a parameter of its own with `.contiguous()`, or set `cpu_adam=False`"
         )
     if parameter.is_neg():
         raise ConfigError(
@@ -197,16 +195,6 @@ def _check_memory(tensor: torch.Tensor, what: str) -> None:
         )
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """Return whether two elements may have the same address (an expanded tensor's do)."""
-    reach = 0  # how far the dimensions so far go, in elements
-    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
-        if stride <= reach:
-            return True
-        reach += (size - 1) * stride
-    return False
-
-
 def same_layout(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Return whether element i in memory of `tensor` is element i in memory of the dense `parameter`."""
     if tensor.stride() == parameter.stride():
@@ -218,17 +206,10 @@ def same_layout(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     )
 
 
-def follows(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether the dense `tensor` is in the order of `parameter`; row-major where that has gaps."""
-    return same_layout(tensor, parameter) or (
-        tensor.shape == parameter.shape and tensor.is_contiguous() and not is_dense(parameter)
-    )
-
-
 def is_flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether `tensor` is on the host and its memory has the elements in the order of `parameter`."""
+    """Return whether `tensor` is on the host and its memory has the elements in the order of a dense `parameter`."""
     ordinary = tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_neg()
-    return ordinary and follows(tensor, parameter) and (tensor.is_contiguous() or is_dense(tensor))
+    return ordinary and same_layout(tensor, parameter)
 
 
 def usable_gradient(grad: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
@@ -253,10 +234,9 @@ def check_compute_weights(compute: torch.Tensor | None, parameter: torch.Tensor,
         return
     is_half = compute.dtype in (torch.bfloat16, torch.float16)
     if not (is_half and parameter.dtype is torch.float32 and is_flat_like(compute, parameter)):
-        strides = parameter.stride() if is_dense(parameter) else "of a contiguous tensor"
         raise ConfigError(
             f"the compute weights of {name} must be bfloat16 or float16 on the host with shape "
-            f"{tuple(parameter.shape)} and strides {strides}, "
+            f"{tuple(parameter.shape)} and strides {parameter.stride()}, "
             f"got {compute.dtype} on {compute.device} with shape {tuple(compute.shape)} and strides {compute.stride()}"
         )
     _check_memory(compute, f"the compute weights of {name}")

@@ -19,9 +19,9 @@ from lightning_cxl.optim.kernels import (
     dynamic_map,
     encode,
     flattened,
-    follows,
     join,
     num_blocks,
+    same_layout,
     split,
 )
 from lightning_cxl.optim.swapped_state import At, OnSsd, StateRecord, StateSwapper
@@ -161,7 +161,7 @@ def choose_precision(parameter: torch.Tensor, wanted: StatePrecision, *, sensiti
     Under 4,096 elements there is little to save, and among them are norms and biases, which are sensitive (the rule of
     bitsandbytes). A stochastically rounded moment needs no scale to share, so `sensitive` matters in 8 bit only.
     """
-    small = parameter.numel() < 4096 or not is_dense(parameter)
+    small = parameter.numel() < 4096
     return "fp32" if small or (sensitive and wanted == "8bit") else wanted
 
 
@@ -213,13 +213,6 @@ class Moment:
             return
         ordered = torch.empty_strided(self.values.shape, self.values.stride(), dtype=torch.float32).copy_(plain)
         encode(ordered, own_values, own, unsigned=self.unsigned)
-
-    def follow(self, parameter: torch.Tensor, at: At = flattened) -> None:
-        """Put the elements in the parameter's new order in memory, which is at `at` now."""
-        old = in_shape(self.values, at)
-        old_values = old.clone() if self.scales is None else decode(old, at(self.scales), unsigned=self.unsigned)
-        self.values = laid_out_as(self.values, parameter)
-        self.load(old_values, at=at)
 
 
 def in_shape(tensor: torch.Tensor, at: At) -> torch.Tensor:
@@ -346,11 +339,10 @@ class ParameterState:
                 f"{name} had shape {tuple(self.momentum.values.shape)} when the optimizer was made and has "
                 f"{tuple(parameter.shape)} now: make a new optimizer after resizing a model"
             )
-        if self.precision != "fp32" and not is_dense(parameter):
+        if not same_layout(self.momentum.values, parameter):
             raise ConfigError(
-                f"{name} (shape {tuple(parameter.shape)}, strides {parameter.stride()}) has gaps in memory now, and "
-                f"its state, {self.precision}, is for weights without gaps: make it `.contiguous()`, or make a new "
-                "optimizer, which keeps the state of such weights in float32"
+                f"{name} had strides {self.momentum.values.stride()} when the optimizer was made and has "
+                f"{parameter.stride()} now: bring a model into its memory format first, then make the optimizer"
             )
 
     def bind(self, parameter: torch.Tensor, state: dict[str, Any], at: At | None = None) -> None:
@@ -365,11 +357,7 @@ class ParameterState:
         Args:
             at: where the memory is now, for the caller who is in `reached`; None: it is reached here.
         """
-        values, shard = self.momentum.values, local(parameter)
-        if (values.shape, values.stride()) != (shard.shape, shard.stride()) and not follows(values, shard):
-            with self.reached() if at is None else nullcontext(at) as here:
-                self._follow_layout(parameter, state, here)
-        if shard is not parameter and self._shown is self._entries:
+        if local(parameter) is not parameter and self._shown is self._entries:
             self._show(parameter)
         if not state:
             self.step.zero_()
@@ -426,22 +414,6 @@ class ParameterState:
             at(self.remainder).zero_()
         elif saved is not shown.get(REMAINDER):
             in_shape(self.remainder, at).copy_(saved)
-
-    def _follow_layout(self, parameter: torch.Tensor, state: dict[str, Any], at: At) -> None:
-        """Put the elements in the parameter's new order: the model's memory format has changed."""
-        before, shard = self._shown, local(parameter)
-        self.momentum.follow(shard, at)
-        self.variance.follow(shard, at)
-        if self.remainder is not None:
-            old_values = in_shape(self.remainder, at).clone()
-            self.remainder = laid_out_as(self.remainder, shard)
-            in_shape(self.remainder, at).copy_(old_values)
-        self._entries = self._shown = self._varying()
-        if self.record is not None or shard is not parameter:
-            self._show(parameter)
-        for (key, old), (_, new) in zip(before, self._shown, strict=True):
-            if state.get(key) is old:
-                state[key] = new
 
 
 def _in_memory(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyConvNet, TinyTransformer, image_data, token_data
@@ -97,35 +96,3 @@ def test_a_second_evaluation_sees_what_was_written_through_data():
     plain, ours = differences("auto"), differences(offload())
     assert min(plain) > 0.1
     assert ours == pytest.approx(plain, rel=0.1)
-
-
-class Halves(nn.Module):
-    """Two weights that are halves of one storage, beside blocks whose weights stream."""
-
-    def __init__(self):
-        super().__init__()
-        whole = torch.randn(16, 32) * 0.1
-        self.left, self.right = nn.Parameter(whole[:, :16]), nn.Parameter(whole[:, 16:])
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
-
-    def forward(self, x):
-        x = x @ self.left
-        for block in self.blocks:
-            x = x + block(x)
-        return x @ self.right
-
-
-class HalvesTask(Task):
-    def training_step(self, batch, batch_idx):
-        return self.model(batch[0]).square().mean()
-
-
-def test_weights_with_gaps_train_beside_updates_that_overlap():
-    def module():
-        torch.manual_seed(0)
-        return HalvesTask(Halves())
-
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(12, 16)), batch_size=4)
-    ours = trained(offload(stream_weights=True, overlap_step=True), module(), data, max_steps=3)
-    for mine, plain in zip(ours, trained("auto", module(), data, max_steps=3), strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""`CPUAdam` by itself with bfloat16 parameters, low-precision state and gaps in memory; state dicts between them."""
+"""`CPUAdam` by itself with bfloat16 parameters, and low-precision state; state dicts between them."""
 
 import copy
 import pickle
@@ -8,7 +8,6 @@ import torch
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.inventory import sensitive_parameters
-from lightning_cxl.memory.host_memory import is_dense
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.kernels import split
 from tests.unit.optim.adam_pairs import assert_close, bf16, half_gradients, masters, parameters, set_gradients
@@ -123,65 +122,6 @@ def test_an_embedding_that_is_unfrozen_in_a_copy_has_float32_state(how):
     adam.step()
     assert "exp_avg" in adam.state[model["embedding"].weight]
     assert "state1" in adam.state[model["linear"].weight]
-
-
-# -- parameters with gaps ----------------------------------------------------------------------------------------------
-
-GAPS = {
-    "columns": lambda dtype: torch.zeros(64, 64, dtype=dtype)[:, :32],
-    "rows": lambda dtype: torch.zeros(64, 64, dtype=dtype)[::2],
-    "transposed": lambda dtype: torch.zeros(64, 64, dtype=dtype)[:, :32].T,
-    "vector": lambda dtype: torch.zeros(64, dtype=dtype)[::3],
-    "large": lambda dtype: torch.zeros(3, 300, 700, dtype=dtype)[:, :, 1:],
-    "inner": lambda dtype: torch.zeros(4, 5, 6, dtype=dtype)[:, 1:3],
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("gap", GAPS)
-@pytest.mark.parametrize("state", STATES)
-def test_parameters_with_gaps_follow_dense_ones(state, gap, dtype):
-    view = GAPS[gap](dtype)
-    assert not is_dense(view)
-    storage = view.untyped_storage()
-    values = torch.randn(view.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    everything = torch.empty(0, dtype=dtype).set_(storage)
-    everything.fill_(7.0)
-    view.copy_(values)
-    gapped, dense = torch.nn.Parameter(view), torch.nn.Parameter(values.clone(memory_format=torch.contiguous_format))
-    outside = everything.clone()
-    assert gapped.stride() == view.stride() and gapped.data_ptr() == view.data_ptr()
-    ours, other = CPUAdam([gapped], state=state, **HYPER), CPUAdam([dense], **HYPER)
-    for step in range(4):
-        set_gradients([dense], step)
-        if step == 2:  # with gaps of its own
-            home = torch.full((*view.shape, 2), float("nan"), dtype=dtype)
-            gapped.grad = home[..., 0].copy_(dense.grad)
-        elif step == 3 and gap == "columns":  # the very same gaps
-            gapped.grad = torch.full((64, 64), float("nan"), dtype=dtype)[:, :32].copy_(dense.grad)
-        else:
-            gapped.grad = dense.grad.clone()
-        ours.step()
-        other.step()
-    assert torch.equal(gapped, dense) and torch.equal(masters(ours)[0], masters(other)[0])
-    assert torch.equal(ours.state[gapped]["exp_avg"], other.state[dense]["exp_avg"])
-    view.copy_(values)
-    assert torch.equal(everything, outside), "nothing between the elements was touched"
-
-
-def test_parameters_with_gaps_follow_torch():
-    ours, theirs = (torch.nn.Parameter(torch.zeros(64, 64)[:, :32]) for _ in range(2))
-    adam, torch_adam = CPUAdam([ours], **HYPER), torch.optim.AdamW([theirs], **HYPER)
-    for step in range(3):
-        for p, optimizer in ((ours, adam), (theirs, torch_adam)):
-            optimizer.zero_grad()
-            (p * torch.arange(32.0).sub(10 + step)).sum().backward()
-            optimizer.step()
-    assert_close([ours], [theirs])
-    theirs_again = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(64, 64)[:, :32])])
-    theirs_again.load_state_dict(adam.state_dict())
-    adam.load_state_dict(torch_adam.state_dict())
-    assert torch.equal(adam.state[ours]["exp_avg"], torch_adam.state[theirs]["exp_avg"])
 
 
 def test_float16_compute_weights_follow():

@@ -297,23 +297,6 @@ def test_state_that_a_user_has_put_there_is_taken_over(tmp_path) -> None:
     own.close()
 
 
-def test_state_follows_another_memory_format(tmp_path) -> None:
-    shape, results = (4, 8, 5, 5), []
-    for on_ssd in (True, False):
-        parameter = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(3)))
-        own = OnSsd(tmp_path, [parameter]) if on_ssd else None
-        optimizer = own.optimizer if own else CPUAdam([parameter])
-        for step in range(3):
-            if step == 1:
-                parameter.data = parameter.data.to(memory_format=torch.channels_last)
-            parameter.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step))
-            optimizer.step()
-        results.append((parameter, optimizer.state_dict()["state"][0]["exp_avg"].clone()))
-        if own:
-            own.close()
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
-
-
 def test_schedulers_and_hooks_go_on(tmp_path) -> None:
     own, seen = one_step(tmp_path), []
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(own.optimizer, 4)
