@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_cxl.gradients.guard import GradientMeter, OverflowGuard
 from lightning_cxl.gradients.offload import GradientOffload
 from lightning_cxl.memory.placement import TensorRole
-from lightning_cxl.optim.cpu_adam import AdamStep, CPUAdam, Precisions, Work, written_by
+from lightning_cxl.optim.cpu_adam import AdamStep, CPUAdam, Precisions, Update, written_by
 from lightning_cxl.optim.masters import MasterWeights, WeightPair
 from lightning_cxl.optim.parameter_state import AllocateState, AwaitedParams, plain
 from lightning_cxl.optim.swapped_state import StateSwapper
@@ -173,7 +173,7 @@ class UnitUpdates(WholeUpdates):
 
     def _updating(self, optimizer: CPUAdam, pairs: list[WeightPair]) -> Callable[[], None]:
         if self._step is None:
-            self._step = optimizer.begin_step()
+            self._step = AdamStep(optimizer)
         return partial(self._update_arrived, self._step, pairs, optimizer.grad_scale)
 
     def update(self, optimizer: Optimizer, step: Callable[[], Any], loss: Any) -> Any:
@@ -186,14 +186,14 @@ class UnitUpdates(WholeUpdates):
 
     @torch.no_grad()
     def _update(self, optimizer: CPUAdam) -> None:
-        step = optimizer.begin_step() if self._step is None else self._step
+        step = AdamStep(optimizer) if self._step is None else self._step
         self._optimizer = self._step = None
-        work = step.collect()
+        updates = step.collect()
         optimizer.drop_stale_scale()
-        parts: dict[int, list[Work]] = {}
-        now: list[Work] = []
-        for each in work:
-            pair = self._masters.find(each.update.parameter)
+        parts: dict[int, list[Update]] = {}
+        now: list[Update] = []
+        for each in updates:
+            pair = self._masters.find(each.parameter)
             unit = None if pair is None else self._unit_of.get(id(pair.compute))
             if pair is not None and unit is not None and self._is_for_worker(pair):
                 parts.setdefault(id(unit), []).append(each)
@@ -204,7 +204,7 @@ class UnitUpdates(WholeUpdates):
         for unit in self._units:
             part = parts.get(id(unit))
             if part is not None:
-                self.start(unit, written_by(part), partial(_apply, step, part, optimizer.grad_scale))
+                self.start(unit, written_by(part), partial(step.apply, part, optimizer.grad_scale))
         optimizer.grad_scale = 1.0
         self._raise_of_residents()
 
@@ -268,7 +268,6 @@ class UnitUpdates(WholeUpdates):
     def _after_update(self, _update: "Future[None]") -> None:
         self._streamer.fetch_ahead()
 
-    @torch.no_grad()
     def _update_arrived(self, step: AdamStep, pairs: list[WeightPair], scale: float) -> None:
         grads: dict[torch.Tensor, torch.Tensor] = {pair.master: self._grads.take(pair) for pair in pairs}
         step.apply(step.collect(grads), scale)
@@ -304,11 +303,6 @@ def _run(job: Callable[[], None], update: "Future[None]") -> None:
         update.set_exception(error)
     else:
         update.set_result(None)
-
-
-@torch.no_grad()
-def _apply(step: AdamStep, work: list[Work], scale: float) -> None:
-    step.apply(work, scale)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -56,9 +56,6 @@ from lightning_cxl.shards import first_element, local, sums_over_processes
 from lightning_cxl.torch_private import keeps_mark, mark_as_called, share_hooks
 
 # ----------------------------------------------------------------------------------------------------
-# `AdamStep`: one step of a `CPUAdam`, for all parameters at once or for some after others.
-
-# ----------------------------------------------------------------------------------------------------
 # `KernelTable`: what one call of the Adam kernel is given, as rows of numbers.
 
 _COMPUTE_FORMATS = {torch.bfloat16: WEIGHTS_BF16, torch.float16: WEIGHTS_FP16}
@@ -96,6 +93,9 @@ _KEPT = tuple(
 class Update(NamedTuple):
     """One parameter's part of a step: of the shard that this process holds."""
 
+    group_index: int
+    ordinal: int
+    """Of the parameter in the optimizer: rounding depends on it."""
     parameter: torch.Tensor
     grad: torch.Tensor
     kept: ParameterState
@@ -237,43 +237,27 @@ def _part(whole: KernelRow, stretch: Stretch, grad_bytes: int, state_bytes: int)
     )
 
 
-class Work(NamedTuple):
-    group_index: int
-    ordinal: int  # of the parameter in the optimizer: rounding depends on it
-    update: Update
-
-
 class AdamStep:
-    """Hyper-parameters of one step, as they are when it begins, and the work of it."""
+    """One step of a `CPUAdam`, for all parameters at once or for some after others.
 
-    def __init__(
-        self,
-        groups: Sequence[dict[str, Any]],
-        state: defaultdict[torch.Tensor, Any],
-        kept: ParameterStates,
-        compute_weights: Mapping[torch.Tensor, torch.Tensor],
-        *,
-        seed: int,
-        num_threads: int,
-        isa: str,
-        teams: ThreadTeams | None,
-    ) -> None:
-        self._groups = [_as_now(group) for group in groups]
-        self._state = state
-        self._kept = kept
-        self._compute_weights = compute_weights
-        self._seed = seed
-        self._num_threads = num_threads
-        self._isa = isa
-        self._teams = teams
+    It has the hyper-parameters of when it began.
+    """
+
+    def __init__(self, optimizer: "CPUAdam") -> None:
+        self._optimizer = optimizer
+        self._kept = optimizer.kept
+        self._state = optimizer.plain_state
+        self._groups = [_as_now(group) for group in optimizer.param_groups]
+        self._kept.check_not_lost()
         for group in self._groups:
             check_options(group)
             check_ranges(group)
 
-    def collect(self, grads: Mapping[torch.Tensor, torch.Tensor] | None = None) -> list[Work]:
-        work = []
+    def collect(self, grads: Mapping[torch.Tensor, torch.Tensor] | None = None) -> list[Update]:
+        """Return the updates of parameters that have gradients, or of those in `grads`."""
+        updates = []
         ordinal, num_used = -1, 0
-        by_parameter, weights_beside = self._kept.by_parameter, self._compute_weights
+        by_parameter, weights_beside = self._kept.by_parameter, self._optimizer.compute_weights
         num_kept = len(by_parameter)
         for group_index, group in enumerate(self._groups):
             for index, parameter in enumerate(group["params"]):
@@ -285,46 +269,49 @@ class AdamStep:
                 if grad is None:
                     continue
                 compute = weights_beside.get(parameter) if weights_beside else None
+                shard, grad, beside = local(parameter), local(grad), None if compute is None else local(compute)
                 known = None if kept is None else kept.known
                 if (
                     known is not None
                     and kept is not None
-                    and is_as_before(known.signature, local(parameter), local(grad), local_or_none(compute))
+                    and is_as_before(known.signature, shard, grad, beside)
                     and kept.holds(self._state[parameter])
                 ):
-                    shard, beside = local(parameter), local_or_none(compute)
-                    update = Update(shard, local(grad), kept, beside, known.signature, _written(parameter, compute))
+                    signature = known.signature
                 else:
-                    update = self._checked(parameter, grad, compute, parameter_name(group, index))
-                work.append(Work(group_index, ordinal, update))
+                    name = parameter_name(group, index)
+                    kept = self._checked(parameter, beside, name)
+                    grad = usable_gradient(grad, shard, name)
+                    signature = signature_of(shard, grad, beside)
+                written = (parameter,) if compute is None else (parameter, compute)
+                updates.append(Update(group_index, ordinal, shard, grad, kept, beside, signature, written))
         if grads is None and num_used < num_kept:
             self._kept.drop_unused(self._groups, self._state)
-        return work
+        return updates
 
-    def _checked(self, parameter: torch.Tensor, grad: torch.Tensor, compute: torch.Tensor | None, name: str) -> Update:
-        shard, beside = local(parameter), local_or_none(compute)
+    def _checked(self, parameter: torch.Tensor, compute: torch.Tensor | None, name: str) -> ParameterState:
+        shard = local(parameter)
         check_parameter(shard, name)
         kept = self._kept.of(parameter)
         kept.check(parameter, name)
         state = self._state.get(parameter)
         if state and not kept.holds(state):
             check_moments(name, parameter, state)
-        check_compute_weights(beside, shard, name)
-        grad = usable_gradient(local(grad), shard, name)
-        return Update(shard, grad, kept, beside, signature_of(shard, grad, beside), _written(parameter, compute))
+        check_compute_weights(compute, shard, name)
+        return kept
 
-    def apply(self, work: Sequence[Work], scale: float) -> None:
+    @torch.no_grad()
+    def apply(self, updates: Sequence[Update], scale: float) -> None:
         """Carry out updates, and count the step of their parameters."""
-        for each in work:
-            update = each.update
+        for update in updates:
             kept = update.kept
             if kept.known is None or kept.known.signature is not update.signature:
                 kept.bind(update.written[0], self._state[update.written[0]])
         swapper = self._kept.swapper
         if swapper is None:
-            self._apply(work, scale, None)
+            self._apply(updates, scale, None)
             return
-        in_memory, parts = _parts(work, swapper)
+        in_memory, parts = _parts(updates, swapper)
         if in_memory:
             swapper.expect([record for records, _ in parts for record in records])  # read behind what is updated now
             self._apply(in_memory, scale, None)
@@ -333,45 +320,46 @@ class AdamStep:
                 swapper.expect([record for following, _ in parts[index + 1 :] for record in following])
                 self._apply(part, scale, swapped)
 
-    def _apply(self, work: Sequence[Work], scale: float, swapped: InBuffers | None) -> None:
+    def _apply(self, updates: Sequence[Update], scale: float, swapped: InBuffers | None) -> None:
         """Carry out updates of what is in memory, or in buffers together."""
-        steps = array("Q", [each.update.kept.step.data_ptr() for each in work])
-        values = array("f", bytes(4 * len(work)))
+        optimizer = self._optimizer
+        steps = array("Q", [update.kept.step.data_ptr() for update in updates])
+        values = array("f", bytes(4 * len(updates)))
         _adam.next_steps(steps, values)
 
         rows: dict[tuple[int, float], list[Update]] = {}
-        for (group_index, ordinal, update), step in zip(work, values, strict=True):
+        for update, step in zip(updates, values, strict=True):
             if update.kept.precision == "bf16":
                 begin = first_element(update.written[0])  # shards of one parameter get different bits
-                update = update._replace(key=mix_key(self._seed, ordinal, int(step), *([begin] if begin else [])))
-            rows.setdefault((group_index, step), []).append(update)
-        table = KernelTable(self._teams, swapped)
-        for (group_index, step), updates in rows.items():
-            table.add(updates, scalars_of(self._groups[group_index], step, scale))
-        table.run(self._num_threads, self._isa)
+                key = mix_key(optimizer.seed, update.ordinal, int(step), *([begin] if begin else []))
+                update = update._replace(key=key)
+            rows.setdefault((update.group_index, step), []).append(update)
+        table = KernelTable(optimizer.teams, swapped)
+        for (group_index, step), alike in rows.items():
+            table.add(alike, scalars_of(self._groups[group_index], step, scale))
+        table.run(optimizer.num_threads, optimizer.isa)
         _adam.store_steps(steps, values)  # only now: a step that fails before has not been made
 
 
 def _parts(
-    work: Sequence[Work], swapper: StateSwapper
-) -> tuple[list[Work], list[tuple[list[AddressedRecord], list[Work]]]]:
+    updates: Sequence[Update], swapper: StateSwapper
+) -> tuple[list[Update], list[tuple[list[AddressedRecord], list[Update]]]]:
     """Return the updates that need no record, and the others with the records that they need.
 
     A record is needed by one part only: what it is read for first would be lost where it is read again.
     """
-    in_memory: list[Work] = []
-    part_of: dict[AddressedRecord, tuple[list[AddressedRecord], list[Work]]] = {}
-    for each in work:
-        update = each.update
+    in_memory: list[Update] = []
+    part_of: dict[AddressedRecord, tuple[list[AddressedRecord], list[Update]]] = {}
+    for update in updates:
         records: list[AddressedRecord] = [] if update.kept.record is None else [update.kept.record]
         for weights in (update.parameter, update.compute):
             record = None if weights is None else swapper.find([weights])
             if record is not None:
                 records.append(record)
         if not records:
-            in_memory.append(each)
+            in_memory.append(update)
             continue
-        own: tuple[list[AddressedRecord], list[Work]] = ([], [])
+        own: tuple[list[AddressedRecord], list[Update]] = ([], [])
         for record in records:
             other = part_of.get(record)
             if other is None:
@@ -382,22 +370,14 @@ def _parts(
                 own[0].extend(joined[0])
                 own[1].extend(joined[1])
                 part_of |= dict.fromkeys(joined[0], own)
-        own[1].append(each)
+        own[1].append(update)
     parts = {id(part): part for part in part_of.values()}
     return in_memory, list(parts.values())
 
 
-def written_by(work: Sequence[Work]) -> list[torch.Tensor]:
+def written_by(updates: Sequence[Update]) -> list[torch.Tensor]:
     """Return what updates write, of which versions must go up, as after an operation of torch."""
-    return [each for _, _, update in work for each in update.written]
-
-
-def _written(parameter: torch.Tensor, compute: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    return (parameter,) if compute is None else (parameter, compute)
-
-
-def local_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else local(tensor)
+    return [each for update in updates for each in update.written]
 
 
 def _as_now(group: dict[str, Any]) -> dict[str, Any]:
@@ -725,27 +705,13 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
             self._update()
         return loss
 
-    def begin_step(self) -> AdamStep:
-        """Return a step with the hyper-parameters of now, whose updates the caller carries out: a run, part by part."""
-        self.kept.check_not_lost()
-        return AdamStep(
-            self.param_groups,
-            self.plain_state,
-            self.kept,
-            self.compute_weights,
-            seed=self.seed,
-            num_threads=self.num_threads,
-            isa=self.isa,
-            teams=self.teams,
-        )
-
     def _update(self) -> None:
-        step = self.begin_step()
-        work = step.collect()
+        step = AdamStep(self)
+        updates = step.collect()
         self.drop_stale_scale()
-        step.apply(work, self.grad_scale)
+        step.apply(updates, self.grad_scale)
         self.grad_scale = 1.0
-        torch.autograd.graph.increment_version(written_by(work))
+        torch.autograd.graph.increment_version(written_by(updates))
         if self.kept.swapper is not None:
             self.kept.swapper.show_weights()  # step hooks may read parameters, and write to them
 

@@ -17,7 +17,7 @@ from lightning_cxl.errors import StorageError, UnsupportedError
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
-from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.cpu_adam import AdamStep, CPUAdam
 from lightning_cxl.optim.swapped_state import OnSsd as StandIn
 from lightning_cxl.optim.swapped_state import StateRecord, StateSwapper, taken_nbytes
 from lightning_cxl.storage.drive import StorageTransfer, System
@@ -143,11 +143,11 @@ def test_records_are_prefetched_in_the_order_of_the_step_before(tmp_path) -> Non
     order = [2, 0, 1]
     for step in range(3):
         give_gradients(own.parameters, step)
-        made = own.optimizer.begin_step()
+        made = AdamStep(own.optimizer)
         work = made.collect()
         late = own.state.swapper.num_late
         for index in order:
-            made.apply([each for each in work if each.update.kept.record is own.records[index]], 1.0)
+            made.apply([each for each in work if each.kept.record is own.records[index]], 1.0)
     assert own.state.swapper.num_late == late == 1  # in the second step, the record that the first one began with
     own.close()
 
@@ -160,9 +160,9 @@ def test_two_threads_update_different_records(tmp_path) -> None:
         for step in range(20):
             give_gradients(own.parameters, step)
             give_gradients(plain_parameters, step)
-            made = own.optimizer.begin_step()
+            made = AdamStep(own.optimizer)
             work = made.collect()
-            parts = [[w for w in work if w.update.kept.record is record] for record in [*own.records, None]]
+            parts = [[w for w in work if w.kept.record is record] for record in [*own.records, None]]
             list(threads.map(lambda part, made=made: made.apply(part, 1.0), parts))
             plain.step()
     assert_equal_runs(own, plain, plain_parameters)
