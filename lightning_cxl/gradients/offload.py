@@ -21,7 +21,7 @@ parameter and its master are (see [Note: Compute and master weights]):
      land in staging memory, of at most `MAX_STAGED` groups: one more waits for the oldest. A second 16-bit gradient
      makes the sum float32, or stays bfloat16, rounded stochastically (``accumulate="bf16"``). `CPUAdam` reads 16-bit
      gradients as they are, other optimizers get float32.
-  3. If updates run behind the backward, `UnitUpdates` is told when a unit is over and takes its gradients
+  3. If updates run behind the backward, `Updates` is told when a unit is over and takes its gradients
      (`hand_over`): they never become ``.grad`` ([Note: Overlapped updates]). More gradients for such a parameter, in
      the same step, are refused: they would be lost.
   4. All others become ``master.grad`` when they are *completed*: at the end of a backward, if it is the last of a step
@@ -149,7 +149,7 @@ class GradientOffload:
         self._reserves_streamed = reserves_streamed
         self._are_read_early = are_read_early
         self.listener: Any = None
-        """`UnitUpdates`, where updates run behind the backward."""
+        """`Updates`, where updates run behind the backward."""
         self.num_received = 0
         """Gradients so far: makes every stochastic rounding another one."""
         self._watched: dict[int, tuple[WeightPair, GradientHooks]] = {}  # by id of the compute parameter

@@ -24,7 +24,7 @@ from lightning_cxl.streaming.unit_weights import ParamStreamer, UnitWeights
 from lightning_cxl.torch_private import keeps_mark, mark_as_called, step_hooks
 
 # ----------------------------------------------------------------------------------------------------
-# `UnitUpdates`: the optimizer updates streamed units one after the other, behind what the device does.
+# `Updates`: all parameters at once, or streamed units one after the other, behind what the device does.
 #
 # [Note: Overlapped updates]
 # One worker thread does what the host does with gradients: it adds and measures them as they land (`GradientOffload`)
@@ -46,47 +46,6 @@ from lightning_cxl.torch_private import keeps_mark, mark_as_called, step_hooks
 # A unit that ran more than once since the step began, or part of which the worker cannot update, is left to the end of
 # the backward. An exception in the middle of a backward leaves a step half made where updates ran behind it.
 
-# ----------------------------------------------------------------------------------------------------
-# `WholeUpdates`: the update of a step, all parameters at once, by the optimizer's own `step`.
-
-
-class WholeUpdates:
-    """Makes updates when their step asks for them. Nothing runs behind; `UnitUpdates` is the one that overlaps."""
-
-    def __init__(self, units: Sequence[UnitWeights], masters: MasterWeights) -> None:
-        self._units = units
-        self._masters = masters
-
-    # -- what a step asks for, in this order
-
-    def begin(self, optimizer: Optimizer) -> None:
-        """Learn that a step of `optimizer` begins, before its closure is evaluated."""
-
-    def give_up(self) -> None:
-        """Learn that the closure has failed."""
-
-    def prepare(self) -> None:
-        """Return when the masters may be written, and have what others wrote into the compute weights."""
-        for unit in self._units:
-            unit.wait_for_readers()
-        self._masters.wait()
-        self._masters.absorb_changes()
-
-    def update(self, optimizer: Optimizer, step: Callable[[], Any], loss: Any) -> Any:
-        return step()
-
-    def write_back(self, optimizer: Optimizer, updated: Sequence[torch.Tensor]) -> None:
-        self._masters.write_back(updated, kernel_wrote=isinstance(optimizer, CPUAdam))
-        self._masters.wait()
-
-    # -- what others ask
-
-    def wait(self) -> None:
-        self._masters.wait()
-
-    def close(self, *, after_error: bool = False) -> None:
-        self._masters.wait()
-
 
 log = logging.getLogger(__name__)
 
@@ -94,24 +53,31 @@ MAX_UNITS_IN_FLIGHT = 3
 """Units whose gradients are on the host and wait for their update: one is updated, one lands, one is slack."""
 
 
-class UnitUpdates(WholeUpdates):
-    """Starts the updates of units and keeps track of them. See [Note: Overlapped updates]."""
+class Updates:
+    """Makes updates when their step asks for them, and keeps track of those that run behind.
+
+    Args:
+        worker: updates streamed units. None: nothing runs behind. See [Note: Overlapped updates].
+        in_backward: whether units are updated behind the backward, too.
+    """
 
     def __init__(
         self,
         units: Sequence[UnitWeights],
         masters: MasterWeights,
-        worker: Executor,
         grads: GradientOffload,
-        streamer: ParamStreamer,
+        streamer: ParamStreamer | None,
+        worker: Executor | None,
         *,
         in_backward: bool,
     ) -> None:
-        super().__init__(units, masters)
+        self._units = units
+        self._masters = masters
         self._unit_of = {id(place.parameter): unit for unit in units for place in unit.places}
         self._worker = worker
         self._grads = grads
-        grads.listener = self
+        if worker is not None:
+            grads.listener = self
         self._streamer = streamer
         self._in_backward = in_backward
         self._optimizer: CPUAdam | None = None  # whose closure runs, if updates may run behind its backward
@@ -120,7 +86,12 @@ class UnitUpdates(WholeUpdates):
         self._is_last_backward = False  # of that closure
         self._residents: list[tuple[WeightPair, Future[None]]] = []  # updated, but the device has old weights
 
+    # -- what a step asks for, in this order
+
     def begin(self, optimizer: Optimizer) -> None:
+        """Learn that a step of `optimizer` begins, before its closure is evaluated."""
+        if self._worker is None:
+            return
         self._step = None
         self._is_last_backward = False
         if not isinstance(optimizer, CPUAdam):
@@ -131,54 +102,23 @@ class UnitUpdates(WholeUpdates):
         for unit in self._units:
             unit.num_forwards = 0
 
-    def begin_backward(self) -> None:
-        self._is_last_backward = self._optimizer is not None
-
     def give_up(self) -> None:
+        """Learn that the closure has failed."""
         self._optimizer = None
         self._end_residents()
 
-    def _end_residents(self) -> BaseException | None:
-        """Write back the masters whose updates run or ran; return the first error of those that failed."""
-        updated, self._residents = self._residents, []
-        errors = [update.exception() for _, update in updated]  # waits for each
-        self._masters.write_back([pair.master for (pair, _), error in zip(updated, errors, strict=True) if not error])
-        return next(filter(None, errors), None)
-
-    def unit_is_over(self, unit: UnitWeights) -> None:
-        if self._optimizer is None or not self._is_last_backward or unit.num_forwards != 1:
-            return
-        found = [self._masters.find(place.parameter) for place in unit.places]
-        pairs = self._grads.hand_over(pair for pair in found if pair is not None and self._is_for_worker(pair))
-        if not pairs:
-            return
-        written: list[torch.Tensor] = [pair.compute for pair in pairs]
-        self.start(unit, written, self._updating(self._optimizer, pairs))
-        self._masters.write_back([pair.master for pair in pairs], kernel_wrote=True)
-        while len(self._started) > MAX_UNITS_IN_FLIGHT:
-            wait([self._started.popleft()])  # an error is raised by the unit
-
-    def resident_has_come(self, pair: WeightPair) -> None:
-        """Start the update of a master whose compute weights stay on the device, if it may start now.
-
-        They get the new values at the end of the step: a recompute may read them until then.
-        """
-        if self._optimizer is None or not self._is_last_backward or pair.may_be_written:
-            return
-        self._grads.hand_over([pair])  # a gradient that has landed was computed with what the master was copied to
-        update: Future[None] = Future()
-        torch.autograd.graph.increment_version([pair.master])
-        self._residents.append((pair, update))
-        self._worker.submit(_run, self._updating(self._optimizer, [pair]), update)
-
-    def _updating(self, optimizer: CPUAdam, pairs: list[WeightPair]) -> Callable[[], None]:
-        if self._step is None:
-            self._step = AdamStep(optimizer)
-        return partial(self._update_arrived, self._step, pairs, optimizer.grad_scale)
+    def prepare(self) -> None:
+        """Return when the masters may be written, and have what others wrote into the compute weights."""
+        for unit in self._units:
+            unit.wait_for_readers()
+        self._masters.wait()
+        self._masters.absorb_changes()
 
     def update(self, optimizer: Optimizer, step: Callable[[], Any], loss: Any) -> Any:
         """Update the parameters that have gradients: those of units on the worker, the rest now."""
-        if not isinstance(optimizer, CPUAdam) or has_step_hooks(optimizer):  # hooks may look at anything
+        if self._worker is None:
+            return step()
+        if not isinstance(optimizer, CPUAdam) or has_step_hooks(optimizer):  # hooks may read anything
             self.wait()
             return step()
         self._update(optimizer)
@@ -209,10 +149,12 @@ class UnitUpdates(WholeUpdates):
         self._raise_of_residents()
 
     def write_back(self, optimizer: Optimizer, updated: Sequence[torch.Tensor]) -> None:
-        if isinstance(optimizer, CPUAdam):
-            self._masters.write_back(updated, kernel_wrote=True)  # whoever gets at the masters waits
-        else:
-            super().write_back(optimizer, updated)
+        is_ours = isinstance(optimizer, CPUAdam)
+        self._masters.write_back(updated, kernel_wrote=is_ours)
+        if self._worker is None or not is_ours:
+            self._masters.wait()  # else whoever gets at the masters waits
+
+    # -- what others ask
 
     def wait(self) -> None:
         for unit in self._units:
@@ -240,10 +182,53 @@ class UnitUpdates(WholeUpdates):
                 raise
             log.warning(f"the error that ended the run was not the only one. An update failed: {error!r}")
 
+    # -- what runs behind
+
+    def begin_backward(self) -> None:
+        self._is_last_backward = self._optimizer is not None
+
+    def _end_residents(self) -> BaseException | None:
+        """Write back the masters whose updates run or ran; return the first error of those that failed."""
+        updated, self._residents = self._residents, []
+        errors = [update.exception() for _, update in updated]  # waits for each
+        self._masters.write_back([pair.master for (pair, _), error in zip(updated, errors, strict=True) if not error])
+        return next(filter(None, errors), None)
+
     def _raise_of_residents(self) -> None:
-        error = self._end_residents()
-        if error is not None:
+        if (error := self._end_residents()) is not None:
             raise error
+
+    def unit_is_over(self, unit: UnitWeights) -> None:
+        if self._optimizer is None or not self._is_last_backward or unit.num_forwards != 1:
+            return
+        found = [self._masters.find(place.parameter) for place in unit.places]
+        pairs = self._grads.hand_over(pair for pair in found if pair is not None and self._is_for_worker(pair))
+        if not pairs:
+            return
+        written: list[torch.Tensor] = [pair.compute for pair in pairs]
+        self.start(unit, written, self._updating(self._optimizer, pairs))
+        self._masters.write_back([pair.master for pair in pairs], kernel_wrote=True)
+        while len(self._started) > MAX_UNITS_IN_FLIGHT:
+            wait([self._started.popleft()])  # an error is raised by the unit
+
+    def resident_has_come(self, pair: WeightPair) -> None:
+        """Start the update of a master whose compute weights stay on the device, if it may start now.
+
+        They get the new values at the end of the step: a recompute may read them until then.
+        """
+        if self._optimizer is None or not self._is_last_backward or pair.may_be_written:
+            return
+        self._grads.hand_over([pair])  # a gradient that has landed was computed with what the master was copied to
+        update: Future[None] = Future()
+        torch.autograd.graph.increment_version([pair.master])
+        self._residents.append((pair, update))
+        assert self._worker is not None
+        self._worker.submit(_run, self._updating(self._optimizer, [pair]), update)
+
+    def _updating(self, optimizer: CPUAdam, pairs: list[WeightPair]) -> Callable[[], None]:
+        if self._step is None:
+            self._step = AdamStep(optimizer)
+        return partial(self._update_arrived, self._step, pairs, optimizer.grad_scale)
 
     def _is_for_worker(self, pair: WeightPair) -> bool:
         """Whether the kernel writes the compute weights itself, so that nothing is left to do after it."""
@@ -261,12 +246,16 @@ class UnitUpdates(WholeUpdates):
         update: Future[None] = Future()
         unit.begin_update(update)  # before its versions go up: nobody may take old weights for the new ones
         torch.autograd.graph.increment_version(written)
-        update.add_done_callback(self._after_update)
-        self._worker.submit(_run, partial(_when_read, unit, job), update)
-        self._started.append(update)
+        assert self._worker is not None and self._streamer is not None
+        fetch_ahead = self._streamer.fetch_ahead
+        update.add_done_callback(lambda _: fetch_ahead())
 
-    def _after_update(self, _update: "Future[None]") -> None:
-        self._streamer.fetch_ahead()
+        def run() -> None:
+            unit.wait_for_readers()  # the end of another update may have fetched this unit before it was known as next
+            job()
+
+        self._worker.submit(_run, run, update)
+        self._started.append(update)
 
     def _update_arrived(self, step: AdamStep, pairs: list[WeightPair], scale: float) -> None:
         grads: dict[torch.Tensor, torch.Tensor] = {pair.master: self._grads.take(pair) for pair in pairs}
@@ -285,15 +274,6 @@ def why_after_backward(objection: str | None, optimizers: Sequence[Optimizer]) -
     if objection is None and any(map(has_step_hooks, optimizers)):
         return "there are hooks around the optimizer's step"
     return objection
-
-
-def _when_read(unit: UnitWeights, job: Callable[[], None]) -> None:
-    """Do a job that writes the homes of `unit`, when no copy reads them.
-
-    The end of another unit's update may have started such a copy, before anybody knew that this unit is next.
-    """
-    unit.wait_for_readers()
-    job()
 
 
 def _run(job: Callable[[], None], update: "Future[None]") -> None:
@@ -315,7 +295,7 @@ def _run(job: Callable[[], None], update: "Future[None]") -> None:
 # 3. After each evaluation gradients are complete (`GradientOffload.end_step`), nothing reads the masters any more
 #    (`prepare`), and the guard looks at the gradients. Where they may not be used, the step ends there, without an
 #    update. That is possible as long as the optimizer has written to none of its parameters; else the guard raises.
-# 4. The update (`update`): by the optimizer's own step, or by `UnitUpdates` in parts.
+# 4. The update (`update`): by the optimizer's own step, or by `Updates` in parts.
 # 5. The model gets the new weights (`write_back`), and state that the optimizer has made moves to its tier
 #    (`place_state`).
 #
@@ -330,15 +310,13 @@ class HostStep:
         optimizer: Optimizer,
         grads: GradientOffload,
         guard: OverflowGuard,
-        updates: WholeUpdates,
-        masters: MasterWeights,
+        updates: Updates,
         place_state: Callable[[Optimizer], None],
     ) -> None:
         self._optimizer = optimizer
         self._grads = grads
         self._guard = guard
         self._updates = updates
-        self._masters = masters
         self._place_state = place_state
         self._step = optimizer.step
         self._versions: dict[int, int] = {}  # of the parameters when the step began, by id
@@ -504,7 +482,7 @@ class Adoption:
         masters: MasterWeights,
         grads: GradientOffload,
         guard: OverflowGuard,
-        updates: WholeUpdates,
+        updates: Updates,
         allocate_state: AllocateState,
         place_state: Callable[[Optimizer, Callable[[torch.Tensor], torch.Tensor]], None],
         meter: GradientMeter,
@@ -542,7 +520,7 @@ class Adoption:
         def add_param_group(param_group: dict[str, Any]) -> None:
             type(current).add_param_group(current, self._adopt_group(current, param_group))
 
-        step = HostStep(current, self._grads, self._guard, self._updates, self._masters, self.place_state)
+        step = HostStep(current, self._grads, self._guard, self._updates, self.place_state)
         _replace(undo, current, "step", step)
         _replace(undo, current, "add_param_group", add_param_group)
         for name in ("train", "eval"):

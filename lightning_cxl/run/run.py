@@ -30,7 +30,7 @@ from lightning_cxl.devices.transfer import TransferEngine, make_engine
 from lightning_cxl.errors import LightningCXLError, LightningCXLWarning, SpillWarning, TierFullError
 from lightning_cxl.gradients.guard import GradientMeter, OverflowGuard
 from lightning_cxl.gradients.offload import GradientOffload, attach_zero_grad, detach_zero_grad
-from lightning_cxl.gradients.step import Adoption, UnitUpdates, WholeUpdates, describe_optimizer, why_after_backward
+from lightning_cxl.gradients.step import Adoption, Updates, describe_optimizer, why_after_backward
 from lightning_cxl.inventory.inventory import AskedTiers, Inventory, list_tensors, precisions_of
 from lightning_cxl.inventory.tensors import SLOTS_OWNER, Loop, StreamedUnit, Workload
 from lightning_cxl.machine.binding import RankBinding
@@ -605,11 +605,9 @@ class Run:
                 reserves_streamed=inventory.reserves_all_gradients,
                 are_read_early=loop.reads_gradients,
             )
-            if worker is None or streamer is None:
-                self._updates = WholeUpdates(units, self.masters)
-            else:
-                in_backward = inventory.overlap == "backward"
-                self._updates = UnitUpdates(units, self.masters, worker, self._grads, streamer, in_backward=in_backward)
+            self._updates = Updates(
+                units, self.masters, self._grads, streamer, worker, in_backward=inventory.overlap == "backward"
+            )
             cleanup.callback(self._grads.close)
             if streamer is not None:
                 streamer.attach(self._grads)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_cxl.devices.device_type import device_type_of
-from lightning_cxl.gradients.step import UnitUpdates
+from lightning_cxl.gradients.step import Updates
 from lightning_cxl.memory.resource import PoolResource
 from lightning_cxl.optim.cpu_adam import AdamStep
 from lightning_cxl.run import run
@@ -198,8 +198,8 @@ def copies_beside_compute() -> dict[str, float]:
             torch.accelerator.synchronize()
             recording.__enter__() if steps < STEPS else recording.__exit__(None, None, None)
 
-    update = UnitUpdates._update_arrived
-    UnitUpdates._update_arrived = lambda *arguments: (updates.append(1), update(*arguments))
+    update = Updates._update_arrived
+    Updates._update_arrived = lambda *arguments: (updates.append(1), update(*arguments))
     fit({"on_overflow": "ignore"}, 8, act=record)
     merged = {kind: _union(each) for kind, each in intervals.items()}
     found = {"updates_behind_backward": len(updates), **{f"{kind}_s": _length(each) for kind, each in merged.items()}}

@@ -98,13 +98,13 @@ def test_is_the_plain_schedule_on_the_cpu_too(model, form, accumulate):
 def test_an_update_does_not_write_what_was_fetched_when_the_one_before_ended(monkeypatch):
     """The step is slow to start updates: the end of one fetches units ahead, whose own updates start then."""
     training_device.make_late("to the device, much")
-    start = updates.UnitUpdates.start
+    start = updates.Updates.start
 
     def slow(*arguments):
         time.sleep(0.004)
         start(*arguments)
 
-    monkeypatch.setattr(updates.UnitUpdates, "start", slow)
+    monkeypatch.setattr(updates.Updates, "start", slow)
     assert_same(fit({}), fit({"overlap_step": False}))
 
 
@@ -249,7 +249,7 @@ def test_hooks_around_the_step_get_the_plain_schedule(monkeypatch):
             )
             return optimizer
 
-    monkeypatch.setattr(updates.UnitUpdates, "start", lambda *_: pytest.fail("an update ran behind"))
+    monkeypatch.setattr(updates.Updates, "start", lambda *_: pytest.fail("an update ran behind"))
     ours = fit(IGNORE, task=Hooked)
     assert len(set(seen)) == 6
     assert_same(ours, fit({"overlap_step": False}))

@@ -175,13 +175,13 @@ class Skips(TinyTransformer):
 
 
 def test_a_skipped_block_whose_update_is_late(monkeypatch):
-    arrived = updates.UnitUpdates._update_arrived
+    arrived = updates.Updates._update_arrived
 
     def late(self, *args):
         time.sleep(0.05)
         arrived(self, *args)
 
-    monkeypatch.setattr(updates.UnitUpdates, "_update_arrived", late)
+    monkeypatch.setattr(updates.Updates, "_update_arrived", late)
     assert_same(fit(IGNORE, make_model=Skips), fit({**IGNORE, **STAYS}, make_model=Skips))
 
 

@@ -78,12 +78,12 @@ MUTATIONS = {
         Mutation("masters are written after their copies", "optim: MasterWeights.wait", DELETE, "wait_host"),
         Mutation(
             "an error of a resident weight's update is raised",
-            "gradients: UnitUpdates._end_residents",
+            "gradients: Updates._end_residents",
             VALUE,
             "exception",
             "[None for _ in updated]",
         ),
-        Mutation("a step waits for copies that read masters", "gradients: WholeUpdates.prepare", DELETE, "wait"),
+        Mutation("a step waits for copies that read masters", "gradients: Updates.prepare", DELETE, "wait"),
     ),
     "integration/test_loop_habits.py": (
         Mutation("a gradient with a graph is not detached silently", "gradients: _taken_from", NEVER, "requires_grad"),
@@ -133,28 +133,26 @@ MUTATIONS = {
     "integration/test_overlapped_step.py integration/test_streamed_hazards.py": (
         Mutation(
             "a unit used twice is updated after the backward",
-            "gradients: UnitUpdates.unit_is_over",
+            "gradients: Updates.unit_is_over",
             WITHOUT,
             "num_forwards",
         ),
     ),
     "integration/test_overlapped_step.py integration/test_device_gradients.py integration/test_streamed_training.py": (
         Mutation(
-            "updates wait for the last micro-batch", "gradients: UnitUpdates.unit_is_over", WITHOUT, "_is_last_backward"
+            "updates wait for the last micro-batch", "gradients: Updates.unit_is_over", WITHOUT, "_is_last_backward"
         ),
     ),
     "integration/test_overlapped_step.py": (
-        Mutation("an update makes device copies stale", "gradients: UnitUpdates.start", DELETE, "increment_version"),
-        Mutation("a unit knows that it is being updated", "gradients: UnitUpdates.start", DELETE, "begin_update"),
+        Mutation("an update makes device copies stale", "gradients: Updates.start", DELETE, "increment_version"),
+        Mutation("a unit knows that it is being updated", "gradients: Updates.start", DELETE, "begin_update"),
     ),
     "integration/test_streamed_hazards.py::test_a_step_does_not_write_what_is_being_fetched": (
-        Mutation(
-            "a step waits for copies that read weights", "gradients: WholeUpdates.prepare", DELETE, "wait_for_readers"
-        ),
+        Mutation("a step waits for copies that read weights", "gradients: Updates.prepare", DELETE, "wait_for_readers"),
     ),
     "integration/test_overlapped_step.py::test_an_update_does_not_write_what_was_fetched_when_the_one_before_ended": (
         Mutation(
-            "an update waits for copies that began before it", "gradients: _when_read", DELETE, "wait_for_readers"
+            "an update waits for copies that began before it", "gradients: Updates.start", DELETE, "wait_for_readers"
         ),
     ),
 }

@@ -39,7 +39,7 @@ class HostWork:
 
     def __init__(self) -> None:
         from lightning_cxl.gradients.guard import GradientMeter
-        from lightning_cxl.gradients.step import UnitUpdates
+        from lightning_cxl.gradients.step import Updates
         from lightning_cxl.optim.cpu_adam import AdamStep
 
         self.seconds = 0.0
@@ -50,13 +50,13 @@ class HostWork:
             (GradientMeter, "sums"),
         ):  # fmt: skip
             setattr(owner, name, _timed(getattr(owner, name), self))
-        update = UnitUpdates._update_arrived
+        update = Updates._update_arrived
 
         def counted(*args: Any) -> None:
             self.num_behind_backward += 1
             update(*args)
 
-        UnitUpdates._update_arrived = counted  # type: ignore[method-assign]
+        Updates._update_arrived = counted  # type: ignore[method-assign]
 
 
 def _timed(function: Any, work: HostWork) -> Any:

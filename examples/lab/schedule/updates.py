@@ -9,7 +9,7 @@ from simulation.engine import SimulatedEngine
 
 from lightning_cxl.gradients.guard import GradientMeter
 from lightning_cxl.gradients.offload import GradientOffload
-from lightning_cxl.gradients.step import UnitUpdates
+from lightning_cxl.gradients.step import Updates
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.streaming.unit_weights import UnitWeights
@@ -81,7 +81,7 @@ class DuringBackward:
         self._grads.close()
 
 
-class _PacedUpdates(UnitUpdates):
+class _PacedUpdates(Updates):
     """Every update takes as long as its bytes take on the simulated tiers."""
 
     def __init__(
@@ -92,7 +92,7 @@ class _PacedUpdates(UnitUpdates):
         worker: Executor,
         grads: GradientOffload,
     ) -> None:
-        super().__init__(rig.units, masters, worker, grads, rig.streamer, in_backward=True)
+        super().__init__(rig.units, masters, grads, rig.streamer, worker, in_backward=True)
         self._engine: SimulatedEngine = rig.engine
         self._traffic = traffic
 
