@@ -1,1 +1,1 @@
-"""`python -m lightning_cxl`: a module for each command."""
+"""`python -m lightning_cxl`: one module for each command."""

@@ -1,1 +1,1 @@
-"""The main job: fine-tune a causal language model from the command line."""
+"""The command `fit`: fine-tune a causal language model from the command line."""

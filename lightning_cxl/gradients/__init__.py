@@ -1,1 +1,1 @@
-"""The life of a gradient: from the device, through sums and checks, to the step of an adopted optimizer."""
+"""Gradients: copies to the host, accumulation, checks, and the step of an adopted optimizer."""

@@ -1,1 +1,1 @@
-"""The other front ends, a file for each framework: Fabric, Accelerate, the Trainer of transformers."""
+"""The other front ends, one file for each framework: Fabric, Accelerate, the Trainer of transformers."""

@@ -1,1 +1,1 @@
-"""The tier of a tensor: roles, rules, decorators. Bytes on it: resources, pools, torch's hook."""
+"""The tier of a tensor: roles, rules, decorators. Allocation on it: resources, pools, torch's hook."""

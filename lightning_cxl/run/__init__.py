@@ -1,1 +1,1 @@
-"""One run: built from inventory and decision, and torn down; its checkpoints and its report."""
+"""One run: construction from inventory and decision, teardown, checkpoints, and the report."""

@@ -1,1 +1,1 @@
-"""Long and packed sequences: a loss that never holds all logits, and documents side by side in one row."""
+"""Long and packed sequences: a loss that never holds all logits, and several documents in one row."""

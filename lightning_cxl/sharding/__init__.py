@@ -1,1 +1,1 @@
-"""Several processes that train one model: how they meet, and how FSDP2 cuts the model over them."""
+"""Several processes that train one model: process groups, and sharding with FSDP2."""

@@ -1,1 +1,1 @@
-"""Bytes on drives: records that are read and written as one, and generations of them that survive a crash."""
+"""Bytes on drives: records that are read and written together, and generations of them that survive a crash."""

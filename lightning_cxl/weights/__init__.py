@@ -1,1 +1,1 @@
-"""Safetensors files into models and back; models of transformers."""
+"""Safetensors files: loading into models, and saving; models of transformers."""
