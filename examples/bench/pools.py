@@ -23,10 +23,10 @@ from results import Results, machine, print_columns
 from torch import nn
 
 from lightning_cxl.commands.parsers import check_target
-from lightning_cxl.commands.plan import model_on_meta
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.native import _cpu
 from lightning_cxl.streaming.units import find_units
+from lightning_cxl.weights.hf import model_on_meta
 
 _BLOCK_BYTES = 4096
 _GIB = 2**30

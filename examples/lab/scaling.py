@@ -17,7 +17,7 @@ from typing import Any
 import bench_path  # noqa: F401  # where `results` is
 from results import print_columns
 
-from lightning_cxl.commands.plan import PlannedModel, Settings, bound_by, make_plan
+from lightning_cxl.commands.plan import PlannedModel, Settings, make_plan
 from lightning_cxl.machine.speeds import Machine, load_machine
 from lightning_cxl.text import format_bytes
 
@@ -80,7 +80,7 @@ def _row(model: PlannedModel, settings: Settings, machine: Machine, first: Row |
         efficiency=each / alone,
         host_bytes=found.host_bytes,
         received_bytes=sum(each.nbytes for each in found.job.exchanges),
-        bound_by=bound_by(time),
+        bound_by=time.bound_by,
         fits=found.fits,
     )
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,8 +76,55 @@ quantised weights become plain numbers.""",
     return parser
 
 
+def _option(default: Any, text: str, **more: Any) -> Any:
+    return field(default=default, metadata={"help": text, **more})
+
+
+def _choice(choices: tuple[str, ...], default: str | None, text: str) -> Any:
+    return _option(default, text, choices=choices)
+
+
+def _switch(default: Any, text: str, action: Any = argparse.BooleanOptionalAction) -> Any:
+    return _option(default, text, action=action)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """The job that `plan` plans; options that the strategy has, too, have the same names there."""
+
+    batch: int = _option(1, "sequences per micro-batch (%(default)s)", type=int)
+    sequence: int = _option(4096, "tokens per sequence (%(default)s)", type=int, flag="--seq", metavar="SEQ")
+    precision: str = _choice(("32-true", "bf16-true", "bf16-mixed"), "bf16-true", "(%(default)s)")
+    state: str = _choice(("fp32", "bf16", "8bit"), "fp32", "momentum, variance (%(default)s)")
+    master: str = _choice(("split", "fp32"), "split", "master weights (%(default)s)")
+    accumulate: str = _choice(("fp32", "bf16"), "fp32", "sums of gradients (%(default)s)")
+    accumulate_grad_batches: int = _option(1, "micro-batches per step (%(default)s)", type=int)
+    overlap: str = _choice(
+        ("auto", "none", "backward", "forward"),
+        "auto",
+        'what the update runs behind; backward needs on_overflow="ignore" (%(default)s)',
+    )
+    activation_offload: bool = _switch(True, "inputs of units to the host (on)")
+    stream_weights: bool | str = _switch("auto", "weights of units to the host (on with a GPU)")
+    loss: str = _choice(
+        ("full", "chunked"),
+        "full",
+        "chunked: under lightning_cxl.chunked_loss, as the main job computes it (%(default)s)",
+    )
+    lora: int | None = _option(
+        None, "train adapters of this rank on all linear layers, not the weights", type=int, metavar="R"
+    )
+    quantize: str | None = _choice(("4bit", "8bit"), None, "weights below adapters (needs --lora)")
+    num_nodes: int = _option(1, "machines like this one (%(default)s)", type=int, metavar="M")
+    between_nodes: str = _choice(
+        ("replicate", "shard"),
+        "shard",
+        "machines each hold the whole model (HSDP), or it is cut over all ranks (%(default)s)",
+    )
+    no_sync: bool = _switch(False, "several devices: only the last micro-batch reduces gradients", "store_true")
+
+
 def plan() -> argparse.ArgumentParser:
-    """Return the parser of `plan`; its defaults are those of `commands.plan.Settings`."""
     parser = _parser(
         "plan",
         """\
@@ -87,8 +135,6 @@ an error, 2 for options that are none.""",
     )
     add: Any = parser.add_argument
     add("--model", required=True, help="folder with a config.json, hub id, or a shape such as llama-3.1-8b")
-    add("--seq", dest="sequence", metavar="SEQ", type=int, default=4096, help="tokens per sequence (%(default)s)")
-    add("--batch", type=int, default=1, help="sequences per micro-batch (%(default)s)")
     add("--tiers", type=Path, help="machine as YAML; this machine with what is free on it when left out")
     add("--ssd", metavar="DIR", action="append", help="folder for what memory cannot hold, one for each drive")
     add("--ssd-budget", metavar="SIZE", help="most bytes there, such as 500GiB (what is free)")
@@ -99,37 +145,10 @@ an error, 2 for options that are none.""",
         help="auto: what a run takes; by_role, dram_only, interleave, latency_first, bandwidth, or "
         "package.module.Class (%(default)s)",
     )
-    add("--precision", choices=["32-true", "bf16-true", "bf16-mixed"], default="bf16-true", help="(%(default)s)")
-    add("--state", choices=["fp32", "bf16", "8bit"], default="fp32", help="momentum, variance (%(default)s)")
-    add("--master", choices=["split", "fp32"], default="split", help="master weights (%(default)s)")
-    add("--accumulate", choices=["fp32", "bf16"], default="fp32", help="sums of gradients (%(default)s)")
-    add("--accumulate-grad-batches", type=int, default=1, help="micro-batches per step (%(default)s)")
-    add(
-        "--overlap",
-        choices=["auto", "none", "backward", "forward"],
-        default="auto",
-        help='what the update runs behind; backward needs on_overflow="ignore" (%(default)s)',
-    )
-    switch = argparse.BooleanOptionalAction
-    add("--activation-offload", action=switch, default=True, help="inputs of units to the host (on)")
-    add("--stream-weights", action=switch, default="auto", help="weights of units to the host (on with a GPU)")
-    add(
-        "--loss",
-        choices=["full", "chunked"],
-        default="full",
-        help="chunked: under lightning_cxl.chunked_loss, as the main job computes it (%(default)s)",
-    )
+    for each in fields(PlanOptions):
+        more = dict(each.metadata)
+        add(more.pop("flag", "--" + each.name.replace("_", "-")), dest=each.name, default=each.default, **more)
     add("--devices", type=int, metavar="N", help="of each machine, a rank for each (all that the machine has)")
-    add("--num-nodes", type=int, default=1, metavar="M", help="machines like this one (%(default)s)")
-    add(
-        "--between-nodes",
-        choices=["replicate", "shard"],
-        default="shard",
-        help="machines each hold the whole model (HSDP), or it is cut over all ranks (%(default)s)",
-    )
-    add("--no-sync", action="store_true", help="several devices: only the last micro-batch reduces gradients")
-    add("--lora", type=int, metavar="R", help="train adapters of this rank on all linear layers, not the weights")
-    add("--quantize", choices=["4bit", "8bit"], help="weights below adapters (needs --lora)")
     add("--json", type=Path, metavar="FILE", help="write everything there; -: to stdout, and the text to stderr")
     add("--plot", help=argparse.SUPPRESS)  # removed: an error says what to do instead
     add("--weights", choices=["auto", "gathered", "shared"], help=argparse.SUPPRESS)  # the last one was removed

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +21,6 @@ from lightning_cxl.inventory.inventory import list_tensors
 from lightning_cxl.inventory.tensors import Mesh, Workload
 from lightning_cxl.machine.speeds import Machine, MachineSsd, load_machine, machine_of, machine_without_speeds
 from lightning_cxl.machine.topology import TierKind, Topology
-from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.decide import FreeMemory, settle_state
 from lightning_cxl.planning.job import COLLECTIVES, Job, StepTime, model_job
 from lightning_cxl.planning.policies import (
@@ -38,50 +36,17 @@ from lightning_cxl.planning.policies import (
 from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.streaming.quantised import wide_experts
 from lightning_cxl.text import format_bytes, table_lines, wrapped
-from lightning_cxl.weights.hf import (
-    SHAPES,
-    Quantizer,
-    is_cached,
-    published,
-    quantization_fields,
-    require_model,
-    with_adapters,
-    without_code,
-)
-from lightning_cxl.weights.load import empty_weights
+from lightning_cxl.weights.hf import model_on_meta, with_lora
 
 # ----------------------------------------------------------------------------------------------------
 # A causal language model without weights, and its jobs under different settings, for `plan`.
 #
 # transformers is imported when a model is built, not with this package.
 
-PlannedPrecision = Literal["32-true", "bf16-true", "bf16-mixed"]
-"""The Trainer's precisions that can be planned."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """The job, by the options of `plan`; those that the strategy has, too, have the same names there."""
-
-    batch: int = 1
-    sequence: int = 4096
-    precision: PlannedPrecision = "bf16-true"
-    state: Literal["fp32", "bf16", "8bit"] = "fp32"
-    master: Literal["split", "fp32"] = "split"
-    accumulate: Literal["fp32", "bf16"] = "fp32"
-    accumulate_grad_batches: int = 1
-    overlap: Literal["auto", "none", "backward", "forward"] = "auto"
-    """``"backward"`` needs ``on_overflow="ignore"``; ``"auto"`` is what the strategy does by default."""
-    activation_offload: bool = True
-    stream_weights: bool | Literal["auto"] = "auto"
-    loss: Literal["full", "chunked"] = "full"
-    lora: int | None = None
-    """Rank of adapters on all linear layers of the blocks, which alone are trained; None: all weights are."""
-    quantize: Literal["4bit", "8bit"] | None = None
-    """Format of the weights below adapters."""
-    num_nodes: int = 1
-    between_nodes: Literal["replicate", "shard"] = "shard"
-    no_sync: bool = False
+@dataclass(frozen=True, kw_only=True)
+class Settings(parsers.PlanOptions):
+    """The job, by the options of `plan`, and what a run would be given for it."""
 
     def __post_init__(self) -> None:
         """Refuse counts below one, and quantised weights that would be trained."""
@@ -94,7 +59,7 @@ class Settings:
 
     def streams(self, machine: Machine) -> bool:
         """Return whether weights of units stream."""
-        return not machine.device.is_host if self.stream_weights == "auto" else self.stream_weights
+        return not machine.device.is_host if self.stream_weights == "auto" else bool(self.stream_weights)
 
     def config(self, machine: Machine) -> OffloadConfig:
         if self.mesh(machine).is_sharded:
@@ -113,21 +78,16 @@ class Settings:
                     "checkpoint 'reference' of the tier `ssd` serves one device: checkpoints of several have the state "
                     "in them. Leave out --ssd-checkpoint, or `versions` of the machine"
                 )
-        overlaps: bool | Literal["auto"] = {"auto": "auto", "none": False}.get(self.overlap, True)  # type: ignore[assignment]
+        overlaps: Any = {"auto": "auto", "none": False}.get(self.overlap, True)
         if overlaps is True and not (self.streams(machine) and self.activation_offload):
             raise ConfigError(
                 f'overlap "{self.overlap}" needs weights that stream, and they do not: set stream weights, or '
                 'choose overlap "none"'
             )
-        return OffloadConfig(
-            activation_offload=self.activation_offload,
-            stream_weights=self.stream_weights,
-            overlap_step=overlaps,
-            state=self.state,
-            master=self.master,
-            accumulate=self.accumulate,
-            on_overflow="ignore" if self.overlap == "backward" else "skip",
-        )
+        same = ("activation_offload", "stream_weights", "state", "master", "accumulate")
+        given: Any = {name: getattr(self, name) for name in same}
+        on_overflow: Any = "ignore" if self.overlap == "backward" else "skip"
+        return OffloadConfig(**given, overlap_step=overlaps, on_overflow=on_overflow)
 
     def workload(self, machine: Machine) -> Workload:
         return Workload(
@@ -192,34 +152,6 @@ class PlannedModel:
         return self._adapted[key]
 
 
-def model_on_meta(name: str) -> Any:
-    """Return a model of transformers whose parameters and buffers have no memory, in training mode."""
-    from transformers import AutoModelForCausalLM
-
-    config = _config(name)
-    try:
-        with empty_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # whatever transformers trips over in a config that has been written by hand
-        raise ConfigError(f"{name!r} makes no causal language model: {reason(error)}") from error
-    return model.to("meta").train()
-
-
-def with_lora(model: Any, rank: int, quantize: str | None) -> Any:
-    """Return the model that trains adapters on all linear layers of its blocks, as the main job makes it."""
-    if quantize is not None:
-        # numbers above the threshold are kept apart; without values their count is not known
-        fields = {**quantization_fields(quantize, model.dtype), "llm_int8_threshold": 0.0}
-        quantizer = Quantizer(fields, None)
-        quantizer.replace_layers(model)
-        quantizer.fill_on_meta(model)
-    adapted = with_adapters(model, {"r": rank, "target_modules": "all-linear"})
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:  # peft has made these float32: the Trainer converts them when it begins
-            parameter.data = parameter.data.to(model.dtype)
-    return adapted.train()
-
-
 def loss_on_meta(model: Any, batch: int, sequence: int, *, chunked: bool = False) -> Callable[[], torch.Tensor]:
     """Return a function that computes the model's loss of a batch of token ids without values."""
 
@@ -232,32 +164,6 @@ def loss_on_meta(model: Any, batch: int, sequence: int, *, chunked: bool = False
         return found
 
     return loss
-
-
-def reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _config(name: str) -> Any:
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    shape, is_folder = published(name), Path(name).is_dir()
-    if shape is not None and not is_folder:
-        fields = dict(shape.config)
-        return CONFIG_MAPPING[fields.pop("model_type")](**fields)
-    require_model(name, f", no known shape ({', '.join(SHAPES)})")
-    try:
-        config = without_code(AutoConfig.from_pretrained, name, local_files_only=is_folder or is_cached(name))
-    except Exception as error:  # as above
-        where = f"the config.json in {name!r}" if is_folder else f"the config of {name!r}"
-        raise ConfigError(f"{where} cannot be used: {reason(error)}") from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"the weights of {name!r} are quantised, and `plan` quantises itself (--lora R --quantize 4bit): name the "
-            "model that they were made from. A run plans itself when it begins, too, and its report shows it"
-        )
-    return config
 
 
 DOES_NOT_FIT = 3
@@ -510,7 +416,7 @@ def _adapters(settings: Settings, machine: Machine) -> list[Step]:
 
 def as_data(found: Findings) -> dict[str, Any]:
     """Return the findings as JSON-able data; seconds and tokens per second are predicted."""
-    job, machine, device, mesh = found.job, found.machine, asdict(found.machine.device), found.job.mesh
+    job, machine, device, time = found.job, found.machine, asdict(found.machine.device), found.chosen.time
     if not machine.has_speeds:  # placeholders
         device = {name: None if name.endswith("_per_s") or name == "flops" else v for name, v in device.items()}
     ssd = machine.ssd and {
@@ -520,15 +426,12 @@ def as_data(found: Findings) -> dict[str, Any]:
         "read_bytes_per_step": job.moved_bytes("ssd_read"),
         "written_bytes_per_step": job.moved_bytes("ssd_write"),
     }
-    busy = found.chosen.time and busy_seconds(found.chosen.time)
     return {
         "model": found.model,
         "settings": asdict(found.settings),
         "machine": {
-            "name": machine.name,
-            "source": machine.source,
+            **{name: getattr(machine, name) for name in ("name", "source", "has_speeds")},
             "tiers": {t.name: {"kind": t.kind.value, "capacity_bytes": t.capacity_bytes} for t in machine.tiers},
-            "has_speeds": machine.has_speeds,
             "device": device,
         },
         **{name: getattr(job, name) for name in ("num_parameters", "num_units", "num_tokens", "overlap")},
@@ -537,7 +440,7 @@ def as_data(found: Findings) -> dict[str, Any]:
         "host_bytes_left": machine.memory_bytes - found.host_bytes,
         "ssd": ssd,
         "device_bytes": job.device_bytes,
-        "device_parts": dict(found.job.device_parts),
+        "device_parts": dict(job.device_parts),
         "policy": found.policy,
         "fits": found.fits,
         "fits_device": fits_device(job, machine),
@@ -552,28 +455,21 @@ def as_data(found: Findings) -> dict[str, Any]:
         ],
         "predicted_dram_only_seconds": found.dram_only and found.dram_only.seconds,
         "policies": {name: _policy_data(each, found) for name, each in found.plans.items()},
-        "notes": list(found.job.notes),
+        "notes": list(job.notes),
         "ranks": {
-            **{each: getattr(mesh, each) for each in ("num_devices", "num_machines", "replicates")},
-            "device_bytes_per_step": _per_device(found.job),
+            **asdict(job.mesh),
+            "device_bytes_per_step": _per_device(job),
             "received_bytes_per_step": sum((each.nbytes for each in job.exchanges), 0.0),
-            "predicted_busy_seconds": busy,
-            "predicted_bound_by": found.chosen.time and bound_by(found.chosen.time),
+            "predicted_busy_seconds": time and time.busy_seconds(),
+            "predicted_bound_by": time and time.bound_by,
         },
     }
 
 
 def _policy_data(plan: PolicyPlan, found: Findings) -> dict[str, Any]:
-    time, dram_only = plan.time, found.dram_only
-    return {
-        "fits": None if plan.needs_speeds else plan.fits,
-        "needs_speeds": plan.needs_speeds,
-        "error": plan.error,
-        "bytes": {role.value: dict(tiers) for role, tiers in plan.bytes_on.items()},
-        "reasons": {role.value: reason for role, reason in plan.reasons.items()},
-        "predicted": None
-        if time is None or dram_only is None
-        else {
+    time, dram_only, predicted = plan.time, found.dram_only, None
+    if time is not None and dram_only is not None:
+        predicted = {
             "seconds": time.seconds,
             "tokens_per_s": found.job.num_tokens / time.seconds,
             "of_dram_only": dram_only.seconds / time.seconds,
@@ -583,21 +479,15 @@ def _policy_data(plan: PolicyPlan, found: Findings) -> dict[str, Any]:
                 name: {"seconds": each.seconds, "bound_by": each.bound_by, "busy_seconds": dict(each.resources)}
                 for name, each in time.phases().items()
             },
-        },
+        }
+    return {
+        "fits": None if plan.needs_speeds else plan.fits,
+        "needs_speeds": plan.needs_speeds,
+        "error": plan.error,
+        "bytes": {role.value: dict(tiers) for role, tiers in plan.bytes_on.items()},
+        "reasons": {role.value: reason for role, reason in plan.reasons.items()},
+        "predicted": predicted,
     }
-
-
-def busy_seconds(time: StepTime) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for phase in time.phases().values():
-        for name, seconds in phase.resources.items():
-            total[name] = total.get(name, 0.0) + seconds
-    return total
-
-
-def bound_by(time: StepTime) -> str:
-    busy = busy_seconds(time)
-    return max(busy, key=lambda name: busy[name])
 
 
 def _per_device(job: Job) -> dict[str, float]:
@@ -622,10 +512,7 @@ def as_text(found: Findings) -> str:
 
 def _head(found: Findings) -> list[str]:
     job, machine, chosen, ssd = found.job, found.machine, found.settings, found.machine.ssd
-    adapters = ""
-    if chosen.lora is not None:
-        below = "frozen" if chosen.quantize is None else chosen.quantize.replace("bit", "-bit")
-        adapters = f"adapters of rank {chosen.lora} on {below} weights, "
+    adapters = f"adapters of rank {chosen.lora} on {chosen.quantize or 'frozen'} weights, " if chosen.lora else ""
     counts = ((chosen.accumulate_grad_batches, "micro-batches"), (machine.device.count, "devices"))
     times = "".join(f" x {count} {what}" for count, what in (*counts, (chosen.num_nodes, "machines")) if count > 1)
     tiers = ", ".join(f"{tier.name} {format_bytes(tier.capacity_bytes)}" for tier in machine.tiers)
@@ -633,8 +520,6 @@ def _head(found: Findings) -> list[str]:
         tiers += f", {format_bytes(machine.memory_bytes)} together"
     if ssd is not None:
         tiers += f"; ssd {format_bytes(ssd.capacity_bytes)}{f' on {ssd.num_drives} drives' * (ssd.num_drives > 1)}"
-        if ssd.read_bytes_per_s is not None and ssd.write_bytes_per_s is not None:
-            tiers += f", {ssd.read_bytes_per_s / 1e9:.2f} GB/s read, {ssd.write_bytes_per_s / 1e9:.2f} GB/s written"
     flops = f", {machine.device.flops / 1e12:.3g} TFLOP/s in training" if machine.has_speeds else ""
     return [
         *wrapped(
@@ -650,19 +535,16 @@ def _head(found: Findings) -> list[str]:
 def _roles(found: Findings) -> list[str]:
     plan, job = found.chosen, found.job
     tiers = (*found.machine.names, SSD)[: None if job.ssd_bytes() else -1] if plan.bytes_on else ()
-    roles = job.bytes_of()
     rows = []
-    for role, nbytes in roles.items():
+    for role, nbytes in job.bytes_of().items():
         on = plan.bytes_on.get(role, {})
         rows.append((role.value, format_bytes(nbytes), *(format_bytes(on[t]) if on.get(t) else "-" for t in tiers)))
     used = [format_bytes(plan.used_bytes(name)) for name in tiers]
-    rows.append(("in all", format_bytes(sum(roles.values())), *used))
-    lines = table_lines((f"policy {plan.policy}", "bytes", *tiers), rows)
-    roles_of: dict[str, list[str]] = {}
-    for role, reason in plan.reasons.items():
-        roles_of.setdefault(reason, []).append(role.value)
-    for reason, names in roles_of.items():
-        lines += wrapped(f"  {', '.join(names)}: {reason}")
+    rows.append(("in all", format_bytes(sum(job.bytes_of().values())), *used))
+    lines = table_lines((f"policy {found.policy}", "bytes", *tiers), rows)
+    for reason in dict.fromkeys(plan.reasons.values()):
+        roles = ", ".join(role.value for role, each in plan.reasons.items() if each == reason)
+        lines += wrapped(f"  {roles}: {reason}")
     if working := working_bytes(job, found.machine):
         total = format_bytes(found.host_bytes)
         lines.append(f"host memory in all: {total}, with {format_bytes(working)} that the CPU works in")
@@ -673,29 +555,22 @@ def _drives(found: Findings) -> list[str]:
     job, machine, ssd, time = found.job, found.machine, found.machine.ssd, found.chosen.time
     if ssd is None or not job.moved_bytes("ssd_write"):
         return []
-    there = {role: sum(e.nbytes for e in job.classes if e.role is role and e.tier == SSD) for role in TensorRole}
-    inputs = there[TensorRole.ACTIVATIONS]
-    state = "optimizer state and weights" if there[TensorRole.COMPUTE_WEIGHTS] else "optimizer state"
-    parts = [f"{state} in {job.num_records} records"] if job.num_records else []
-    parts += [f"{format_bytes(inputs)} of activations"] if inputs else []
+    roles = ", ".join(each.role.value for each in job.classes if each.tier == SSD)
     lines = wrapped(
-        f"tier ssd: memory cannot hold {' and '.join(parts)}, {format_bytes(job.ssd_bytes(ssd.versions))} of "
+        f"tier ssd: memory cannot hold all of {roles}: {format_bytes(job.ssd_bytes(ssd.versions))} of "
         f"{format_bytes(ssd.capacity_bytes)}{', optimizer state in two versions' if ssd.versions > 1 else ''}; memory "
         f"left over: {format_bytes(max(0, machine.memory_bytes - found.host_bytes))} of "
-        f"{format_bytes(machine.memory_bytes)}"
+        f"{format_bytes(machine.memory_bytes)}; {job.moved_bytes('ssd_write') / 1e9:.3g} GB written per step"
     )
     if time is not None:
-        busy = busy_seconds(time)
+        busy = time.busy_seconds()
         lines += wrapped(
             f"  a step reads for {busy.get('ssd read', 0):.2f} s and writes for {busy.get('ssd write', 0):.2f} s, at "
             f"the same time; that adds {found.chosen.ssd_seconds or 0.0:.2f} s to the {time.seconds:.2f} s predicted"
         )
     elif machine.has_speeds and not ssd.has_speeds:
-        lines += wrapped(
-            "  the speeds of its drives are not known, so no seconds are predicted: `python -m lightning_cxl calibrate "
-            "--ssd DIR` measures them"
-        )
-    return [*lines, f"  {job.moved_bytes('ssd_write') / 1e9:.3g} GB written per step"]
+        lines += wrapped("  no seconds are predicted: `python -m lightning_cxl calibrate --ssd DIR` measures drives")
+    return lines
 
 
 def _device(found: Findings) -> list[str]:
@@ -707,7 +582,7 @@ def _device(found: Findings) -> list[str]:
     if device.memory_bytes and not device.is_host:
         verdict = "fits" if fits_device(job, found.machine) else "DOES NOT FIT"
         text += f" of {format_bytes(device.memory_bytes)}: {verdict}"
-    parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in found.job.device_parts.items())
+    parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in job.device_parts.items())
     return [text, *wrapped(f"  {parts}")]
 
 
@@ -715,31 +590,21 @@ def _ranks(found: Findings) -> list[str]:
     mesh, machine, time = found.job.mesh, found.machine, found.chosen.time
     if not mesh.is_sharded:
         return []
-    count, machines = mesh.num_devices, mesh.num_machines
-    how = "each has all weights"
-    if mesh.num_shards > 1:
-        how = "each reads its shard of the weights and gathers those of the others"
-    where = "this machine"
-    if machines > 1:
-        where = f"{machines} machines like this one, {count} on each"
-        cut = "every machine holds the whole model" if mesh.replicates else "the model is cut over all machines"
-        how = f"{cut}; {how}"
+    count = mesh.num_devices
+    cut = "every machine holds the whole model" if mesh.replicates else "the model is cut over all of them"
     moved = {name: nbytes for name, nbytes in _per_device(found.job).items() if nbytes}
     rows = [(name, format_bytes(round(each)), format_bytes(round(each * count))) for name, each in moved.items()]
-    lines = wrapped(f"{mesh.num_ranks} ranks on {where}: {how}")
+    lines = wrapped(f"{mesh.num_ranks} ranks, {count} on each machine: {cut}")
     lines += table_lines(("in one step", "each device", f"{count} devices"), rows)
-    lines += wrapped(
-        f"  host memory: {format_bytes(found.host_bytes)} of each machine, counted once for all of its ranks; "
-        f"{format_bytes(found.host_bytes // count)} a rank"
-    )
+    lines += wrapped(f"  host memory of each machine, once for all of its ranks: {format_bytes(found.host_bytes)}")
     if machine.links.peer_bytes_per_s is None and count > 1 and not machine.device.is_host:
         lines += wrapped(
             "  links between devices are not known: what they exchange is counted as going through host memory. Say "
             "how fast they are under `links` in a machine file (--tiers)"
         )
     if time is not None:
-        busy = ", ".join(f"{name} {each:.2f} s" for name, each in busy_seconds(time).items() if each >= 0.005)
-        lines += wrapped(f"  predicted: busy in {time.seconds:.2f} s: {busy}; most of all {bound_by(time)}")
+        busy = ", ".join(f"{name} {each:.2f} s" for name, each in time.busy_seconds().items() if each >= 0.005)
+        lines += wrapped(f"  predicted: busy in {time.seconds:.2f} s: {busy}")
     return lines
 
 
@@ -750,26 +615,20 @@ def _policies(found: Findings) -> list[str]:
     plans = found.plans if len(found.machine.tiers) > 1 else {found.policy: found.chosen}
     lines: list[str] = []
     if dram_only is not None:
-        times = {name: plan.time for name, plan in plans.items()} | {"were DRAM large enough": dram_only}
-        rows = [
-            (name, *["-"] * 6)
-            if time is None
-            else (
-                name,
-                *(f"{each.seconds:.3f}" for each in time.phases().values()),
-                *(f"{time.seconds:.3f}", f"{tokens / time.seconds:,.0f}", f"{dram_only.seconds / time.seconds:.1%}"),
-            )
-            for name, time in times.items()
-        ]
+        rows = []
+        for name, time in (*((name, plan.time) for name, plan in plans.items()), ("were DRAM large enough", dram_only)):
+            if time is None:
+                rows.append((name, *["-"] * 6))
+                continue
+            phases = (f"{each.seconds:.3f}" for each in time.phases().values())
+            speed = (f"{time.seconds:.3f}", f"{tokens / time.seconds:,.0f}", f"{dram_only.seconds / time.seconds:.1%}")
+            rows.append((name, *phases, *speed))
         phases = (f"{name} s" for name in dram_only.phases())
         lines = table_lines(("predicted", *phases, "step s", "tokens/s", "of DRAM only"), rows)
     for name, plan in plans.items():
         lines += wrapped(f"{name} does not fit: {plan.error}") if plan.error else []
     if dram_only is None:
-        lines += wrapped(
-            "predicted seconds are not known: measure this machine's speeds with `python -m lightning_cxl calibrate` "
-            "first"
-        )
+        lines += wrapped("predicted seconds are not known: `python -m lightning_cxl calibrate` measures this machine")
     elif found.chosen.time:
         lines += wrapped(f"predicted, {found.policy}: {found.chosen.time.describe()}")
     return lines
@@ -777,7 +636,7 @@ def _policies(found: Findings) -> list[str]:
 
 def _verdict(found: Findings) -> list[str]:
     device, job = found.machine.device, found.job
-    notes = list(found.job.notes)
+    notes = list(job.notes)
     if found.settings.precision == "32-true" and found.machine.has_speeds:
         notes.append("the device's flops are those of bfloat16 products: float32 computes longer than predicted")
     if found.fits:
@@ -787,11 +646,8 @@ def _verdict(found: Findings) -> list[str]:
         where = [f"host memory (policy {found.policy})"] if found.chosen.error else []
         where += [] if fits_device(job, found.machine) else [f"{device.name}'s memory"]
         lines = [f"It does not fit {' nor '.join(where)}."]
-        lines.append(
-            "What would make it fit, each way on its own:"
-            if found.ways
-            else "Nothing that was tried makes it fit: use a smaller model."
-        )
+        nothing = "Nothing that was tried makes it fit: use a smaller model."
+        lines.append("What would make it fit, each way on its own:" if found.ways else nothing)
     for way in found.ways:
         taken = f"{format_bytes(way.host_bytes)} of host memory"
         if not device.is_host and way.device_bytes is not None:

@@ -585,6 +585,18 @@ class StepTime:
     def phases(self) -> dict[Phase, PhaseTime]:
         return {"forward": self.forward, "backward": self.backward, "update": self.update}
 
+    def busy_seconds(self) -> dict[str, float]:
+        """Return the seconds that each resource is busy, by name as in `PhaseTime`."""
+        total: dict[str, float] = {}
+        for phase in self.phases().values():
+            for name, seconds in phase.resources.items():
+                total[name] = total.get(name, 0.0) + seconds
+        return total
+
+    @property
+    def bound_by(self) -> str:
+        return PhaseTime(self.seconds, self.busy_seconds()).bound_by
+
     def describe(self) -> str:
         """Return e.g. ``"forward 1.20 s (compute), backward 3.10 s (compute), update 0.81 s (tier dram0)"``."""
         text = ", ".join(f"{name} {each.seconds:.2f} s ({each.bound_by})" for name, each in self.phases().items())

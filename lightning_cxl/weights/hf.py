@@ -712,3 +712,61 @@ def _ask_hub(name: str) -> str | None:
         "Without network, give a folder with the model, or a cache that has it: `hf download` fills one elsewhere, "
         "HF_HOME names the folder around it. HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror"
     )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Models on the meta device, for plans: of a folder, of the hub, or of a published shape.
+
+
+def model_on_meta(name: str) -> Any:
+    """Return a model of transformers whose parameters and buffers have no memory, in training mode."""
+    from transformers import AutoModelForCausalLM
+
+    config = _config_to_plan(name)
+    try:
+        with empty_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # whatever transformers trips over in a config that has been written by hand
+        raise ConfigError(f"{name!r} makes no causal language model: {_reason(error)}") from error
+    return model.to("meta").train()
+
+
+def with_lora(model: Any, rank: int, quantize: str | None) -> Any:
+    """Return the model that trains adapters on all linear layers of its blocks, as the main job makes it."""
+    if quantize is not None:
+        # numbers above the threshold are kept apart; without values their count is not known
+        fields = {**quantization_fields(quantize, model.dtype), "llm_int8_threshold": 0.0}
+        quantizer = Quantizer(fields, None)
+        quantizer.replace_layers(model)
+        quantizer.fill_on_meta(model)
+    adapted = with_adapters(model, {"r": rank, "target_modules": "all-linear"})
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:  # peft has made these float32: the Trainer converts them when it begins
+            parameter.data = parameter.data.to(model.dtype)
+    return adapted.train()
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _config_to_plan(name: str) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    shape, is_folder = published(name), Path(name).is_dir()
+    if shape is not None and not is_folder:
+        fields = dict(shape.config)
+        return CONFIG_MAPPING[fields.pop("model_type")](**fields)
+    require_model(name, f", no known shape ({', '.join(SHAPES)})")
+    try:
+        config = without_code(AutoConfig.from_pretrained, name, local_files_only=is_folder or is_cached(name))
+    except Exception as error:  # as above
+        where = f"the config.json in {name!r}" if is_folder else f"the config of {name!r}"
+        raise ConfigError(f"{where} cannot be used: {_reason(error)}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"the weights of {name!r} are quantised, and `plan` quantises itself (--lora R --quantize 4bit): name the "
+            "model that they were made from. A run plans itself when it begins, too, and its report shows it"
+        )
+    return config

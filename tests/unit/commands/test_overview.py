@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 import lightning_cxl
 from lightning_cxl.commands import parsers
 from lightning_cxl.commands.parsers import COMMANDS, answer_at_once, answer_before_imports
-from lightning_cxl.commands.plan import Settings
 from lightning_cxl.planning.policies import POLICIES
 
 NAMES = ["fit", "validate", "test", "predict", "export", "plan", "env", "calibrate"]
@@ -105,9 +103,7 @@ def test_the_package_imports_neither_command_lines_nor_torchs_checkpoints():
     assert not [name for name in new if name.startswith(heavy)]
 
 
-def test_options_of_plan_are_the_defaults_of_its_settings():
-    options, settings = vars(parsers.plan().parse_args(["--model", "gpt2"])), Settings()
-    assert {field.name: options[field.name] for field in fields(settings)} == asdict(settings)
+def test_help_of_plan_names_all_policies():
     assert all(name in parsers.plan().format_help() for name in POLICIES)
 
 

@@ -8,11 +8,12 @@ import sys
 import pytest
 
 from lightning_cxl.commands import plan as command
-from lightning_cxl.commands.plan import main, model_on_meta
+from lightning_cxl.commands.plan import main
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.speeds import load_machine
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.planning.policies import POLICIES
+from lightning_cxl.weights.hf import model_on_meta
 from tests.integration.llama import tiny_llama
 
 MACHINE = """

@@ -7,7 +7,7 @@ import pytest
 from pools import pool_bytes
 from torch import nn
 
-from lightning_cxl.commands.plan import model_on_meta
+from lightning_cxl.weights.hf import model_on_meta
 
 GIB = 2**30
 

@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from lightning_cxl import from_pretrained, save_pretrained
 from lightning_cxl.commands.export import build_empty
-from lightning_cxl.commands.plan import model_on_meta
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.finetune.data import load_tokenizer
 from lightning_cxl.finetune.model import CausalLM
+from lightning_cxl.weights.hf import model_on_meta
 from tests.models import TINY_LLAMA
 
 BERT = {
