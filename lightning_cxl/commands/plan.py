@@ -596,7 +596,7 @@ def _ranks(found: Findings) -> list[str]:
     rows = [(name, format_bytes(round(each)), format_bytes(round(each * count))) for name, each in moved.items()]
     lines = wrapped(f"{mesh.num_ranks} ranks, {count} on each machine: {cut}")
     lines += table_lines(("in one step", "each device", f"{count} devices"), rows)
-    lines += wrapped(f"  host memory of each machine, once for all of its ranks: {format_bytes(found.host_bytes)}")
+    lines += wrapped(f"  host memory: {format_bytes(found.host_bytes)} of each machine, once for all of its ranks")
     if machine.links.peer_bytes_per_s is None and count > 1 and not machine.device.is_host:
         lines += wrapped(
             "  links between devices are not known: what they exchange is counted as going through host memory. Say "
