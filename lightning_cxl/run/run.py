@@ -413,7 +413,7 @@ def _warn_of_weights_that_stay(inventory: Inventory) -> None:
 # ----------------------------------------------------------------------------------------------------
 # Where a model's compute weights live.
 #
-# [Note: Homes of compute weights]
+# [Note: Placement of compute weights]
 # * The CPU computes: in host memory that the policy placed.
 # * A device apart: on the device, except those that stream.
 # * Cut over several processes: the shards in host memory that the policy placed, or on SSD, for a device apart
@@ -475,7 +475,7 @@ def place_model(
     gathered: Sequence[StreamedUnit],
     undo: ExitStack,
 ) -> tuple[list[UnitWeights], tuple[str, ...]]:
-    """Move a model's weights to where they live. See [Note: Homes of compute weights].
+    """Move a model's weights to where they live. See [Note: Placement of compute weights].
 
     Returns:
         The units that stream, and the names of parameters that stay in ordinary host memory.
