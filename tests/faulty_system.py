@@ -1,6 +1,7 @@
 """System calls of storage that fail on purpose, and a log of them from which a power loss can be replayed."""
 
 import errno
+import fcntl
 import mmap
 import os
 import threading
@@ -100,14 +101,8 @@ class FaultySystem(System):
     def sync(self, fd):
         self._call("sync", lambda fd: None, fd)
 
-    def size(self, fd):
-        return self._call("size", super().size, fd)
-
-    def mode(self, path):
-        return self._call("mode", super().mode, path)
-
-    def identity(self, file):
-        return self._call("identity", super().identity, file)
+    def stat(self, file):
+        return self._call("stat", super().stat, file)
 
     def make_folder(self, path):
         self._call("make_folder", super().make_folder, path)
@@ -121,11 +116,8 @@ class FaultySystem(System):
     def unlink(self, path):
         self._call("unlink", super().unlink, path)
 
-    def lock(self, fd):
-        self._call("lock", super().lock, fd)
-
-    def unlock(self, fd):
-        self._call("unlock", super().unlock, fd)
+    def lock(self, fd, operation):
+        self._call("unlock" if operation == fcntl.LOCK_UN else "lock", super().lock, fd, operation)
 
 
 HARMLESS = ("close", "unlock")
@@ -201,9 +193,6 @@ class LoggingSystem(System):
         self._ended(self._note("sync", self._open[fd]))
 
     sync = datasync
-
-    def make_folder(self, path):
-        super().make_folder(path)
 
     def rename(self, old, new):
         super().rename(old, new)

@@ -30,7 +30,6 @@ from lightning_cxl.run.run import FinishedRun, Host, Run
 from lightning_cxl.sharding.fsdp import cut, reshard
 from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.shards import shard_of, sharded_like
-from lightning_cxl.storage.drive import remove_left
 from lightning_cxl.streaming.quantised import kept_whole, tensors_of
 from lightning_cxl.streaming.units import find_units, owners_in
 from lightning_cxl.text import format_bytes, table_lines
@@ -195,8 +194,6 @@ class Session:
     ) -> None:
         """Give this process its part of a machine that it shares with others, before anything is placed."""
         if self._binding is None:
-            if local_rank == 0 and (ssd := self.config.ssd()) is not None:
-                remove_left(ssd.paths)  # no process of this run stores anything before all have gathered
             topology = Topology.detect(on_missing_tier=self.config.on_missing_tier)
             self._binding = bind_rank(rank, local_rank, num_local_ranks, device, self.config, topology, gather)
             self._ranks = {"rank": rank, "num_ranks": num_ranks, "local_rank": local_rank}

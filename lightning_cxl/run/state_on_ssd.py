@@ -33,7 +33,7 @@ from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.swapped_state import OnSsd, StateRecord, StateSwapper, taken_nbytes
 from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.shards import local
-from lightning_cxl.storage.drive import BLOCK_BYTES, MANIFEST, make_parents, remove_left
+from lightning_cxl.storage.drive import BLOCK_BYTES, MANIFEST, make_parents
 from lightning_cxl.storage.store import Area, Record, Store, files_shown_at
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.streaming.on_ssd import InputsOnSsd, WeightRecord, WeightsOnSsd
@@ -162,7 +162,8 @@ class StateOnSsd:
         self._num_added = 0
         self._pace = Pace()
         self._settling = threading.RLock()  # several threads may update
-        make_parents(options.paths) if options.is_part else remove_left(options.paths)
+        if options.is_part:
+            make_parents(options.paths)
         with ExitStack() as cleanup:
             self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers)
             cleanup.callback(self.store.close)

@@ -12,11 +12,11 @@ import stat
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import xxhash
 
@@ -24,76 +24,33 @@ from lightning_cxl.errors import ConfigError, StorageError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Range
 
-# ----------------------------------------------------------------------------------------------------
-# The system calls that storage makes, as methods of one object: tests put one in its place that fails on purpose.
-
 Views = Sequence[memoryview]
 """Bytes in memory that are read or written one after the other."""
 
 
 class System:
-    """Calls the kernel. Each method is one system call and raises what the kernel says, as `OSError`."""
+    """The system calls of storage: tests put an object in its place whose calls fail on purpose."""
+
+    close = staticmethod(os.close)
+    preadv = staticmethod(os.preadv)
+    pwritev = staticmethod(os.pwritev)
+    allocate = staticmethod(os.posix_fallocate)
+    datasync = staticmethod(os.fdatasync)
+    stat = staticmethod(os.stat)
+    names = staticmethod(os.listdir)
+    rename = staticmethod(os.rename)
+    unlink = staticmethod(os.unlink)
+    lock = staticmethod(fcntl.flock)
 
     def open(self, path: Path, flags: int) -> int:
-        """Return a descriptor; a file that is made is for its owner alone (0600)."""
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
-
-    def close(self, fd: int) -> None:
-        os.close(fd)
-
-    def preadv(self, fd: int, views: Views, offset: int) -> int:
-        """Read into `views`; returns how many bytes were read, maybe fewer than there is room for."""
-        return os.preadv(fd, views, offset)
-
-    def pwritev(self, fd: int, views: Views, offset: int) -> int:
-        """Write `views`; returns how many bytes were written, maybe fewer than there are."""
-        return os.pwritev(fd, views, offset)
-
-    def allocate(self, fd: int, offset: int, nbytes: int) -> None:
-        """Take space on the disk for a part of a file, which grows where needed."""
-        os.posix_fallocate(fd, offset, nbytes)
-
-    def datasync(self, fd: int) -> None:
-        """Wait until what was written lies on the disk, with what is needed to find it."""
-        os.fdatasync(fd)
+        """Return a descriptor; a file that is made is for its owner alone."""
+        return os.open(path, flags, 0o600)
 
     def sync(self, fd: int) -> None:
-        """Wait until a file, or the names in a folder, lie on the disk."""
         os.fsync(fd)
 
-    def size(self, fd: int) -> int:
-        return os.lseek(fd, 0, os.SEEK_END)
-
-    def identity(self, file: Path | int) -> tuple[int, int]:
-        """Return what no two files of a machine share, of the file with a name or of one that is open."""
-        found = os.stat(file)
-        return found.st_dev, found.st_ino
-
-    def mode(self, path: Path) -> int:
-        return os.stat(path).st_mode
-
     def make_folder(self, path: Path) -> None:
-        """Make a folder for its owner alone (0700)."""
         os.mkdir(path, 0o700)
-
-    def names(self, folder: Path) -> list[str]:
-        return os.listdir(folder)
-
-    def rename(self, old: Path, new: Path) -> None:
-        """Give a file another name; a file that had this name is gone."""
-        os.rename(old, new)
-
-    def unlink(self, path: Path) -> None:
-        """Remove a name; the file is gone when nobody has it open or mapped."""
-        os.unlink(path)
-
-    def lock(self, fd: int) -> None:
-        """Lock a file for this process, without waiting."""
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def unlock(self, fd: int) -> None:
-        """Let go of the lock, also where a forked child still has the file open."""
-        fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -122,7 +79,6 @@ log = logging.getLogger(__name__)
 BLOCK_BYTES = max(4096, mmap.PAGESIZE)  # windows show whole pages
 HEAD_BYTES = 256 * 2**10
 """At the start of each file, without records: whether direct reads work is tried there."""
-_open: "weakref.WeakSet[Drive | Folder]" = weakref.WeakSet()
 _ADVICE = {
     errno.ENOSPC: "Free space there, or use a smaller budget.",
     errno.EDQUOT: "Your quota there is used up.",
@@ -136,55 +92,91 @@ _ADVICE = {
 }
 
 
-class Drive:
+def storage_error(what: str, path: Path, error: OSError, offset: int | None = None) -> StorageError:
+    """Return our error for one of the kernel's."""
+    where = "" if offset is None else f" at offset {offset}"
+    name = errno.errorcode.get(error.errno or 0, "no errno")
+    advice = _ADVICE.get(error.errno or 0, "")
+    message = f"cannot {what} `{path}`{where}: {error.strerror} ({name}). {advice}".rstrip()
+    return StorageError(message, path=path, offset=offset, errno=error.errno)
+
+
+@contextlib.contextmanager
+def _reported(what: str, path: Path) -> Iterator[None]:
+    """Raise errors of the kernel as ours."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise storage_error(what, path, error) from None
+
+
+_open: "weakref.WeakSet[_Opened]" = weakref.WeakSet()
+
+
+class _Opened:
+    """Has one file open, which a forked child has not: it would keep the space of a removed file, or a lock."""
+
+    def __init__(self, path: Path, system: System) -> None:
+        self.path = path
+        self.fd = -1
+        self._system = system
+        _open.add(self)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            with _reported("close", self.path):
+                self._system.close(fd)
+
+
+def _close_in_child() -> None:
+    for each in list(_open):
+        fd, each.fd = each.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Drive(_Opened):
     """Reads and writes one file past the page cache (``O_DIRECT``), or through it where the filesystem refuses.
 
     Thread-safe: nothing here changes after the constructor but the size of the file.
     """
 
     def __init__(self, path: Path, system: System, *, make: bool = False) -> None:
-        self.path = path
-        self.direct = True
-        self._system = system
+        super().__init__(path, system)
         self._end = 0  # of the space that was taken
-        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if make else 0)
+        self._open(os.O_CREAT | os.O_EXCL if make else 0)
         try:
-            self.fd = system.open(path, flags | os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise storage_error("open", path, error) from None
-            # a filesystem that refuses may have made the file before it looked at the flag
-            self.fd = self._open_buffered(flags & ~os.O_EXCL if make else flags)
-        _open.add(self)
-
-    def _open_buffered(self, flags: int) -> int:
-        self.direct = False
-        log.warning("`%s`: the filesystem refuses O_DIRECT, so its data go through the page cache", self.path)
-        try:
-            return self._system.open(self.path, flags)
-        except OSError as error:
-            raise storage_error("open", self.path, error) from None
-
-    def prepare(self) -> Self:
-        """Take the head, which holds no record, and see with it whether direct reads work here."""
-        self.grow(HEAD_BYTES)
-        try:
-            with mmap.mmap(-1, BLOCK_BYTES) as memory, memoryview(memory) as view:  # direct reads need aligned memory
-                self.read([view], 0)
-        except StorageError as error:
-            if error.errno != errno.EINVAL or not self.direct:
-                raise
+            self.grow(HEAD_BYTES)
+            try:
+                self._open(os.O_DIRECT)
+                with mmap.mmap(-1, BLOCK_BYTES) as memory, memoryview(memory) as view:  # aligned, as such reads need it
+                    self.read([view], 0)
+            except StorageError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                log.warning("`%s`: the filesystem refuses O_DIRECT, so its data go through the page cache", path)
+                self._open(0)
+        except BaseException:
             self.close()
-            self.fd = self._open_buffered(os.O_RDWR)
-        return self
+            raise
+
+    def _open(self, flags: int) -> None:
+        self.close()
+        with _reported("open", self.path):
+            self.fd = self._system.open(self.path, os.O_RDWR | flags)
 
     def check_name(self) -> None:
         """Check that the path still leads to the open file: what is written to a file without a name is lost."""
-        try:
-            same = self._system.identity(self.path) == self._system.identity(self.fd)
-        except OSError as error:
-            raise storage_error("find", self.path, error) from None
-        if not same:
+        with _reported("find", self.path):
+            named, opened = self._system.stat(self.path), self._system.stat(self.fd)
+        if not os.path.samestat(named, opened):
             raise StorageError(f"`{self.path}` is another file than the one that was opened", path=self.path)
 
     def read(self, views: Views, offset: int) -> None:
@@ -220,26 +212,8 @@ class Drive:
 
     def sync(self) -> None:
         """Wait until all that was written lies on the disk."""
-        try:
+        with _reported("sync", self.path):
             self._system.datasync(self.fd)
-        except OSError as error:
-            raise storage_error("sync", self.path, error) from None
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd < 0:
-            return
-        try:
-            self._system.close(fd)
-        except OSError as error:
-            raise storage_error("close", self.path, error) from None
-
-    def close_in_child(self) -> None:
-        """Let go of the descriptor that a fork has copied; the parent keeps its own."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
 
 
 def _after(views: Sequence[memoryview], nbytes: int) -> Sequence[memoryview]:
@@ -251,24 +225,6 @@ def _after(views: Sequence[memoryview], nbytes: int) -> Sequence[memoryview]:
     return ()
 
 
-def storage_error(what: str, path: Path, error: OSError, offset: int | None = None) -> StorageError:
-    """Return our error for one of the kernel's."""
-    where = "" if offset is None else f" at offset {offset}"
-    name = errno.errorcode.get(error.errno or 0, "no errno")
-    advice = _ADVICE.get(error.errno or 0, "")
-    message = f"cannot {what} `{path}`{where}: {error.strerror} ({name}). {advice}".rstrip()
-    return StorageError(message, path=path, offset=offset, errno=error.errno)
-
-
-def _close_in_child() -> None:
-    # a child that outlives its parent would keep the space of a removed file, and the lock of a folder
-    for each in list(_open):
-        each.close_in_child()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
 # ----------------------------------------------------------------------------------------------------
 # A folder that one store has for itself: its lock, and small files that are replaced as a whole.
 
@@ -278,91 +234,64 @@ PART = "lightning_cxl-part.json"
 _LOCK = "lightning_cxl.lock"
 _NEW = ".new"
 _DATA = re.compile(r"lightning_cxl-(?P<store>[0-9a-f]{16})-\d+\.data")
-_PID_DIGITS = 20
 
 
-class Folder:
+class Folder(_Opened):
     """A folder, made where it does not exist, and locked against other stores until `close`."""
 
     def __init__(self, path: Path, system: System) -> None:
-        self.path = path
-        self._system = system
-        try:
+        super().__init__(path, system)
+        with _reported("use folder", path):
             with contextlib.suppress(FileExistsError):
                 system.make_folder(path)
                 sync_folder(path.parent, system)
-            if not stat.S_ISDIR(mode := system.mode(path)):
-                kind = "a block device" if stat.S_ISBLK(mode) else "no folder"
-                raise ConfigError(f"`{path}` is {kind}: give a folder, in a filesystem on the drive")
-            self._lock_fd = system.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-        except OSError as error:
-            raise storage_error("use folder", path, error) from None
+            if not stat.S_ISDIR(system.stat(path).st_mode):
+                raise ConfigError(f"`{path}` is no folder: give a folder, in a filesystem on the drive")
+            self.fd = system.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
-            self._take_lock()
-        except BaseException:
-            self.close()
-            raise
-        _open.add(self)
-
-    def _take_lock(self) -> None:
-        line = bytearray(_PID_DIGITS)
-        try:
-            self._system.lock(self._lock_fd)
-            line[:] = str(os.getpid()).rjust(_PID_DIGITS).encode()
-            self._system.pwritev(self._lock_fd, [memoryview(line)], 0)
-        except BlockingIOError:
-            with contextlib.suppress(OSError):
-                self._system.preadv(self._lock_fd, [memoryview(line)], 0)
-            holder = line.decode(errors="replace").strip("\0 ") or "unknown"
+            with _reported("lock", path / _LOCK):
+                system.lock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException as error:
+            super().close()
+            if not isinstance(error, StorageError) or error.errno != errno.EWOULDBLOCK:
+                raise
             raise ConfigError(
-                f"`{self.path}` is in use by process {holder}: two runs cannot share a folder. Choose another one, or "
-                f"wait for that process to end"
+                f"`{path}` is in use by another process, which `fuser {path / _LOCK}` names: two runs cannot share a "
+                f"folder. Choose another one, or wait for that process to end"
             ) from None
-        except OSError as error:
-            raise storage_error("lock", self.path / _LOCK, error) from None
 
     def data_path(self, store_id: str, drive: int) -> Path:
         """Return the path of a store's data file."""
         return self.path / f"lightning_cxl-{store_id}-{drive}.data"
 
-    def remove_orphans(self, keep: str | None) -> None:
+    def remove_orphans(self, keep: str) -> None:
         """Remove what runs that have ended left here: our data files but those of store `keep`, unfinished files."""
-        try:
+        with _reported("clean", self.path):
             for name in self._system.names(self.path):
                 data = _DATA.fullmatch(name)
                 if name in (MANIFEST + _NEW, PART + _NEW) or (data is not None and data["store"] != keep):
                     self._system.unlink(self.path / name)
-        except OSError as error:
-            raise storage_error("clean", self.path, error) from None
 
     def read(self, name: str) -> bytes | None:
         """Return the contents of a small file; None where there is none."""
         path = self.path / name
-        try:
-            fd = self._system.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise storage_error("open", path, error) from None
-        try:
+        with _reported("read", path):
             try:
-                contents = bytearray(self._system.size(fd))
-                position = 0
-                while position < len(contents):
-                    count = self._system.preadv(fd, [memoryview(contents)[position:]], position)
-                    if count <= 0:
-                        break
+                fd = self._system.open(path, os.O_RDONLY)
+            except FileNotFoundError:
+                return None
+            try:
+                contents, position = bytearray(self._system.stat(fd).st_size), 0
+                while count := self._system.preadv(fd, [memoryview(contents)[position:]], position):
                     position += count
                 return bytes(contents[:position])
             finally:
                 self._system.close(fd)
-        except OSError as error:
-            raise storage_error("read", path, error) from None
 
     def write_new(self, name: str, contents: bytes) -> None:
         """Write a file that `publish` gives the name; until then the file of that name stays as it is."""
         path = self.path / (name + _NEW)
-        try:
+        with _reported("write", path):
             fd = self._system.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             try:
                 position, view = 0, memoryview(contents)
@@ -374,99 +303,39 @@ class Folder:
                 self._system.sync(fd)
             finally:
                 self._system.close(fd)
-        except OSError as error:
-            raise storage_error("write", path, error) from None
 
     def publish(self, name: str) -> None:
         """Give what `write_new` wrote its name, and wait until that lies on the disk."""
         path = self.path / name
-        try:
+        with _reported("replace", path):
             self._system.rename(self.path / (name + _NEW), path)
-        except OSError as error:
-            raise storage_error("replace", path, error) from None
         self.sync()
 
     def sync(self) -> None:
         """Wait until the names in the folder lie on the disk."""
-        try:
+        with _reported("sync folder", self.path):
             sync_folder(self.path, self._system)
-        except OSError as error:
-            raise storage_error("sync folder", self.path, error) from None
 
     def remove(self, path: Path) -> None:
         """Remove a file, if it is there."""
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                self._system.unlink(path)
-        except OSError as error:
-            raise storage_error("remove", path, error) from None
+        with _reported("remove", path), contextlib.suppress(FileNotFoundError):
+            self._system.unlink(path)
 
     def close(self) -> None:
-        """Let go of the lock. Idempotent."""
-        fd, self._lock_fd = self._lock_fd, -1
-        if fd < 0:
-            return
+        """Let go of the lock, also where a forked child still has the file open. Idempotent."""
         try:
-            try:
-                self._system.unlock(fd)
-            finally:
-                self._system.close(fd)
-        except OSError as error:
-            raise storage_error("unlock", self.path / _LOCK, error) from None
-
-    def close_in_child(self) -> None:
-        """Let go of the descriptor that a fork has copied; the parent keeps the lock."""
-        fd, self._lock_fd = self._lock_fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Folders of several processes that store on the same drives: each has one for itself, below the one that a user names.
-#
-# A process removes what an earlier one has left in its own folder. But the next run may have fewer processes, or one.
-
-
-_NAME = re.compile(r"rank-\d+")
+            if self.fd >= 0:
+                with _reported("unlock", self.path / _LOCK):
+                    self._system.lock(self.fd, fcntl.LOCK_UN)
+        finally:
+            super().close()
 
 
 def make_parents(paths: Sequence[Path]) -> None:
     """Make what the folders of a process lie in, where it does not exist; what that lies in must exist."""
     for path in paths:
-        try:
-            with contextlib.suppress(FileExistsError):
-                System().make_folder(path.parent)
-        except OSError as error:
-            raise StorageError(f"cannot make folder `{path.parent}`: {error.strerror}", path.parent) from None
-
-
-def remove_left(paths: Sequence[Path]) -> None:
-    """Remove the data of processes that have ended from all their folders; what a process uses stays.
-
-    Args:
-        paths: the folders that a user has named, one for each drive; they need not exist.
-    """
-    for path in paths:
-        for name in System().names(path) if path.is_dir() else ():
-            if _NAME.fullmatch(name) and (path / name).is_dir():
-                _remove_left(path / name)
-
-
-def _remove_left(path: Path) -> None:
-    try:
-        folder = Folder(path, System())
-    except ConfigError:  # its process is still there
-        return
-    except StorageError as error:
-        log.warning(f"what an earlier run may have left in `{path}` stays: {error}")
-        return
-    try:
-        if folder.read(MANIFEST) is None and folder.read(PART) is None:  # else someone keeps a generation there
-            folder.remove_orphans(keep=None)
-    except StorageError as error:
-        log.warning(f"what an earlier run has left in `{path}` stays: {error}")
-    finally:
-        folder.close()
+        with _reported("make folder", path.parent), contextlib.suppress(FileExistsError):
+            System().make_folder(path.parent)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -4,13 +4,14 @@ import contextlib
 import ctypes
 import json
 import logging
+import os
 import secrets
 import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +34,13 @@ from lightning_cxl.storage.drive import (
 )
 from lightning_cxl.text import format_bytes
 
-# ----------------------------------------------------------------------------------------------------
-# `Record`: what is read and written as one, and what is known of its versions.
+log = logging.getLogger(__name__)
+
+_USE_ANOTHER = "Use another folder."
+WHAT_TO_DO = (
+    f"{_USE_ANOTHER} A checkpoint with checkpoint='reference' needs what lies here: before you delete it, save it "
+    "whole with `torch.save(lightning_cxl.plain_checkpoint(torch.load(CHECKPOINT)), NEW_FILE)`."
+)
 
 # ----------------------------------------------------------------------------------------------------
 # The manifest: a small JSON file that says which versions of which records belong to a generation.
@@ -73,9 +79,9 @@ class Manifest:
     """Checksums depend on it."""
     last_number: int
     """Of the generations so far."""
-    records: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    records: dict[str, tuple[int, tuple[int, ...]]]
     """Size in bytes and offsets of the versions."""
-    generations: tuple[Generation, ...] = ()
+    generations: tuple[Generation, ...]
     """Oldest first, two at most."""
 
     def encode(self) -> bytes:
@@ -204,7 +210,8 @@ class Record:
         self, name: str, nbytes: int, num_drives: int, versions: tuple[int, ...], *, keeps: bool = True
     ) -> None:
         self.name = name
-        self.keeps = keeps
+        self.keeps = keeps  # whether generations have it
+        self.is_reserved = False  # in this run; an earlier one may have left it
         self.nbytes = nbytes
         self.part_nbytes = part_nbytes(nbytes, num_drives)
         self.padded_nbytes = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
@@ -227,6 +234,11 @@ class Record:
     def is_whole(self) -> bool:
         """Whether the last write has ended without an error; True where there was none."""
         return self.last_whole == self.num_begun
+
+    @property
+    def end(self) -> int:
+        """Of all versions, on every drive."""
+        return max(self.versions) + self.part_nbytes
 
     def entry(self) -> Entry | None:
         """Return what generations keep of it; None: it was never written."""
@@ -292,7 +304,7 @@ def is_in(window: Buffer, address: int) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The generations that a store keeps, and the manifest that names them.
+# The store.
 #
 # [Note: Generations]
 # With ``keeps=True`` each record has two versions, but those that shall not be kept. A version that a generation of the
@@ -309,239 +321,12 @@ def is_in(window: Buffer, address: int) -> bool:
 # lie behind them. Where replacing the manifest fails, nobody knows which of both files lies on the disk: versions of
 # both stay protected until the next replacement succeeds.
 
-# ----------------------------------------------------------------------------------------------------
-# The places of one store: its locked folders, the drives in them, and their files.
-
-log = logging.getLogger(__name__)
-
-_USE_ANOTHER = "Use another folder."
-WHAT_TO_DO = (
-    f"{_USE_ANOTHER} A checkpoint with checkpoint='reference' needs what lies here: before you delete it, save it "
-    "whole with `torch.save(lightning_cxl.plain_checkpoint(torch.load(CHECKPOINT)), NEW_FILE)`."
-)
-
-
-class Places:
-    """Locks folders, cleans them, and opens one drive for each path."""
-
-    def __init__(self, paths: Sequence[Path], *, keeps: bool, system: System) -> None:
-        self._system = system
-        self._keeps = keeps
-        self.paths = tuple(str(path) for path in paths)
-        self.files_stay = False
-        self.drives: list[Drive] = []
-        self._files: dict[int, tuple[Folder, Path]] = {}  # by the number of their drive
-        with contextlib.ExitStack() as stack:
-            folders = self._lock(stack, paths)
-            self.main = folders[0]
-            self.found = self._read_manifest(keeps)
-            self.files_stay = self.found is not None
-            self.store_id = self.found.store_id if self.found else secrets.token_hex(8)
-            stack.push(self._remove_files)
-            for index, folder in enumerate(folders):
-                self._open_drive(stack, index, folder)
-            self._opened = stack.pop_all()
-
-    def _lock(self, stack: contextlib.ExitStack, paths: Sequence[Path]) -> list[Folder]:
-        if not paths:
-            raise ConfigError("storage needs at least one path: a folder on a drive")
-        if len({Path(path).resolve() for path in paths}) < len(paths):
-            raise ConfigError(f"each path is used once, got {', '.join(f'`{path}`' for path in paths)}")
-        folders: list[Folder] = []
-        for path in paths:
-            folders.append(Folder(path, self._system))
-            stack.callback(folders[-1].close)
-        return folders
-
-    def _read_manifest(self, keeps: bool) -> Manifest | None:
-        contents = self.main.read(MANIFEST)
-        if contents is None:
-            return None
-        found = decode(contents, self.main.path / MANIFEST)
-        if not keeps:
-            raise ConfigError(f"`{self.main.path}` holds {found.said()}, and this run keeps none. {WHAT_TO_DO}")
-        if len(found.drives) != len(self.paths):
-            raise ConfigError(
-                f"`{self.main.path}` holds {found.said()} on {len(found.drives)} drives ({', '.join(found.drives)}), "
-                f"and this run has {len(self.paths)}. {WHAT_TO_DO}"
-            )
-        return found
-
-    def _check_other(self, folder: Folder) -> None:
-        """Refuse a folder with data of another store that keeps a generation."""
-        if folder.read(MANIFEST) is not None:
-            raise ConfigError(f"`{folder.path}` holds a generation of its own, of another run. {WHAT_TO_DO}")
-        contents = folder.read(PART)
-        if contents is not None:
-            self._check_not_needed(folder.path, contents)
-
-    def _check_not_needed(self, path: Path, part: bytes) -> None:
-        """Refuse a path that `part` says belongs to another store, if that store has a generation."""
-        try:
-            fields = json.loads(part)
-            home = Path(fields["home"]) / MANIFEST
-            needed = decode(home.read_bytes(), home).store_id == fields["store"]
-        except FileNotFoundError:  # the disk of the folder may not be mounted, or someone has lost the manifest
-            needed = not home.parent.is_dir() or (home.parent / PART).exists()
-        except (ValueError, KeyError, TypeError, OSError, CheckpointError) as error:
-            raise ConfigError(
-                f"`{path}` holds a part of another run, and it cannot be checked whether that is needed: {error}. "
-                f"{_USE_ANOTHER}"
-            ) from None
-        if needed:
-            missing = ", which is missing: mount its drive, or put it back from a backup"
-            raise ConfigError(
-                f"`{path}` holds a part of a generation whose manifest is `{home}`"
-                f"{'' if home.exists() else missing}. {WHAT_TO_DO if home.exists() else _USE_ANOTHER}"
-            )
-
-    def _open_drive(self, stack: contextlib.ExitStack, index: int, folder: Folder) -> None:
-        new = self.found is None
-        if new:
-            self._check_other(folder)
-        path = folder.data_path(self.store_id, index)
-        self._files[index] = (folder, path)
-        drive = Drive(path, self._system, make=new)
-        stack.callback(drive.close)
-        drive.prepare()
-        self.drives.append(drive)
-        if not self._keeps:  # so that nothing is left of a run that is killed; `close` removes what cannot go now
-            with contextlib.suppress(StorageError):
-                folder.remove(path)
-        folder.remove_orphans(self.store_id)
-        folder.sync()
-
-    def _part(self, drive: int) -> bytes:
-        return json.dumps({"store": self.store_id, "drive": drive, "home": str(self.main.path.resolve())}).encode()
-
-    def keep_files(self) -> None:
-        """Say that files stay at `close`, and note in other folders whose they are."""
-        if self.files_stay:
-            return
-        for index, (folder, _) in self._files.items():
-            if index > 0:
-                folder.write_new(PART, self._part(index))
-                folder.publish(PART)
-        self.files_stay = True
-
-    def mark_main(self) -> None:
-        """Note, once the manifest is there, that there is one: if it gets lost, the data must not be deleted."""
-        if self.main.read(PART) is None:
-            self.main.write_new(PART, self._part(0))
-            self.main.publish(PART)
-
-    def _remove_files(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        try:
-            for folder, path in () if self.files_stay else self._files.values():
-                folder.remove(path)
-                folder.remove(folder.path / PART)
-        except StorageError as another:
-            if error is None:
-                raise
-            # users need the first error; the next store here removes the files
-            log.warning(f"the error that ended the storage was not the only one: {another}")
-
-    def close(self) -> None:
-        self._opened.close()
-
-
-class Generations:
-    """The committed generations. Not thread-safe."""
-
-    def __init__(self, places: Places, chunk_bytes: int) -> None:
-        found = places.found
-        self._places = places
-        self._chunk_bytes = chunk_bytes
-        self._last_number = found.last_number if found else 0
-        self.found_records = found.records if found else {}
-        """Size and offsets of the records that an earlier run left."""
-        self.kept = list(found.generations) if found else []
-        self._unsure: list[Generation] = []  # whose manifest may lie on the disk or not
-
-    def found_versions(self, name: str, nbytes: int) -> tuple[int, ...] | None:
-        """Return the offsets of a record that an earlier run left; None if it left none of this name."""
-        if name not in self.found_records:
-            return None
-        found_nbytes, versions = self.found_records[name]
-        if found_nbytes != nbytes:
-            raise ConfigError(
-                f"{self._holds()}, in which `{name}` has {found_nbytes} bytes and not {nbytes}. {WHAT_TO_DO}"
-            )
-        return versions
-
-    def check_found(self, records: dict[str, int]) -> None:
-        """Check that an earlier run, if there was one, left records of these names and bytes."""
-        for name, nbytes in records.items() if self.kept else ():
-            if self.found_versions(name, nbytes) is None:
-                raise ConfigError(f"{self._holds()}, which has no record `{name}`. {WHAT_TO_DO}")
-
-    def _holds(self) -> str:
-        return f"`{self._places.main.path}` holds {self._manifest(self.kept, ()).said()}"
-
-    def get(self, number: int) -> Generation:
-        for generation in self.kept:
-            if generation.number == number:
-                return generation
-        known = ", ".join(str(generation.number) for generation in self.kept) or "none"
-        raise CheckpointError(f"`{self._places.main.path}` holds no generation {number}; it holds: {known}")
-
-    def free_version(self, record: Record) -> int:
-        """Return the version that takes the next write."""
-        protecting = (*self.kept, *self._unsure)
-        entries = [generation.records.get(record.name) for generation in protecting] if record.keeps else []
-        committed = {entry.version for entry in entries if entry is not None}
-        for version in range(len(record.versions)):
-            if version not in committed:
-                return version
-        numbers = " and ".join(str(generation.number) for generation in protecting)
-        raise StorageError(
-            f"record `{record.name}` cannot be written: all its versions belong to generations {numbers}. Settle one "
-            f"of them first"
-        )
-
-    def check_room(self) -> None:
-        if len(self.kept) > 1:
-            numbers = " and ".join(str(each.number) for each in self.kept)
-            raise StorageError(f"generations {numbers} are both kept: settle one of them before the next commit")
-
-    def add(self, details: dict[str, Any], records: Iterable[Record]) -> int:
-        """Commit the present versions of `records`, which lie on the disk, and return the generation's number."""
-        records = list(records)
-        self._last_number += 1
-        new = Generation(self._last_number, details, {record.name: record.entry() for record in records})
-        self._replace([*self.kept, new], records, new)
-        return new.number
-
-    def keep_only(self, generation: Generation, records: Iterable[Record]) -> None:
-        """Let go of all others."""
-        if self.kept != [generation] or self._unsure:
-            self._replace([generation], records)
-
-    def _replace(self, kept: list[Generation], records: Iterable[Record], new: Generation | None = None) -> None:
-        self._places.main.write_new(MANIFEST, self._manifest(kept, records).encode())
-        self._places.keep_files()
-        if new is not None:
-            self._unsure.append(new)
-        self._places.main.publish(MANIFEST)
-        self.kept, self._unsure = kept, []
-        self._places.mark_main()
-
-    def _manifest(self, kept: list[Generation], records: Iterable[Record]) -> Manifest:
-        known = {record.name: (record.nbytes, record.versions) for record in records}
-        return Manifest(
-            self._places.store_id,
-            self._places.paths,
-            self._chunk_bytes,
-            self._last_number,
-            {**self.found_records, **known},
-            tuple(kept),
-        )
-
 
 class Store:
     """Records on one or several drives. Thread-safe.
 
     Args:
+        paths: a folder on each drive; the manifest lies in the first one.
         keeps: whether records have two versions, so that generations can be committed. See [Note: Generations].
         chunk_bytes: of one read or write; a folder that holds a generation keeps its own.
     """
@@ -557,28 +342,105 @@ class Store:
     ) -> None:
         if chunk_bytes < 1 or chunk_bytes % BLOCK_BYTES:
             raise ValueError(f"chunk_bytes must be a multiple of {BLOCK_BYTES}, got {chunk_bytes}")
+        if not paths:
+            raise ConfigError("storage needs at least one path: a folder on a drive")
+        if len({Path(path).resolve() for path in paths}) < len(paths):
+            raise ConfigError(f"each path is used once, got {', '.join(f'`{path}`' for path in paths)}")
         self._budget_bytes = budget_bytes
         self._keeps = keeps
+        self._system = system or System()
         self._changes = threading.RLock()  # held while a write begins, and by all that must not miss one
         self._lock = threading.Lock()  # of fields of records; held shortly
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, Record] = {}  # also those that an earlier run has left
         self._unsynced: set[Record] = set()
         self._reserved_bytes = 0
-        self._restored: Generation | None = None
+        self._end = HEAD_BYTES  # of all records, on every drive
         self._closed = False
+        self._drives: list[Drive] = []
+        self._files: list[tuple[Folder, Path]] = []  # of the drives
+        self._unsure: list[Generation] = []  # whose manifest may lie on the disk or not
         with contextlib.ExitStack() as stack:
-            self._places = Places(paths, keeps=keeps, system=system or System())
-            stack.callback(self._places.close)
-            found = self._places.found
-            self._drives = self._places.drives
-            chunk_bytes = found.chunk_bytes if found else chunk_bytes
-            self._generations = Generations(self._places, chunk_bytes)
-            self._end = HEAD_BYTES
-            for nbytes, versions in self._generations.found_records.values():
-                self._end = max(self._end, max(versions) + part_nbytes(nbytes, len(self._drives)))
-            self._engine = Engine(self._drives, chunk_bytes)
-            stack.callback(self._engine.close)
+            self._folders = [stack.enter_context(contextlib.closing(Folder(path, self._system))) for path in paths]
+            self._folder = self._folders[0].path
+            found = self._read_manifest()
+            self._manifest = found or Manifest(
+                secrets.token_hex(8), tuple(map(str, paths)), chunk_bytes, last_number=0, records={}, generations=()
+            )
+            for name, (nbytes, versions) in self._manifest.records.items():
+                self._add(Record(name, nbytes, len(paths), versions))
+            stack.push(self._remove_files)
+            for index, folder in enumerate(self._folders):
+                stack.enter_context(contextlib.closing(self._open_drive(folder, index, make=found is None)))
+                folder.remove_orphans(self._manifest.store_id)
+                folder.sync()
+            self._engine = stack.enter_context(contextlib.closing(Engine(self._drives, self._manifest.chunk_bytes)))
             self._opened = stack.pop_all()
+
+    # -- folders -------------------------------------------------------------------------------------------------------
+
+    def _read_manifest(self) -> Manifest | None:
+        contents = self._folders[0].read(MANIFEST)
+        if contents is None:
+            return None
+        found = decode(contents, self._folder / MANIFEST)
+        if not self._keeps:
+            raise ConfigError(f"`{self._folder}` holds {found.said()}, and this run keeps none. {WHAT_TO_DO}")
+        if len(found.drives) != len(self._folders):
+            raise ConfigError(
+                f"`{self._folder}` holds {found.said()} on {len(found.drives)} drives ({', '.join(found.drives)}), "
+                f"and this run has {len(self._folders)}. {WHAT_TO_DO}"
+            )
+        return found
+
+    def _open_drive(self, folder: Folder, index: int, make: bool) -> Drive:
+        if make:
+            self._check_free(folder)
+        path = folder.data_path(self._manifest.store_id, index)
+        self._files.append((folder, path))
+        drive = Drive(path, self._system, make=make)
+        self._drives.append(drive)
+        if not self._keeps:  # so that nothing is left of a run that is killed; `close` removes what cannot go now
+            with contextlib.suppress(StorageError):
+                folder.remove(path)
+        return drive
+
+    def _check_free(self, folder: Folder) -> None:
+        """Refuse a folder with a part of a generation, which is of another run: this one has found no manifest."""
+        part, main = folder.read(PART), self._folders[0]
+        if part is None and (folder is main or folder.read(MANIFEST) is None):
+            return
+        try:
+            home = folder.path if part is None else Path(json.loads(part)["home"])
+        except (ValueError, KeyError, TypeError):
+            home = folder.path
+        if folder is not main and home == main.path.resolve():
+            return  # left by a run that was killed before its first manifest was there
+        is_there = os.path.exists(home / MANIFEST)
+        missing = ", which is missing: mount its drive, or put it back from a backup"
+        raise ConfigError(
+            f"`{folder.path}` holds a part of a generation whose manifest is `{home / MANIFEST}`"
+            f"{'' if is_there else missing}. {WHAT_TO_DO if is_there else _USE_ANOTHER}"
+        )
+
+    def _mark(self, folder: Folder) -> None:
+        """Note in a folder that what lies there belongs to a generation, and where that has its manifest."""
+        if folder.read(PART) is None:
+            part = {"store": self._manifest.store_id, "home": str(self._folder.resolve())}
+            folder.write_new(PART, json.dumps(part).encode())
+            folder.publish(PART)
+
+    def _remove_files(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if self._manifest.generations or self._unsure:
+            return
+        try:
+            for folder, path in self._files:
+                folder.remove(path)
+                folder.remove(folder.path / PART)
+        except StorageError as another:
+            if error is None:
+                raise
+            # users need the first error; the next store here removes the files
+            log.warning(f"the error that ended the storage was not the only one: {another}")
 
     # -- records -------------------------------------------------------------------------------------------------------
 
@@ -591,38 +453,44 @@ class Store:
         """
         with self._changes:
             self._check_open()
-            if name in self._records:
+            record = self._records.get(name)
+            if record is not None and (record.is_reserved or not keeps):
                 raise ConfigError(f"there is a record `{name}` already: names of records are unique")
             if nbytes < 1:
                 raise ValueError(f"record `{name}` needs at least one byte, got {nbytes}")
-            part = part_nbytes(nbytes, len(self._drives))
-            versions = self._generations.found_versions(name, nbytes) if keeps else ()
-            if not versions:
-                count = 1 + (self._keeps and keeps)  # not where a model still shows weights of an earlier run
-                self._end = next_unseen(self._drives, self._end, count * part)
-                versions = tuple(self._end + index * part for index in range(count))
-            total = part * len(self._drives) * len(versions)
-            self._check_budget(name, total)
-            end = max(versions) + part
+            if record is not None:
+                self.check_found({name: nbytes})
+            else:
+                part, count = part_nbytes(nbytes, len(self._drives)), 1 + (self._keeps and keeps)
+                begin = next_unseen(self._drives, self._end, count * part)  # a model may show weights of an earlier run
+                versions = tuple(begin + index * part for index in range(count))
+                record = Record(name, nbytes, len(self._drives), versions, keeps=keeps)
+            total = record.part_nbytes * len(self._drives) * len(record.versions)
+            if total > (left := self._budget_bytes - self._reserved_bytes):
+                raise TierFullError(
+                    f"cannot place {format_bytes(total)} for `{name}` in `{self._folder}`: {format_bytes(left)} of "
+                    f"{format_bytes(self._budget_bytes)} free. Raise the budget, or place less there."
+                )
             for drive in self._drives:
-                drive.grow(end)
-            self._end = max(self._end, end)
+                drive.grow(record.end)
             self._reserved_bytes += total
-            record = self._records[name] = Record(name, nbytes, len(self._drives), versions, keeps=keeps)
-            if keeps and self._restored is not None and name in self._restored.records:
-                record.becomes(self._restored.records[name])
+            record.is_reserved = True
+            self._add(record)
             return record
+
+    def _add(self, record: Record) -> None:
+        self._records[record.name] = record
+        self._end = max(self._end, record.end)
 
     def check_found(self, records: dict[str, int]) -> None:
         """Refuse a folder with a generation that lacks records of these names and bytes: it is of another run."""
-        self._generations.check_found(records)
-
-    def _check_budget(self, name: str, nbytes: int) -> None:
-        if nbytes > (left := self._budget_bytes - self._reserved_bytes):
-            raise TierFullError(
-                f"cannot place {format_bytes(nbytes)} for `{name}` in `{self._places.main.path}`: {format_bytes(left)} "
-                f"of {format_bytes(self._budget_bytes)} free. Raise the budget, or place less there."
-            )
+        for name, nbytes in records.items() if self._manifest.generations else ():
+            found = self._records.get(name)
+            if found is None or found.nbytes != nbytes:
+                why = f"which has no record `{name}`"
+                if found is not None:
+                    why = f"in which `{name}` has {found.nbytes} bytes and not {nbytes}"
+                raise ConfigError(f"`{self._folder}` holds {self._manifest.said()}, {why}. {WHAT_TO_DO}")
 
     def window(self, record: Record) -> Buffer:
         """Return the address range that shows what was written last; zeros where nothing was.
@@ -691,7 +559,7 @@ class Store:
             memory: page-aligned, at least `record.padded_nbytes`; nobody may change it before the transfer is done.
         """
         with self._changes, self._lock:
-            version = self._generations.free_version(record)
+            version = self._free_version(record)
             write = record.num_begun + 1
 
             def end(checksum: int) -> None:
@@ -723,16 +591,58 @@ class Store:
             if not self._keeps:
                 raise ConfigError("this store keeps no generations: make it with `keeps=True`")
             details = json.loads(json.dumps(details))  # what cannot be kept is refused before anything is done
-            self._generations.check_room()
+            if len(self._manifest.generations) > 1:
+                raise StorageError(
+                    f"generations {_numbers(self._manifest.generations)} are both kept: settle one of them before the "
+                    f"next commit"
+                )
             self._engine.wait()
             for record in self._kept():
                 if not record.is_whole:
                     raise record.not_whole()
             self._sync_drives()
-            return self._generations.add(details, self._kept())
+            number = 1 + max([self._manifest.last_number, *(each.number for each in self._unsure)])
+            new = Generation(number, details, {record.name: record.entry() for record in self._kept()})
+            self._replace((*self._manifest.generations, new), new)
+            return number
 
     def _kept(self) -> list[Record]:
-        return [record for record in self._records.values() if record.keeps]
+        return [record for record in self._records.values() if record.keeps and record.is_reserved]
+
+    def _replace(self, generations: tuple[Generation, ...], new: Generation | None = None) -> None:
+        """Let the manifest have other generations, and those that come with it."""
+        number = max([self._manifest.last_number, *(each.number for each in (*self._unsure, *generations))])
+        records = {each.name: (each.nbytes, each.versions) for each in self._records.values() if each.keeps}
+        manifest = replace(self._manifest, last_number=number, records=records, generations=generations)
+        main, *others = self._folders
+        main.write_new(MANIFEST, manifest.encode())
+        for folder in others:
+            self._mark(folder)
+        if new is not None:
+            self._unsure.append(new)
+        main.publish(MANIFEST)
+        self._manifest, self._unsure = manifest, []
+        self._mark(main)  # if the manifest gets lost, the data must not be deleted
+
+    def _free_version(self, record: Record) -> int:
+        """Return the version that takes the next write."""
+        protecting = (*self._manifest.generations, *self._unsure)
+        entries = [generation.records.get(record.name) for generation in protecting] if record.keeps else []
+        committed = {entry.version for entry in entries if entry is not None}
+        for version in range(len(record.versions)):
+            if version not in committed:
+                return version
+        raise StorageError(
+            f"record `{record.name}` cannot be written: all its versions belong to generations {_numbers(protecting)}. "
+            f"Settle one of them first"
+        )
+
+    def _get(self, number: int) -> Generation:
+        for generation in self._manifest.generations:
+            if generation.number == number:
+                return generation
+        known = ", ".join(str(each.number) for each in self._manifest.generations) or "none"
+        raise CheckpointError(f"`{self._folder}` holds no generation {number}; it holds: {known}")
 
     def _sync_drives(self) -> None:
         for drive in self._drives:
@@ -752,33 +662,33 @@ class Store:
         """Let go of all generations but one. See [Note: Generations]."""
         with self._changes:
             self._check_open()
-            self._generations.keep_only(self._generations.get(generation), self._kept())
+            only = (self._get(generation),)
+            if self._manifest.generations != only or self._unsure:
+                self._replace(only)
 
     @property
     def found(self) -> dict[str, int]:
-        return {name: nbytes for name, (nbytes, _) in self._generations.found_records.items()}
+        """Names and bytes of the records that an earlier run has left."""
+        return {name: nbytes for name, (nbytes, _) in self._manifest.records.items()}
 
     def generations(self) -> list[Generation]:
         """Return what could be restored, oldest first: generations of this run, and of an earlier one in the folder."""
-        return list(self._generations.kept)
+        return list(self._manifest.generations)
 
     def restore(self, generation: int) -> None:
         """Make all records that are kept what they were in a generation, also those that are reserved later."""
         with self._changes:
             self._check_open()
-            chosen = self._generations.get(generation)
-            kept = self._kept()
-            missing = [record.name for record in kept if record.name not in chosen.records]
+            chosen = self._get(generation)
+            missing = [record.name for record in self._kept() if record.name not in chosen.records]
             if missing:
-                raise CheckpointError(
-                    f"generation {generation} in `{self._places.main.path}` has no record `{missing[0]}`"
-                )
+                raise CheckpointError(f"generation {generation} in `{self._folder}` has no record `{missing[0]}`")
             with contextlib.suppress(StorageError):  # a write that failed does not matter any more
                 self._engine.wait()
             with self._lock:
-                for record in kept:
-                    record.becomes(chosen.records[record.name])
-            self._restored = chosen
+                for record in self._records.values():
+                    if record.keeps:
+                        record.becomes(chosen.records.get(record.name))
 
     # -- all together --------------------------------------------------------------------------------------------------
 
@@ -796,7 +706,11 @@ class Store:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StorageError(f"the storage in `{self._places.main.path}` is closed")
+            raise StorageError(f"the storage in `{self._folder}` is closed")
+
+
+def _numbers(generations: Sequence[Generation]) -> str:
+    return " and ".join(str(each.number) for each in generations)
 
 
 # ----------------------------------------------------------------------------------------------------

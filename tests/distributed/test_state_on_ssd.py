@@ -93,15 +93,6 @@ def test_what_one_drive_has_damaged_no_rank_saves(ranks, tmp_path):
     assert not path.exists()
 
 
-def test_a_later_run_of_fewer_processes_removes_what_is_left(ranks, tmp_path):
-    left = tmp_path / "ssd" / "rank-3" / "lightning_cxl-0123456789abcdef-0.data"
-    left.parent.mkdir(parents=True)
-    for world in (2, 1):
-        left.write_bytes(b"x")
-        run(ranks, world, 1, options=on_ssd(tmp_path / "ssd"))
-        assert not left.exists()
-
-
 REFUSED = {
     "checkpoint='reference' of tier 'ssd' serves one process": {"checkpoint": "reference"},
     "a CPU gathers them from memory": {"rule": {"*": {"weights": "ssd"}}},

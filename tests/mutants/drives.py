@@ -8,14 +8,14 @@ MUTATIONS = {
         Mutation("a write waits for transfers before it", "storage: Store.write", ARGUMENT, "write.after"),
         Mutation("a checksum that differs is an error", "storage: Store.read", NEVER, "checksum"),
         Mutation("a damaged manifest is found", "storage: decode", VALUE, "crc32", "False"),
-        Mutation("a folder is locked", "storage: Folder._take_lock", DELETE, "lock _lock_fd"),
-        Mutation("a committed version is not overwritten", "storage: Generations.free_version", ALWAYS, "committed"),
+        Mutation("a folder is locked", "storage: Folder.__init__", DELETE, "lock LOCK_EX"),
+        Mutation("a committed version is not overwritten", "storage: Store._free_version", ALWAYS, "committed"),
         Mutation(
             "the earlier generation stays until it is settled",
-            "storage: Generations.add",
+            "storage: Store.commit",
             ARGUMENT,
             "_replace.0",
-            "[new]",
+            "(new,)",
         ),
     ),
     "unit/storage/test_faults.py": (
@@ -23,7 +23,7 @@ MUTATIONS = {
         Mutation("a record whose last write failed is not committed", "storage: Store.commit", NEVER, "is_whole"),
         Mutation(
             "a generation whose manifest may be on the drive is protected",
-            "storage: Generations._replace",
+            "storage: Store._replace",
             DELETE,
             "append",
         ),
@@ -36,7 +36,7 @@ MUTATIONS = {
         Mutation("drives are synced before the manifest", "storage: Store._sync_drives", DELETE, "sync"),
         Mutation("the manifest is synced before its rename", "storage: Folder.write_new", DELETE, "sync"),
         Mutation("the folder is synced after the rename of the manifest", "storage: Folder.publish", DELETE, "sync"),
-        Mutation("new data files are synced into their folder", "storage: Places._open_drive", DELETE, "sync"),
+        Mutation("new data files are synced into their folder", "storage: Store.__init__", DELETE, "sync"),
     ),
     "unit/storage/test_places.py": (
         Mutation("a new folder is synced into its parent", "storage: Folder.__init__", DELETE, "sync_folder"),

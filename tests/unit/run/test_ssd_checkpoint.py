@@ -235,7 +235,7 @@ def test_the_names_of_new_folders_of_a_checkpoint_lie_on_the_disk(tmp_path, monk
 
 def settle_fails_once(run, monkeypatch):
     """Let the disk be full for the manifest of the next `settle`."""
-    main, write_new = run.state.store._places.main, Folder.write_new
+    folder, write_new = Path(run.state.folders[0]), Folder.write_new
     settle = Store.settle
 
     def fails(store, number):
@@ -244,9 +244,9 @@ def settle_fails_once(run, monkeypatch):
             patch.setattr(Folder, "write_new", full)
             settle(store, number)
 
-    def full(folder, name, contents):
-        write_new(folder, name, contents[:10])
-        raise StorageError("cannot write", path=main.path / name, errno=28)
+    def full(main, name, contents):
+        write_new(main, name, contents[:10])
+        raise StorageError("cannot write", path=folder / name, errno=28)
 
     monkeypatch.setattr(Store, "settle", fails)
 

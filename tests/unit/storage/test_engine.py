@@ -53,7 +53,7 @@ def system():
 
 @pytest.fixture
 def engine(tmp_path, system):
-    drives = [Drive(tmp_path / str(index), system, make=True).prepare() for index in range(2)]
+    drives = [Drive(tmp_path / str(index), system, make=True) for index in range(2)]
     for drive in drives:
         drive.grow(1 << 20)
     engine = Engine(drives, CHUNK)
@@ -88,7 +88,7 @@ def test_neighbours_are_read_and_written_by_one_call(engine, system):
 
 
 def test_short_transfers_go_on_where_they_stopped(tmp_path):
-    drive = Drive(tmp_path / "file", Short(), make=True).prepare()
+    drive = Drive(tmp_path / "file", Short(), make=True)
     drive.grow(1 << 20)
     engine = Engine([drive], CHUNK)
     memory, others = memory_of(3 * CHUNK), [memory_of(2 * BLOCK), memory_of(3 * CHUNK - 2 * BLOCK)]
@@ -104,7 +104,7 @@ def test_short_transfers_go_on_where_they_stopped(tmp_path):
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_call_that_moves_nothing_is_an_error_and_no_endless_loop(tmp_path, monkeypatch, kind):
     system = System()
-    drive = Drive(tmp_path / "file", system, make=True).prepare()
+    drive = Drive(tmp_path / "file", system, make=True)
     monkeypatch.setattr(system, "preadv", lambda *args: 0)
     monkeypatch.setattr(system, "pwritev", lambda *args: 0)
     with pytest.raises(StorageError, match="EIO"):
