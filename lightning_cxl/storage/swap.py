@@ -23,19 +23,18 @@ Rules:
 
 [Note: Ctrl-C]
 Python raises ``KeyboardInterrupt`` in the main thread, between any two bytecodes: a buffer may have been taken and not
-be noted yet. So one thread, which no signal reaches, does for the main thread all that changes buffers, lists and
-records (`uninterrupted`). The main thread puts a request, and waits. Requests are done in the order in which they were
-put, also where the main thread has stopped waiting. The buffers of a region of code belong to an object, a `Lease`,
-that is made before any is taken. They are given back when the region ends, and if that is interrupted, too, when the
-object dies.
+be noted yet. So in calls that change buffers, lists and records (`uninterrupted`) Ctrl-C counts when they have
+returned; none of them waits for more than transfers in flight. The buffers of a region of code belong to an object,
+that is made before any is taken. They are given back when the region ends, and if Ctrl-C comes just before that, when
+the object dies.
 """
 
-import _thread
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import wraps
 from queue import SimpleQueue
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
@@ -48,93 +47,25 @@ from lightning_cxl.storage.store import Record, Store
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-# ----------------------------------------------------------------------------------------------------
-# Ctrl-C, see the note.
-
-
-class _Requests:
-    """Calls that one thread makes in turn; a forked child has a thread of its own."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._serving = _thread.allocate_lock()  # of two threads, where a start was interrupted, one serves
-        self._is_started = False
-
-    def put(self, call: Callable[[], object]) -> None:
-        if not self._is_started:
-            _thread.start_new_thread(self._serve, ())
-            self._is_started = True
-        self._queue.put(call)
-
-    def _serve(self) -> None:
-        with self._serving:
-            while True:
-                with suppress(BaseException):  # a call notes its own errors; nothing waits for what is given back late
-                    self._queue.get()()
-
-
-_requests = _Requests()
-
-
-def _renew() -> None:
-    global _requests
-    _requests = _Requests()
-
-
-os.register_at_fork(after_in_child=_renew)
-
 
 def uninterrupted(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Return a function that Ctrl-C ends the wait for, and not what it does. See [Note: Ctrl-C]."""
+    """Return a function that Ctrl-C does not interrupt; it counts afterwards. See [Note: Ctrl-C]."""
 
     @wraps(function)
     def call(*args: _P.args, **options: _P.kwargs) -> _T:
-        if threading.current_thread() is not threading.main_thread():
+        handler = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or not callable(handler):
             return function(*args, **options)
-        done = _thread.allocate_lock()
-        found: list[_T] = []
-        errors: list[BaseException] = []
-        done.acquire()
-
-        def run() -> None:
-            try:
-                found.append(function(*args, **options))
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                done.release()
-
-        _requests.put(run)
-        done.acquire()
-        if errors:
-            raise errors.pop()  # out of the list, which frames of the error refer to
-        return found.pop()
+        came: list[int] = []  # without frames, which would keep what they hold
+        signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
+        try:
+            return function(*args, **options)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+            if came:
+                handler(came[0], None)
 
     return call
-
-
-class Lease:
-    """Holds buffers for a region of the caller's code. See [Note: Ctrl-C]."""
-
-    @uninterrupted
-    def end(self) -> None:
-        """Give back what is held. Idempotent."""
-        give_back = self._give_back
-        self.__class__ = _Ended  # type: ignore[assignment]  # without a finaliser: Python ignores Ctrl-C in one
-        give_back()
-
-    def _give_back(self) -> None:
-        raise NotImplementedError
-
-    def __del__(self) -> None:
-        """Give back what an interrupted end has not."""
-        _requests.put(self.end)
-
-
-class _Ended:
-    def end(self) -> None: ...
-
-    def _give_back(self) -> None: ...  # a call of `end` was queued while the first one waited
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -502,8 +433,8 @@ class Swapper:
         return list(found)
 
 
-class _Use(Lease):
-    """Records in use together, and their buffers."""
+class _Use:
+    """Records in use together, and their buffers. See [Note: Ctrl-C]."""
 
     def __init__(self, swapper: Swapper, records: Sequence[Record]) -> None:
         self._held: dict[Record, _Held] = {}
@@ -556,7 +487,10 @@ class _Use(Lease):
             self._swapper._free_after(buffer, write, notes_error=notes_error)
         return write
 
-    def _give_back(self) -> None:
+    @uninterrupted
+    def end(self) -> None:
+        """Give back what is held. Idempotent."""
+        self.__class__ = _Ended  # type: ignore[assignment]  # without a finaliser: Python ignores Ctrl-C in one
         swapper = self._swapper
         with swapper._changed:
             if self._has_begun:
@@ -565,6 +499,12 @@ class _Use(Lease):
                 swapper._free_after(buffer, read)
             swapper._prefetch(allocates=False)
             swapper._changed.notify_all()
+
+    __del__ = end
+
+
+class _Ended:
+    def end(self) -> None: ...
 
 
 def _anew(error: BaseException) -> BaseException:

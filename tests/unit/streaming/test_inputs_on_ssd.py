@@ -164,7 +164,7 @@ def test_a_buffer_that_is_being_written_gets_no_other_image(on_host, monkeypatch
         if not held:
             held.append(offset)
             assert goes_on.wait(20)
-        return System.pwritev(on_host.gate, fd, views, offset)
+        return System.pwritev(fd, views, offset)
 
     monkeypatch.setattr(on_host.gate, "pwritev", first_waits)
     values = [torch.full((1024,), float(index)) for index in range(2)]  # two buffers, of two blocks each
