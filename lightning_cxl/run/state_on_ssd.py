@@ -2,14 +2,13 @@
 
 import logging
 import os
-import pickle
+import secrets
 import sys
 import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatch
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -38,102 +37,14 @@ from lightning_cxl.storage.store import Area, Record, Store, files_shown_at
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.streaming.on_ssd import InputsOnSsd, WeightRecord, WeightsOnSsd
 
-
-class Pace:
-    """Measures what steps move, from the end of the first one on: that one makes the state, and starts the device."""
-
-    def __init__(self) -> None:
-        self._first: tuple[float, Mapping[str, int]] | None = None
-        self._last: tuple[float, Mapping[str, int]] = (0.0, {})
-
-    def note(self, counts: Mapping[str, int], num_records: int) -> None:
-        """Note between two steps what was moved since the run began: `num_uses` grows by `num_records` in a step."""
-        if counts["num_uses"] == self._last[1].get("num_uses"):
-            return  # between micro-batches of one step
-        self._last = time.monotonic(), {**counts, "num_records": num_records}
-        if self._first is None and counts["num_uses"] >= num_records:
-            self._first = self._last
-
-    def per_step(self) -> dict[str, Any]:
-        """Return what a step has moved, JSON-able; empty before the second step is over."""
-        if self._first is None:
-            return {}
-        (start, before), (end, after) = self._first, self._last
-        read, written, uses = (after[name] - before[name] for name in ("read_bytes", "written_bytes", "num_uses"))
-        num_steps = uses / after["num_records"]
-        if not num_steps or not written:
-            return {}
-        return {
-            "num_steps": num_steps,
-            "step_seconds": (end - start) / num_steps if end > start else None,
-            "read_bytes_per_step": read / num_steps,
-            "written_bytes_per_step": written / num_steps,
-        }
-
-
-# ----------------------------------------------------------------------------------------------------
-# `saved_generation`: to which generation of state on SSD a checkpoint file refers, read without the types in it.
-
 KEY = "lightning_cxl"
 """Of our entry in a checkpoint."""
 SSD = "ssd"
-"""In our entry, where the checkpoint refers to state on SSD: ``folders`` and ``generation``."""
-
-
-def saved_generation(path: str | os.PathLike[str], folders: Sequence[str]) -> int | None:
-    """Return the number of the generation to which a checkpoint file refers.
-
-    Neither tensors nor classes of the file are loaded, and no code that it names runs: a user's own types are no
-    obstacle.
-
-    Returns:
-        None: there is no such file, it cannot be read, or it refers to nothing in these folders.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            (name,) = [each for each in archive.namelist() if fnmatch(each, "*/data.pkl")]
-            with archive.open(name) as file:
-                saved = _ReferenceUnpickler(file).load()[KEY][SSD]
-        return int(saved["generation"]) if saved["folders"] == list(folders) else None
-    except Exception:  # whatever a damaged file makes of the unpickler
-        return None
-
-
-class _Anything(dict[Any, Any]):
-    """Stands for an object of any class: has the entries of a mapping, and takes everything else without effect."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__()
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return id(self)
-
-    def __call__(self, *args: object) -> "_Anything":
-        return _Anything()
-
-    def __setstate__(self, state: object) -> None:
-        pass
-
-    def append(self, item: object) -> None:
-        pass
-
-    def extend(self, items: object) -> None:
-        pass
-
-    def add(self, item: object) -> None:
-        pass
-
-
-class _ReferenceUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        return _Anything
-
-    def persistent_load(self, pid: Any) -> Any:
-        return None
-
+"""In our entry, where the checkpoint refers to state on SSD: ``folders``, ``generation`` and its ``token``."""
 
 log = logging.getLogger(__name__)
 
+_WAYS = ("read", "written")
 _MOST_TENSORS = 5  # of one parameter: two moments, in 8 bit with scales beside them, and the remainder
 _MOST_BYTES = 10  # of an element: two moments in float32, and the remainder
 
@@ -158,9 +69,8 @@ class StateOnSsd:
         self._record_of: dict[int, StateRecord] = {}  # by id of the parameter
         self._given: dict[int, set[tuple[TensorRole, torch.dtype]]] = {}
         self._weight_records: dict[int, WeightRecord] = {}  # by id of the first parameter
-        self._num_updated_weights = 0
         self._num_added = 0
-        self._pace = Pace()
+        self._paces: list[tuple[int, float, Mapping[str, int]]] = []
         self._settling = threading.RLock()  # several threads may update
         if options.is_part:
             make_parents(options.paths)
@@ -194,7 +104,6 @@ class StateOnSsd:
                     weight = self._weights.reserve(each.name, each.nbytes)
                     self._weight_records[id(each.tensors[0].parameter)] = weight
                     self.state.include(weight)
-                    self._num_updated_weights += each.is_updated
                 else:
                     record = self.state.reserve(each.name, each.nbytes)
                     self._record_of |= {id(tensor.parameter): record for tensor in each.tensors}
@@ -269,35 +178,42 @@ class StateOnSsd:
         file that is there may be an older one of the same name.
         """
         with self._settling:
-            self._settle_rest()
-
-    def _settle_rest(self) -> None:
-        if self._to_settle is not None:
-            self.settle(self._to_settle)
-        kept = self.store.generations()
-        if len(kept) > 1 and not self.owns_generations:
+            if self._to_settle is not None:
+                self.settle(self._to_settle)
+            kept = self.store.generations()
+            if len(kept) < 2 or self.owns_generations:
+                return
             older, newer = kept
-            is_saved = saved_generation(newer.details["checkpoint"], self.folders) == newer.number
-            stays = newer if is_saved else older
+            path, token = newer.details["checkpoint"], newer.details.get("token")
+            if token is None:  # of an earlier version
+                raise CheckpointError(
+                    f"`{self.folders[0]}` holds the state of `{older.details['checkpoint']}`, and that of `{path}`, "
+                    "during whose save a run was killed: resume from the file that is there, or empty that folder"
+                )
+            stays = newer if _refers(path, token) else older
             log.warning(
                 f"`{self.folders[0]}` held the state of two checkpoints, from which this run was not resumed. That of "
                 f"`{stays.details['checkpoint']}` stays until this run saves a checkpoint, the other one is given up"
             )
             self.settle(stays.number)
 
-    def moved_per_step(self) -> dict[str, Any]:
-        """Return what a step has moved from and to the drives, for the report."""
-        return self._pace.per_step()
-
     def note_pace(self, num_steps: int) -> None:
-        """Measure what steps move, from one call to the next.
+        """Note between two steps what was moved so far: at the end of the first, which makes the state, and the last.
 
         Args:
-            num_steps: of optimizers so far. Where they update something here, the uses of its records are counted.
+            num_steps: of optimizers so far.
         """
-        num_records = len(set(self._record_of.values())) + self._num_updated_weights
-        num_uses = self.state.swapper.num_uses if num_records else num_steps
-        self._pace.note({**self.store.stats(), "num_uses": num_uses}, num_records or 1)
+        if num_steps and (not self._paces or num_steps != self._paces[-1][0]):
+            self._paces[1:] = [(num_steps, time.monotonic(), self.store.stats())]
+
+    def moved_per_step(self) -> dict[str, Any]:
+        """Return what a step has moved from and to the drives, JSON-able; empty before the second step is over."""
+        if len(self._paces) < 2:
+            return {}
+        (first, start, before), (last, end, after) = self._paces
+        num_steps = last - first
+        moved = {f"{way}_bytes_per_step": (after[f"{way}_bytes"] - before[f"{way}_bytes"]) / num_steps for way in _WAYS}
+        return {"num_steps": num_steps, "step_seconds": (end - start) / num_steps, **moved}
 
     def close(self) -> None:
         """Finish what is on its way, and let go of slots and drives. The tensors can still be read. Idempotent."""
@@ -358,7 +274,7 @@ def commit_beside(on_ssd: StateOnSsd, path: str) -> Iterator[dict[str, Any]]:
     """Return a region in which a checkpoint file is written that refers to the state as it is now."""
     on_ssd.make_room()
     on_ssd.state.wait()  # what someone has written to state counts
-    store, number = on_ssd.store, None
+    store, number, token = on_ssd.store, None, secrets.token_hex(16)
     before = store.generations()
     if before and not on_ssd.owns_generations:
         log.warning(
@@ -366,12 +282,12 @@ def commit_beside(on_ssd: StateOnSsd, path: str) -> Iterator[dict[str, Any]]:
             f"this run was not resumed: with checkpoint `{path}` it is given up"
         )
     try:
-        number = store.commit({"checkpoint": path if "://" in path else os.path.abspath(path)})
+        number = store.commit({"checkpoint": path if "://" in path else os.path.abspath(path), "token": token})
         on_ssd.owns_generations = True
-        yield {"folders": on_ssd.folders, "generation": number}
+        yield {"folders": on_ssd.folders, "generation": number, "token": token}
     except BaseException:
         try:
-            if number is not None and saved_generation(path, on_ssd.folders) == number:
+            if number is not None and _refers(path, token):
                 on_ssd.settle(number)  # the error came after the file had its name
             elif before:
                 on_ssd.settle(before[-1].number)
@@ -379,6 +295,16 @@ def commit_beside(on_ssd: StateOnSsd, path: str) -> Iterator[dict[str, Any]]:
             log.warning(f"the error that ended checkpoint `{path}` was not the only one: {another}")
         raise
     on_ssd.settle(number)
+
+
+def _refers(path: str, token: str) -> bool:
+    """Return whether a checkpoint file holds the token of a generation; its tensors and types are not loaded."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            return any(token.encode() in archive.read(name) for name in names)
+    except Exception:  # it may be remote, or cut
+        return False
 
 
 def restore(on_ssd: StateOnSsd | None, saved: Mapping[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Generations of state on SSD beside checkpoint files: the one that a file refers to stays, whatever happens."""
 
 import os
-import pickle
 from collections import OrderedDict
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from lightning_cxl.inventory.tensors import HostTensor, PlannedRecord
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.swapped_state import OnSsd
 from lightning_cxl.run.checkpoint import save_file
-from lightning_cxl.run.state_on_ssd import KEY, SSD, StateOnSsd, commit_beside, refer, saved_generation, whole
+from lightning_cxl.run.state_on_ssd import KEY, SSD, StateOnSsd, commit_beside, refer, whole
 from lightning_cxl.storage.drive import Folder
 from lightning_cxl.storage.store import Store
 from tests.storage_cases import memory_of
@@ -52,12 +51,13 @@ class Run:
                 raise error_after
 
     def killed_before_the_file(self, path):
-        self.state.store.commit({"checkpoint": str(path)})
+        self.state.store.commit({"checkpoint": str(path), "token": "of no file"})
         self.state.close()
 
     def is_resumed(self, path):
         """Return what the record has when the run goes on with a checkpoint."""
-        self.state.restore(saved_generation(path, self.state.folders))
+        saved = torch.load(path, weights_only=False)[KEY][SSD]
+        self.state.restore(saved["generation"])
         return self.value
 
     @property
@@ -289,21 +289,13 @@ def test_a_run_goes_on_where_a_commit_failed(begins, tmp_path, monkeypatch):
     assert run.is_resumed(tmp_path / "a.ckpt") == 1
 
 
-def test_the_generation_of_a_file_is_read_without_its_types(tmp_path, monkeypatch):
-    path, folders = tmp_path / "file.ckpt", ["/a", "/b"]
-    torch.save({"user": UsersOwn(), KEY: {SSD: {"folders": folders, "generation": 7}}}, path)
-    with pytest.raises(pickle.UnpicklingError):
-        torch.load(path, weights_only=True)
-    monkeypatch.delattr("tests.unit.run.test_ssd_checkpoint.UsersOwn")
-    assert saved_generation(path, folders) == 7
-    assert saved_generation(path, ["/a"]) is None
-
-
-@pytest.mark.parametrize("contents", ["none", "cut", "plain", "other"])
-def test_a_file_that_says_nothing_has_no_generation(tmp_path, contents):
-    path = tmp_path / "file.ckpt"
-    if contents != "none":
-        torch.save({"weights": torch.ones(1000)} if contents == "plain" else {KEY: {}}, path)
-    if contents == "cut":
-        os.truncate(path, 100)
-    assert saved_generation(path, ["/a"]) is None
+def test_state_of_an_earlier_version_is_left_alone_where_it_is_not_known_which_stays(begins, tmp_path):
+    run = begins()
+    run.step(1)
+    for name in ("a.ckpt", "b.ckpt"):
+        run.state.store.commit({"checkpoint": str(tmp_path / name)})
+    run.state.close()
+    run = begins()
+    with pytest.raises(CheckpointError, match="resume from the file that is there, or empty that folder"):
+        run.step(9)
+    assert run.generations == [1, 2]
