@@ -24,12 +24,11 @@ from torch import Tensor, nn
 
 from lightning_cxl.commands import parsers
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
-from lightning_cxl.optim.parameter_state import REMAINDER
 from lightning_cxl.optim.saved_state import joined
-from lightning_cxl.run.checkpoint import load_file, names_by_key
+from lightning_cxl.run.checkpoint import load_file, masters_in
 from lightning_cxl.run.sharded_checkpoint import TIED, is_sharded_checkpoint
 from lightning_cxl.run.sharded_reading import ShardedCheckpoint
-from lightning_cxl.run.state_on_ssd import KEY, is_reference
+from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.text import format_bytes
 from lightning_cxl.weights.files import INDEX_FILE, SINGLE_FILE, WeightSource, open_weights, tensors_of
 from lightning_cxl.weights.hf import FileNames, build_model, in_peft_model, with_original_names, without_code
@@ -253,19 +252,7 @@ def json_object(text: bytes, name: str) -> dict[str, Any]:
 def _masters_in(loaded: Mapping[str, Any]) -> Masters:
     found: dict[str, Tensor] = {}
     for own, states in _entries(loaded):
-        found |= own.get("master_weights") or {}
-        all_names = own.get("optimizer_param_names") or [None] * len(states)
-        for state, names in zip(states, all_names, strict=True):
-            name_of = names_by_key(state, names)
-            for key, entry in state["state"].items():
-                remainder = entry.get(REMAINDER)
-                if is_reference(remainder):
-                    raise ConfigError(
-                        "the checkpoint refers to master weights on SSD: write a whole one with "
-                        "`lightning_cxl.plain_checkpoint` and export that, or leave out --dtype"
-                    )
-                if isinstance(remainder, Tensor) and remainder.dtype is torch.int16 and key in name_of:
-                    found[name_of[key]] = remainder
+        found |= masters_in(own, states)
     return {each.name: each for each in _stored(found)}
 
 

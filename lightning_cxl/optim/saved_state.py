@@ -51,24 +51,22 @@ def match_groups(
         )
     if all("param_names" in group for group in [*own, *saved]):
         return _match_by_name(own, saved)
-    matched: list[tuple[Mapping[str, Any], list[Hashable]]] = []
     for index, (group, saved_group) in enumerate(zip(own, saved, strict=True)):
         if len(group["params"]) != len(saved_group["params"]):
             raise CheckpointError(
                 f"group {index} of the saved optimizer state has {len(saved_group['params'])} parameters, "
                 f"this optimizer's has {len(group['params'])}: the model or the groups have changed"
             )
-        matched.append((saved_group, list(saved_group["params"])))
-    return matched
+    return [(saved_group, list(saved_group["params"])) for saved_group in saved]
 
 
 def _match_by_name(
     own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
 ) -> list[tuple[Mapping[str, Any], list[Hashable]]]:
     places = {
-        name: (index, param_id)
+        name: (index, key)
         for index, group in enumerate(saved)
-        for name, param_id in zip(group["param_names"], group["params"], strict=True)
+        for name, key in zip(group["param_names"], group["params"], strict=True)
     }
     own_names = {name for group in own for name in group["param_names"]}
     if own_names != places.keys():

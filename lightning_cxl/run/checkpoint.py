@@ -23,13 +23,13 @@ from typing import Any, BinaryIO
 import torch
 from torch.optim import Optimizer
 
-from lightning_cxl.errors import CheckpointError
+from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.memory.resource import pages_of_file
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.kernels import split
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.optim.parameter_state import REMAINDER
-from lightning_cxl.optim.saved_state import decoded, joined, without_remainder
+from lightning_cxl.optim.saved_state import decoded, joined, match_groups, without_remainder
 from lightning_cxl.run import state_on_ssd as ssd_checkpoint
 from lightning_cxl.run.state_on_ssd import KEY, SSD, StateOnSsd
 from lightning_cxl.shards import local, shard_of, sharded_like
@@ -127,33 +127,24 @@ def load_optimizers(
 
 
 def by_name(state: Mapping[str, Any], saved: list[list[str]] | None, current: list[list[str]]) -> dict[str, Any]:
-    """Return an optimizer's state dict with its indices brought into the order that the parameters have now.
+    """Return an optimizer's state dict with its groups and keys in the order that the parameters have now.
 
     Args:
         state: torch's format, indices counting through the groups as they were when saved.
         saved: parameter names by group when saved; None where they were not known, so that the order is kept.
     """
-    sizes = [len(group["params"]) for group in state["param_groups"]]
-    if sizes != [len(group) for group in current]:
-        raise CheckpointError(
-            f"the checkpoint's optimizer has groups of {sizes} parameters, this one has {[len(g) for g in current]}. "
-            "Configure the optimizer as it was when the checkpoint was saved."
-        )
-    if saved is None:
-        return dict(state)
-    groups = []
-    for saved_names, names, group in zip(saved, current, state["param_groups"], strict=True):
-        index_of = dict(zip(saved_names, group["params"], strict=True))
-        missing = [name for name in names if name not in index_of]
-        if missing:
-            raise CheckpointError(
-                f"the checkpoint's optimizer has no state for parameter `{missing[0]}` ({len(missing)} in all); it has "
-                f"{', '.join(f'`{name}`' for name in list(index_of)[:3])}, ... "
-                "Configure the optimizer as it was when saved."
-            )
-        kept = {key: value for key, value in group.items() if key != "param_names"}  # those are in the saved order
-        groups.append({**kept, "params": [index_of[name] for name in names]})
-    return {**state, "param_groups": groups}
+    groups, own = state["param_groups"], [{"params": names} for names in current]
+    if saved is not None:
+        groups = [{**group, "param_names": names} for group, names in zip(groups, saved, strict=True)]
+        own = [{"params": names, "param_names": names} for names in current]
+    # names stay behind: from here on, the order says it
+    return {
+        **state,
+        "param_groups": [
+            {**{key: value for key, value in group.items() if key != "param_names"}, "params": keys}
+            for group, keys in match_groups(own, groups)
+        ],
+    }
 
 
 def load_plain(optimizer: Optimizer, state: Mapping[str, Any], names: list[list[str]]) -> None:
@@ -200,26 +191,44 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
             checkpoint refers, that is not there any more.
         StorageError: a drive cannot read that state, or has damaged it.
     """
-    own = own_entry(checkpoint)
-    saved = checkpoint["state_dict"]
-    weights = {name: value for name, value in (own.get("master_weights") or {}).items() if name in saved}
-    states = checkpoint.get("optimizer_states", [])
+    own, saved, states = own_entry(checkpoint), checkpoint["state_dict"], checkpoint.get("optimizer_states", [])
     if SSD in own:
         states = ssd_checkpoint.whole(states, own[SSD])
-    all_names = own.get("optimizer_param_names") or [None] * len(states)
+    weights = {
+        name: joined(saved[name], value) if value.dtype is torch.int16 else value
+        for name, value in masters_in(own, states).items()
+        if name in saved
+    }
     plain_states = []
-    for state, names in zip(states, all_names, strict=True):
+    for state in states:
         entries = {}
-        name_of = names_by_key(state, names)
         for key, entry in state["state"].items():
-            name = name_of.get(key)
-            plain, remainder = without_remainder(decoded(entry, f"`{name or key}`"))
-            entries[key] = {k: _widened(v) for k, v in plain.items()}
-            if remainder is not None and name in saved:
-                weights[name] = joined(saved[name], remainder)
+            plain, _ = without_remainder(decoded(entry, f"parameter {key}"))
+            entries[key] = {name: _widened(value) for name, value in plain.items()}
         plain_states.append({**state, "state": entries})
     rest = {key: value for key, value in checkpoint.items() if key != KEY}
     return {**rest, "state_dict": _with_tied(saved, weights), **({"optimizer_states": plain_states} if states else {})}
+
+
+def masters_in(own: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return float32 master weights of a file by name; of split ones what the weights lack of them, int16.
+
+    Args:
+        states: of optimizers; `own` is our entry beside them.
+    """
+    found = dict(own.get("master_weights") or {})
+    for state, names in zip(states, own.get("optimizer_param_names") or [None] * len(states), strict=True):
+        for group, own_names in zip(state["param_groups"], names or [], strict=names is not None):
+            for key, name in zip(group["params"], own_names, strict=True):
+                remainder = state["state"].get(key, {}).get(REMAINDER)
+                if ssd_checkpoint.is_reference(remainder):
+                    raise ConfigError(
+                        "the checkpoint refers to master weights on SSD: write a whole one with "
+                        "`lightning_cxl.plain_checkpoint` and use that"
+                    )
+                if isinstance(remainder, torch.Tensor) and remainder.dtype is torch.int16:
+                    found[name] = remainder
+    return found
 
 
 def _with_tied(saved: Mapping[str, Any], changed: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -230,12 +239,6 @@ def _with_tied(saved: Mapping[str, Any], changed: Mapping[str, torch.Tensor]) ->
 
     by_memory = {memory(saved[name]): value for name, value in changed.items()}
     return {name: by_memory.get(memory(value), value) for name, value in saved.items()}
-
-
-def names_by_key(state: Mapping[str, Any], names: list[list[str]] | None) -> dict[Any, str]:
-    """Return the parameters' names by the keys that an optimizer's state dict has for them."""
-    groups = zip(state["param_groups"], names or [], strict=names is not None)
-    return {key: name for group, own in groups for key, name in zip(group["params"], own, strict=True)}
 
 
 def _widened(value: Any) -> Any:

@@ -65,7 +65,7 @@ MUTATIONS = {
         Mutation("state is verified before it is copied", "optim: read_states", DELETE, "verify"),
     ),
     "integration/test_killed_runs.py": (
-        Mutation("the first save after a kill can write", "run: StateOnSsd._settle_rest", DELETE, "settle number"),
+        Mutation("the first save after a kill can write", "run: StateOnSsd.make_room", DELETE, "settle number"),
     ),
     "unit/streaming/test_weights_on_ssd.py": (
         Mutation("a dropped read is not copied", "streaming: Fetch.drop", DELETE, "_is_dropped"),
