@@ -12,7 +12,6 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,82 +84,58 @@ class CheckpointTensor(WeightSource):
         return self.read()
 
 
-Masters = Mapping[str, CheckpointTensor]
-"""Master weights by the parameter's name: float32, or int16 where it is the remainder."""
-
-
-class Checkpoint(NamedTuple):
+@dataclass
+class Checkpoint:
     """The contents of a checkpoint that an export needs."""
 
     path: Path
     tensors: list[CheckpointTensor]
     files: Mapping[str, bytes]
     """Config and tokenizer, by file name."""
-    adapter: Path | None = None
-    """The folder, where it is one of peft."""
-    num_masters: int = 0
-    """Of the tensors, those that are float32 master weights."""
+    masters: Callable[[], Mapping[str, CheckpointTensor]] = dict
+    """Finds master weights by the parameter's name: float32, or int16 where it is the remainder."""
+    is_adapter: bool = False
+    """Whether it is a folder of peft."""
 
 
-def open_checkpoint(path: Path, opened: ExitStack, *, masters: bool = False) -> Checkpoint:
-    """Return what a checkpoint holds; tensors can be read until `opened` is closed.
-
-    Args:
-        masters: whether master weights take the place of 16-bit weights.
-    """
-    found, find_masters = _open(path, opened)
-    return _with_masters(found, find_masters()) if masters else found
-
-
-def _open(path: Path, opened: ExitStack) -> tuple[Checkpoint, Callable[[], Masters]]:
+def open_checkpoint(path: Path, opened: ExitStack) -> Checkpoint:
+    """Return what a checkpoint holds; tensors can be read until `opened` is closed."""
     if not path.exists():
         raise ConfigError(f"there is no checkpoint `{path}`")
     if not path.is_dir():
         loaded = _load(path)
-        return Checkpoint(path, _stored(_state_dict(path, loaded)), _files_in(path, loaded)), lambda: _masters_in(
-            loaded
-        )
+        return Checkpoint(path, _stored(_state_dict(path, loaded)), _files_in(path, loaded), lambda: _masters([loaded]))
     if is_sharded_checkpoint(path / f"{_SHARDED}0"):  # older files of one process may lie beside it
-        path = _only_model(path)
+        path, *others = sorted(path.glob(f"{_SHARDED}*"))
+        if others:
+            names = ", ".join(map(str, [path, *others]))
+            raise CheckpointError(f"`{path.parent}` has several models: export one of {names}")
     if is_sharded_checkpoint(path):
         return _of_processes(path)
-
-    def masters_of_optimizers() -> Masters:
-        files = [each for pattern in _OPTIMIZERS for each in sorted(path.glob(pattern))]
-        return {name: master for each in files for name, master in _masters_in(_load(each)).items()}
-
     files = {name: (path / name).read_bytes() for name in (*MODEL_FILES, *TOKENIZER_FILES) if (path / name).is_file()}
     if (path / ADAPTER_CONFIG).is_file():
-        return Checkpoint(path, [], files, adapter=path), dict
+        return Checkpoint(path, [], files, is_adapter=True)
     if (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file():
         if (path / "model_1.safetensors").is_file() and CONFIG not in files:
             raise CheckpointError(
                 f"`{path}` has several models. Put {SINGLE_FILE} (or another one under that name) in a folder of its "
                 "own and export that"
             )
-        weights = tensors_of(opened.enter_context(open_weights(path)))
-        return Checkpoint(path, list(map(_of_safetensors, weights)), files), masters_of_optimizers
-    if pickles := sorted(path.glob(_PICKLES)):
-        return Checkpoint(
-            path, [each for file in pickles for each in _stored(_load(file))], files
-        ), masters_of_optimizers
-    if CONFIG in files:  # enough for a base
-        return Checkpoint(path, [], files), dict
-    names = ", ".join(sorted(each.name for each in path.iterdir())[:8]) or "nothing"
-    raise CheckpointError(
-        f"`{path}` is no checkpoint that is known: it has {names}. Expected a file of Lightning or Fabric, or a "
-        f"folder with {SINGLE_FILE}, {INDEX_FILE}, {_PICKLES} or {ADAPTER_CONFIG}"
-    )
+        tensors = list(map(_of_safetensors, tensors_of(opened.enter_context(open_weights(path)))))
+    else:
+        pickles = sorted(path.glob(_PICKLES))
+        tensors = [each for file in pickles for each in _stored(_load(file))]
+        if not pickles and CONFIG not in files:  # a config is enough for a base
+            names = ", ".join(sorted(each.name for each in path.iterdir())[:8]) or "nothing"
+            raise CheckpointError(
+                f"`{path}` is no checkpoint that is known: it has {names}. Expected a file of Lightning or Fabric, or "
+                f"a folder with {SINGLE_FILE}, {INDEX_FILE}, {_PICKLES} or {ADAPTER_CONFIG}"
+            )
+    optimizers = [each for pattern in _OPTIMIZERS for each in sorted(path.glob(pattern))]
+    return Checkpoint(path, tensors, files, lambda: _masters(map(_load, optimizers)))
 
 
-def _only_model(path: Path) -> Path:
-    found = sorted(path.glob(f"{_SHARDED}*"))
-    if len(found) > 1:
-        raise CheckpointError(f"`{path}` has several models: export one of {', '.join(str(each) for each in found)}")
-    return found[0]
-
-
-def _of_processes(path: Path) -> tuple[Checkpoint, Callable[[], Masters]]:
+def _of_processes(path: Path) -> Checkpoint:
     folder = ShardedCheckpoint(path)
     rest = folder.rest(weights_only=True)
     own = rest.get(KEY)
@@ -174,7 +149,7 @@ def _of_processes(path: Path) -> tuple[Checkpoint, Callable[[], Masters]]:
     weights = [(name, f"state_dict.{name}") for name in folder.names("state_dict")]
     tensors = [tensor(name, full) for name, full in weights if folder.is_tensor(full)]
     masters = folder.master_names()
-    return Checkpoint(path, tensors, _files_in(path, rest)), lambda: {n: tensor(n, full) for n, full in masters.items()}
+    return Checkpoint(path, tensors, _files_in(path, rest), lambda: {n: tensor(n, full) for n, full in masters.items()})
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -249,10 +224,9 @@ def json_object(text: bytes, name: str) -> dict[str, Any]:
 # -- float32 master weights --------------------------------------------------------------------------------------------
 
 
-def _masters_in(loaded: Mapping[str, Any]) -> Masters:
-    found: dict[str, Tensor] = {}
-    for own, states in _entries(loaded):
-        found |= masters_in(own, states)
+def _masters(files: Iterable[Mapping[str, Any]]) -> dict[str, CheckpointTensor]:
+    entries = (entry for loaded in files for entry in _entries(loaded))
+    found = {name: value for own, states in entries for name, value in masters_in(own, states).items()}
     return {each.name: each for each in _stored(found)}
 
 
@@ -265,22 +239,24 @@ def _entries(loaded: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Seq
             yield value[KEY], [value]
 
 
-def _with_masters(found: Checkpoint, masters: Masters) -> Checkpoint:
-    """Put master weights in the place of weights; of tied ones the master has one name."""
+def _with_masters(
+    weights: Sequence[CheckpointTensor], masters: Mapping[str, CheckpointTensor]
+) -> tuple[list[CheckpointTensor], int]:
+    """Return weights with masters in their place, and how many; of tied ones the master has one name."""
     names_of: dict[Any, list[str]] = {}
-    for tensor in found.tensors:
-        names_of.setdefault(tensor.identity, []).append(tensor.name)
+    for weight in weights:
+        names_of.setdefault(weight.identity, []).append(weight.name)
     tensors, count = [], 0
-    for tensor in found.tensors:
-        name = next((name for name in names_of[tensor.identity] if name in masters), None)
-        tensors.append(tensor if name is None else _master(tensor, masters[name]))
+    for weight in weights:
+        name = next((name for name in names_of[weight.identity] if name in masters), None)
+        tensors.append(weight if name is None else _master(weight, masters[name]))
         count += name is not None
     if masters and not count:
         raise CheckpointError(
             f"the checkpoint has {len(masters)} float32 master weights such as `{min(masters)}`, and none has the name "
             "of a weight: leave out --dtype to export the weights that the model computes with"
         )
-    return found._replace(tensors=tensors, num_masters=count)
+    return tensors, count
 
 
 def _master(weight: CheckpointTensor, master: CheckpointTensor) -> CheckpointTensor:
@@ -333,6 +309,8 @@ def _dequantised(
     return replace(weight, shape=shape, dtype=dtype, read=numbers, is_dequantised=True)
 
 
+# -- the export --------------------------------------------------------------------------------------------------------
+
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Parts of names from torch.compile and checkpoint wrappers."""
 _NEED_MASTERS = (torch.float32, torch.float16)
@@ -350,61 +328,20 @@ class Exported(NamedTuple):
     files: list[Path]
     """With weights."""
     num_tensors: int
-    num_merged: int = 0
-    """Layers into which an adapter was merged."""
-    num_dequantised: int = 0
-    """Of the tensors, those that were quantised."""
-    num_masters: int = 0
-    """Of the tensors, those that were written from float32 master weights."""
-    left_out: int = 0
-    """Tensors of the checkpoint that belong to other modules than the model."""
-
-
-class _Options(NamedTuple):
-    folder: Path
-    base: Path | None
-    adapter_config: Path | None
-    only_adapter: bool
-    dtype: torch.dtype | None
-    max_shard_bytes: int | str
+    notes: list[str]
+    """What became of adapters, quantised weights and master weights, and what was left out."""
 
 
 def main(arguments: Sequence[str]) -> None:
     """Export what the arguments name, and say what was written."""
-    args = parsers.export().parse_args(arguments)
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    exported = export_checkpoint(
-        args.checkpoint,
-        args.folder,
-        base=args.base,
-        adapter_config=args.adapter_config,
-        only_adapter=args.only_adapter,
-        dtype=dtype,
-        max_shard_bytes=args.max_shard_bytes,
-    )
-    print(_described(exported, dtype))
-
-
-def _described(exported: Exported, dtype: torch.dtype | None) -> str:
+    args = vars(parsers.export().parse_args(arguments))
+    dtype = getattr(torch, args["dtype"]) if args["dtype"] else None
+    exported = export_checkpoint(**{**args, "dtype": dtype})
     size = format_bytes(sum(path.stat().st_size for path in exported.files))
     count = f"{len(exported.files)} file" + ("s" if len(exported.files) > 1 else "")
-    lines = [f"exported {exported.num_tensors} tensors, {size} in {count}, to {exported.folder}"]
-    if exported.num_merged:
-        lines.append(f"merged an adapter into {exported.num_merged} layers")
-    if exported.num_dequantised:
-        lines.append(
-            f"dequantised {exported.num_dequantised} weights of bitsandbytes: they have the numbers that training "
-            "computed with, in plain form"
-        )
-    if exported.num_masters:
-        lines.append(f"{exported.num_masters} weights are the float32 master weights of the optimizer")
-    elif dtype is torch.float32:
-        lines.append("the checkpoint has no float32 master weights beside its weights")
-    if exported.left_out:
-        lines.append(f"left out {exported.left_out} tensors of other modules")
-    if not (exported.folder / "tokenizer_config.json").is_file():
-        lines.append("no tokenizer was found: give a folder that has one with --base, or save one there")
-    return "\n".join(lines)
+    print(
+        f"exported {exported.num_tensors} tensors, {size} in {count}, to {exported.folder}", *exported.notes, sep="\n"
+    )
 
 
 def export_checkpoint(
@@ -428,22 +365,61 @@ def export_checkpoint(
         dtype: of floating-point weights; float32 and float16 are made from the master weights of the run, where the
             checkpoint has them. None: the weights that the model computes with, as they are.
     """
-    options = _Options(folder, base, adapter_config, only_adapter, dtype, max_shard_bytes)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"`{folder}` is a file: give a folder")
     if folder.resolve() in (checkpoint.resolve(), base and base.resolve()):
         raise ConfigError(f"`{folder}` would be read and written at once: give another folder")
     with ExitStack() as opened:
-        found = open_checkpoint(checkpoint, opened, masters=dtype in _NEED_MASTERS)
-        config = _adapter_config(found, adapter_config)
-        source = base or (None if config is None else _base_of(found, config))
-        under = None if source is None else open_checkpoint(source, opened)
-        return _export(found, under, config, options)
+        found, num_masters = open_checkpoint(checkpoint, opened), 0
+        if dtype in _NEED_MASTERS:
+            found.tensors, num_masters = _with_masters(found.tensors, found.masters())
+        lora = _adapter_config(found, adapter_config)
+        source = base if base is not None or lora is None else _base_of(found, lora)
+        under = Checkpoint(found.path, [], {}) if source is None else open_checkpoint(source, opened)
+        files = {**under.files, **found.files}
+        if CONFIG not in files:
+            raise ConfigError(
+                f"`{found.path}` has no {CONFIG}: give the folder of the model that was trained with --base"
+            )
+        config = json_object(files[CONFIG], CONFIG)
+        config.pop("quantization_config", None)
+        files.pop(ADAPTER_CONFIG, None)
+        state = [replace(tensor, name=_unwrapped(tensor.name)) for tensor in found.tensors]
+        adapters = [tensor for tensor in state if _ADAPTER.search(tensor.name)]
+        _check_options(found, bool(adapters), lora, given=adapter_config, only_adapter=only_adapter, dtype=dtype)
+        if adapters:
+            state = [replace(each, name=_plain_name(each.name)) for each in state if not _ADAPTER.search(each.name)]
+        computes_in = _dtype_of(config)
+        model = build_empty(config)
+        own, num_others = _of_model(dequantised(state, computes_in), model_weights(model).keys())
+        weights = _Weights(model, own, dequantised(under.tensors, computes_in))
+        if lora is not None and (adapters or found.is_adapter):
+            adapted = _with_adapter(model, found, adapters, lora)
+            if only_adapter:
+                return _save_adapter(adapted, files, folder, base)
+            weights.merge(adapted)
+        _refuse_mixture(folder, (ADAPTER_CONFIG, ADAPTER_WEIGHTS), "an adapter")
+        tensors = weights.tensors
+        if dtype is not None:
+            tensors = [each._replace(dtype=dtype) if each.dtype.is_floating_point else each for each in tensors]
+        written = save_tensors(tensors, folder, max_shard_bytes)
+        name = str(next((each.dtype for each in tensors if each.dtype.is_floating_point), torch.float32))
+        keys = {"dtype", *({"torch_dtype"} & config.keys())}  # older tools read the second
+        config |= {"architectures": [type(model).__name__], **dict.fromkeys(keys, name.removeprefix("torch."))}
+        _write(folder, {**files, CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()})
+    notes = list(weights.notes())
+    if num_masters:
+        notes.append(f"{num_masters} weights are the float32 master weights of the optimizer")
+    elif dtype is torch.float32:
+        notes.append("the checkpoint has no float32 master weights beside its weights")
+    if num_others:
+        notes.append(f"left out {num_others} tensors of other modules")
+    return Exported(folder, written, len(tensors), [*notes, *_note_of_tokenizer(folder)])
 
 
 def _adapter_config(found: Checkpoint, given: Path | None) -> dict[str, Any] | None:
     """Return the config of an adapter: as given, of a folder of peft, or of a file of the main job; else None."""
-    path = given or found.adapter
+    path = given or (found.path if found.is_adapter else None)
     if path is None:
         text = found.files.get(ADAPTER_CONFIG)
         return None if text is None else json_object(text, f"{ADAPTER_CONFIG} in `{found.path}`")
@@ -463,35 +439,28 @@ def _base_of(found: Checkpoint, config: Mapping[str, Any]) -> Path:
     return Path(name)
 
 
-def _export(
-    found: Checkpoint, under: Checkpoint | None, adapter_config: dict[str, Any] | None, options: _Options
-) -> Exported:
-    files = {**(under.files if under is not None else {}), **found.files}
-    if CONFIG not in files:
-        raise ConfigError(f"`{found.path}` has no {CONFIG}: give the folder of the model that was trained with --base")
-    config = json_object(files[CONFIG], CONFIG)
-    config.pop("quantization_config", None)
-    files.pop(ADAPTER_CONFIG, None)
-    state = [replace(tensor, name=_unwrapped(tensor.name)) for tensor in found.tensors]
-    adapters = [tensor for tensor in state if _ADAPTER.search(tensor.name)]
-    _check_adapter_options(found, bool(adapters), adapter_config, options)
-    computes_in = _dtype_of(config)
-    if adapters:
-        state = [replace(each, name=_plain_name(each.name)) for each in state if not _ADAPTER.search(each.name)]
-    weights = _ModelWeights(
-        build_empty(config),
-        dequantised(state, computes_in),
-        dequantised(under.tensors, computes_in) if under is not None else [],
-    )
-    if adapter_config is not None and (adapters or found.adapter is not None):
-        if found.adapter is not None:
-            adapted = _put_in_folder(weights.model, found.adapter, adapter_config)
-        else:
-            adapted = _put_in_state(weights.model, adapters, adapter_config)
-        if options.only_adapter:
-            return _save_adapter(adapted, files, options)
-        weights.merge(adapted)
-    return _save_model(weights, config, files, options)._replace(num_masters=found.num_masters)
+def _check_options(
+    found: Checkpoint,
+    has_adapters: bool,
+    config: Mapping[str, Any] | None,
+    *,
+    given: Path | None,
+    only_adapter: bool,
+    dtype: torch.dtype | None,
+) -> None:
+    if has_adapters and config is None:
+        raise ConfigError(
+            f"`{found.path}` has adapters, and does not say how they are scaled: give the {ADAPTER_CONFIG} that they "
+            "were trained with, with --adapter-config (peft: model.peft_config['default'].save_pretrained(FOLDER))"
+        )
+    if not has_adapters and given is not None:
+        raise ConfigError(f"`{found.path}` needs no --adapter-config: it has no adapters in its state dict")
+    if only_adapter and not has_adapters:
+        raise ConfigError(
+            f"`{found.path}` has no adapter, or is a folder of an adapter already: leave out --only-adapter"
+        )
+    if only_adapter and dtype is not None:
+        raise ConfigError("an adapter alone keeps its dtype: leave out --dtype or --only-adapter")
 
 
 def _unwrapped(name: str) -> str:
@@ -512,22 +481,9 @@ def _dtype_of(config: dict[str, Any]) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else torch.float32
 
 
-def _check_adapter_options(
-    found: Checkpoint, has_adapters: bool, config: Mapping[str, Any] | None, options: _Options
-) -> None:
-    if has_adapters and config is None:
-        raise ConfigError(
-            f"`{found.path}` has adapters, and does not say how they are scaled: give the {ADAPTER_CONFIG} that they "
-            "were trained with, with --adapter-config (peft: model.peft_config['default'].save_pretrained(FOLDER))"
-        )
-    if not has_adapters and options.adapter_config is not None:
-        raise ConfigError(f"`{found.path}` needs no --adapter-config: it has no adapters in its state dict")
-    if options.only_adapter and found.adapter is not None:
-        raise ConfigError(f"`{found.path}` is a folder of an adapter already: copy it, or leave out --only-adapter")
-    if options.only_adapter and not has_adapters:
-        raise ConfigError(f"`{found.path}` has no adapter: leave out --only-adapter")
-    if options.only_adapter and options.dtype is not None:
-        raise ConfigError("an adapter alone keeps its dtype: leave out --dtype or --only-adapter")
+def _note_of_tokenizer(folder: Path) -> list[str]:
+    found = (folder / "tokenizer_config.json").is_file()
+    return [] if found else ["no tokenizer was found: give a folder that has one with --base, or save one there"]
 
 
 # -- the model: which tensor each of its weights is written from -----------------------------------------------------
@@ -549,19 +505,16 @@ def build_empty(config: Mapping[str, Any]) -> Any:
         return build_model(model_class, made, torch.float32)
 
 
-class _ModelWeights:
+class _Weights:
     """Weights of a model and where their values are.
 
     Args:
-        tensors: of the checkpoint: of the model, which may be a part of what was trained.
-        below: of the base model, for weights that are not in `tensors`.
+        own: tensors of the checkpoint.
+        below: of the base model, for weights that are not in `own`.
     """
 
-    def __init__(self, model: Any, tensors: Sequence[CheckpointTensor], below: Sequence[CheckpointTensor]) -> None:
-        self.model = model
-        weights = model_weights(model)
-        own, self.left_out = _of_model(tensors, weights.keys())
-        names = FileNames(model)
+    def __init__(self, model: Any, own: Sequence[CheckpointTensor], below: Sequence[CheckpointTensor]) -> None:
+        weights, names = model_weights(model), FileNames(model)
         found = dict(names(own))
         given = {id(weights[name]) for name in found if name in weights}
         found |= {name: tensor for name, tensor in names(below) if name in weights and id(weights[name]) not in given}
@@ -577,26 +530,27 @@ class _ModelWeights:
                     f"`{first.name}` and `{read.source.name}` are tied in the model and differ in the checkpoint. "
                     "Give a config that does not tie them (tie_word_embeddings: false)"
                 )
-        self._first = {name: weight.names[0] for name, weight in weights.items()}
-        self._tied = {name: weight.names for name, weight in weights.items() if len(weight.names) > 1}
+        self._names = {name: weight.names for name, weight in weights.items()}
+        self._merged: dict[str, Callable[[], Tensor]] = {}
         later = {name: LaterValues(source.dtype, partial(self._value, name)) for name, source in self._sources.items()}
         self.tensors = with_original_names(model, named_tensors(model, None, later))
-        self._merged: dict[str, Callable[[], Tensor]] = {}
-
-    @property
-    def num_merged(self) -> int:
-        return len({name.rpartition(".")[0] for name in self._merged})
-
-    @property
-    def num_dequantised(self) -> int:
-        return sum(isinstance(each, CheckpointTensor) and each.is_dequantised for each in self._sources.values())
 
     def _base_value(self, name: str) -> Tensor:
-        return self._sources[self._first[name]].values()
+        return self._sources[self._names[name][0]].values()
 
     def _value(self, name: str) -> Tensor:
-        merged = self._merged.get(name)
-        return self._base_value(name) if merged is None else merged()
+        return self._merged[name]() if name in self._merged else self._base_value(name)
+
+    def notes(self) -> Iterator[str]:
+        if self._merged:
+            num_layers = len({name.rpartition(".")[0] for name in self._merged})
+            yield f"merged an adapter into {num_layers} layers"
+        plain = [isinstance(each, CheckpointTensor) and each.is_dequantised for each in self._sources.values()]
+        if any(plain):
+            yield (
+                f"dequantised {sum(plain)} weights of bitsandbytes: they have the numbers that training computed with, "
+                "in plain form"
+            )
 
     def merge(self, adapted: Any) -> None:
         """Let an adapter of peft change weights when they are written."""
@@ -625,23 +579,23 @@ class _ModelWeights:
             elif isinstance(module, BaseTunerLayer):
                 keys = [key for key, _ in module.get_base_layer().named_parameters(recurse=False)]
                 self._merged |= {f"{name}.{key}": partial(self._merge_layer, module, name, key) for key in keys}
-        both = next((name for name in self._merged if name in self._tied), None)
-        if both is not None:
+        tied = next((name for name in self._merged if len(self._names[name]) > 1), None)
+        if tied is not None:
             raise UnsupportedError(
-                f"the adapter changes `{both}`, which the model ties to another weight "
-                f"({', '.join(self._tied[both])}): merged, they would differ. Export the adapter alone (--only-adapter)"
+                f"the adapter changes `{tied}`, which the model ties to another weight "
+                f"({', '.join(self._names[tied])}): merged, they would differ. Export the adapter alone "
+                "(--only-adapter)"
             )
 
+    @torch.no_grad()
     def _merge_layer(self, layer: Any, name: str, key: str) -> Tensor:
         base = layer.get_base_layer()
         before = dict(base._parameters)
         try:
-            with torch.no_grad():
-                for each, parameter in before.items():
-                    if parameter is not None:
-                        own = self._base_value(f"{name}.{each}").clone()  # `merge` writes into it
-                        base._parameters[each] = nn.Parameter(own, requires_grad=False)
-                layer.merge()
+            for each in [each for each, parameter in before.items() if parameter is not None]:
+                own = self._base_value(f"{name}.{each}").clone()  # `merge` writes into it
+                base._parameters[each] = nn.Parameter(own, requires_grad=False)
+            layer.merge()
             merged: Tensor = base._parameters[key].data
             return merged
         finally:
@@ -677,58 +631,54 @@ def _of_model(tensors: Sequence[CheckpointTensor], names: Any) -> tuple[list[Che
 # -- adapters of peft on a model without memory ------------------------------------------------------------------------
 
 
-def _put_in_folder(model: nn.Module, folder: Path, config: Mapping[str, Any]) -> Any:
-    """Put the adapter of a peft folder into a model; returns the peft model around it."""
-    from peft import get_peft_model_state_dict
-
-    path = folder / ADAPTER_WEIGHTS
-    if not path.is_file():
-        raise CheckpointError(f"`{folder}` has no {ADAPTER_WEIGHTS}: save the adapter as safetensors")
-    adapted = _with_empty_adapter(model, config, "default")
-    own = adapted.state_dict()
-    saved = get_peft_model_state_dict(adapted, state_dict=own, save_embedding_layers=False)
-    name_of = {id(tensor): name for name, tensor in own.items()}
-    with open_weights(path) as (file,):
-        found = {tensor.name: tensor.values() for tensor in tensors_of([file])}
-    _refuse_others(found.keys(), saved.keys())
-    # as peft does when it loads: 16-bit adapters compute in float32
-    wide = {name: value.float() if ".lora_" in name else value for name, value in found.items()}
-    return _filled(adapted, {name_of[id(saved[name])]: value for name, value in wide.items()})
-
-
-def _put_in_state(model: nn.Module, tensors: Sequence[CheckpointTensor], config: Mapping[str, Any]) -> Any:
-    """Put an adapter of a state dict into a model, as `_put_in_folder` does."""
-    names = {found[1] for tensor in tensors if (found := _ADAPTER.search(tensor.name))}
-    if len(names) > 1:
-        raise UnsupportedError(f"the checkpoint has several adapters ({', '.join(sorted(names))}): export needs one")
-    (adapter,) = names
-    if "/" in adapter or "\\" in adapter:  # peft makes a folder of this name
-        raise CheckpointError(f"the checkpoint is damaged or crafted: its adapter has the name {adapter!r}, a path")
-    adapted = _with_empty_adapter(model, config, adapter)
-    given = {_INSIDE + tensor.name.rpartition(_INSIDE)[2]: tensor for tensor in tensors}
-    _refuse_others(given.keys(), {name for name in adapted.state_dict() if _ADAPTER.search(name)})
-    return _filled(adapted, {name: tensor.values() for name, tensor in given.items()})
-
-
-def _with_empty_adapter(model: Any, config: Mapping[str, Any], adapter: str) -> Any:
-    from peft import PeftConfig
+def _with_adapter(model: Any, found: Checkpoint, tensors: Sequence[CheckpointTensor], config: Mapping[str, Any]) -> Any:
+    """Return the peft model around a model, with the adapter of a folder of peft, or of tensors of a state dict."""
+    from peft import PeftConfig, get_peft_model_state_dict
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, ADAPTER_CONFIG).write_text(json.dumps(dict(config)))
         made = PeftConfig.from_pretrained(folder)
     model.name_or_path = made.base_model_name_or_path or ""  # else peft renames it to a folder that is gone
+    name = "default" if found.is_adapter else _only_name(tensors)
     try:
-        return in_peft_model(model, made, adapter_name=adapter, low_cpu_mem_usage=True)
+        adapted = in_peft_model(model, made, adapter_name=name, low_cpu_mem_usage=True)
     except ValueError as error:
         raise CheckpointError(f"the adapter's config does not fit the model: {error}") from error
-
-
-def _refuse_others(given: AbstractSet[str], own: AbstractSet[str]) -> None:
-    if given != own:
+    own = adapted.state_dict()
+    if found.is_adapter:
+        path = found.path / ADAPTER_WEIGHTS
+        if not path.is_file():
+            raise CheckpointError(f"`{found.path}` has no {ADAPTER_WEIGHTS}: save the adapter as safetensors")
+        with open_weights(path) as (file,):
+            given = {tensor.name: tensor.values() for tensor in tensors_of([file])}
+        # as peft does when it loads: 16-bit adapters compute in float32
+        given = {name: value.float() if ".lora_" in name else value for name, value in given.items()}
+        name_of = {id(tensor): name for name, tensor in own.items()}
+        saved = get_peft_model_state_dict(adapted, state_dict=own, save_embedding_layers=False)
+        names = {name: name_of[id(tensor)] for name, tensor in saved.items()}
+    else:
+        given = {_INSIDE + tensor.name.rpartition(_INSIDE)[2]: tensor.values() for tensor in tensors}
+        names = {name: name for name in own if _ADAPTER.search(name)}
+    if given.keys() != names.keys():
         raise CheckpointError(
-            f"the adapter has {_some(given - own)} that its config does not make, and lacks {_some(own - given)}: give "
-            f"the {ADAPTER_CONFIG} that it was trained with"
+            f"the adapter has {_some(given.keys() - names.keys())} that its config does not make, and lacks "
+            f"{_some(names.keys() - given.keys())}: give the {ADAPTER_CONFIG} that it was trained with"
         )
+    try:  # not with peft, which would move the values to the base weights: the meta device
+        adapted.load_state_dict({names[name]: value for name, value in given.items()}, strict=False, assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"the adapter does not fit its {ADAPTER_CONFIG}: {error}") from error
+    return adapted
+
+
+def _only_name(tensors: Sequence[CheckpointTensor]) -> str:
+    names = {found[1] for tensor in tensors if (found := _ADAPTER.search(tensor.name))}
+    if len(names) > 1:
+        raise UnsupportedError(f"the checkpoint has several adapters ({', '.join(sorted(names))}): export needs one")
+    (name,) = names
+    if "/" in name or "\\" in name:  # peft makes a folder of this name
+        raise CheckpointError(f"the checkpoint is damaged or crafted: its adapter has the name {name!r}, a path")
+    return name
 
 
 def _some(names: Iterable[str]) -> str:
@@ -736,48 +686,18 @@ def _some(names: Iterable[str]) -> str:
     return f"{len(listed)} tensors" + (f" such as `{listed[0]}`" if listed else "")
 
 
-def _filled(adapted: Any, values: Mapping[str, Tensor]) -> Any:
-    """Put the adapter's values in; not with peft, which would move them to the base weights: the meta device."""
-    try:
-        adapted.load_state_dict(values, strict=False, assign=True)
-    except RuntimeError as error:
-        raise CheckpointError(f"the adapter does not fit its {ADAPTER_CONFIG}: {error}") from error
-    return adapted
-
-
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def _save_model(weights: _ModelWeights, config: dict[str, Any], files: dict[str, bytes], options: _Options) -> Exported:
-    _refuse_mixture(options.folder, (ADAPTER_CONFIG, ADAPTER_WEIGHTS), "an adapter")
-    tensors = weights.tensors
-    if options.dtype is not None:
-        tensors = [each._replace(dtype=options.dtype) if each.dtype.is_floating_point else each for each in tensors]
-    written = save_tensors(tensors, options.folder, options.max_shard_bytes)
-    dtype = next((each.dtype for each in tensors if each.dtype.is_floating_point), torch.float32)
-    keys = {"dtype", *({"torch_dtype"} & config.keys())}  # older tools read the second
-    config |= {"architectures": [type(weights.model).__name__]}
-    config |= dict.fromkeys(keys, str(dtype).removeprefix("torch."))
-    _write(options.folder, {**files, CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()})
-    return Exported(
-        options.folder,
-        written,
-        len(tensors),
-        num_merged=weights.num_merged,
-        num_dequantised=weights.num_dequantised,
-        left_out=weights.left_out,
-    )
-
-
-def _save_adapter(adapted: Any, files: dict[str, bytes], options: _Options) -> Exported:
-    _refuse_mixture(options.folder, (CONFIG, SINGLE_FILE, INDEX_FILE), "a model")
-    if options.base is not None:
-        adapted.active_peft_config.base_model_name_or_path = str(options.base)
-    adapted.save_pretrained(str(options.folder), save_embedding_layers=False)  # else it asks the hub about them
-    _write(options.folder, {name: text for name, text in files.items() if name not in MODEL_FILES})
-    path = options.folder / ADAPTER_WEIGHTS
+def _save_adapter(adapted: Any, files: dict[str, bytes], folder: Path, base: Path | None) -> Exported:
+    _refuse_mixture(folder, (CONFIG, SINGLE_FILE, INDEX_FILE), "a model")
+    if base is not None:
+        adapted.active_peft_config.base_model_name_or_path = str(base)
+    adapted.save_pretrained(str(folder), save_embedding_layers=False)  # else it asks the hub about them
+    _write(folder, {name: text for name, text in files.items() if name not in MODEL_FILES})
+    path = folder / ADAPTER_WEIGHTS
     with open_weights(path) as (file,):
-        return Exported(options.folder, [path], len(tensors_of([file])))
+        return Exported(folder, [path], len(tensors_of([file])), _note_of_tokenizer(folder))
 
 
 def _refuse_mixture(folder: Path, names: Iterable[str], what: str) -> None:
