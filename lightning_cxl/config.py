@@ -110,7 +110,7 @@ class OffloadConfig:
         machine: YAML file with speeds of this machine's tiers, which win over its calibration and the firmware's
             ratings.
         batch_tokens: Tokens of one micro-batch, sequences times their length: lets policies that plan keep room for
-            activations and weigh copies against compute. None: both are left out until the first batch.
+            activations and weigh copies against compute. None: both are left out.
         activation_offload: Keep only each unit's input, on its activation tier, and compute the unit again in the
             backward pass.
         units: The modules that are offloaded as one: ``"auto"`` (the model's repeated blocks), or module name patterns

@@ -121,7 +121,7 @@ def load_optimizers(
         if isinstance(optimizer, CPUAdam):
             if on_ssd is not None:
                 ordered = ssd_checkpoint.resolve(ordered, optimizer)
-            optimizer.load_state_dict(ordered)
+            CPUAdam.load_state_dict(optimizer, ordered)  # it may have one that calls this function
         else:
             load_plain(optimizer, ordered, current)
 
@@ -163,7 +163,7 @@ def load_plain(optimizer: Optimizer, state: Mapping[str, Any], names: list[list[
                     own, lower = local(parameter).detach(), shard_of(remainder, parameter)
                     own.copy_(joined(own, lower))
             entries[key] = {each: _cut_like(value, parameter) for each, value in entries[key].items()}
-    optimizer.load_state_dict({**state, "state": entries})
+    type(optimizer).load_state_dict(optimizer, {**state, "state": entries})
 
 
 def _cut_like(value: Any, parameter: torch.Tensor) -> Any:

@@ -81,7 +81,7 @@ class PlacedMemory:
     """Gives memory for parameters and units by role.
 
     Args:
-        placements: of the model; gets the bytes of `count_planned`, and of inputs of units.
+        placements: of the model; gets the bytes of `count_planned`.
         heap: trimmed before memory for a gradient is given; None: the heap is never trimmed.
     """
 
@@ -90,16 +90,13 @@ class PlacedMemory:
         memory: HostMemory,
         placements: Plan,
         heap: HeapTrimmer | None,
-        units: Sequence[str] = (),
     ) -> None:
         self.memory = memory
         self.placements = placements
         self._heap = heap
-        self._units = units
         self.on_ssd: StateOnSsd | None = None
         """Optimizer state, weights and inputs of units that lie on SSD."""
         self._warned_of_ssd = False
-        self._seen_units: list[str] | None = []  # at most two, in the order they ask; None when they are planned
 
     def like(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor shaped and laid out as what this process holds of a parameter of the model.
@@ -155,7 +152,6 @@ class PlacedMemory:
         placement = self.placements.place(unit, TensorRole.ACTIVATIONS, nbytes)
         if placement.tiers[0] == SSD:  # which is full
             placement = self.placements.in_memory(nbytes)
-        self._plan_activation(nbytes, unit, placement)
         return self.memory.allocate(nbytes, placement, TensorRole.ACTIVATIONS)
 
     def activation_on_ssd(self, nbytes: int, unit: str) -> InputOnSsd | None:
@@ -164,7 +160,7 @@ class PlacedMemory:
         if placement.tiers[0] != SSD or self.on_ssd is None:  # no drives: nothing is trained
             return None
         try:
-            place = self.on_ssd.inputs.place(nbytes)
+            return self.on_ssd.inputs.place(nbytes)
         except TierFullError as error:
             if self.memory.on_tier_full == "error":
                 raise
@@ -173,32 +169,6 @@ class PlacedMemory:
                 text = f"an input of `{unit}` stays in memory, and others may: tier `ssd` is full ({error})"
                 warnings.warn(text, SpillWarning, stacklevel=2)
             return None
-        self._plan_activation(nbytes, unit, placement)
-        return place
-
-    def forward_is_over(self) -> None:
-        """Note that the first forward is over: no more inputs are added to the planned bytes."""
-        if self._seen_units:
-            self._seen_units = None
-
-    def _plan_activation(self, nbytes: int, unit: str, placement: Placement) -> None:
-        """Plan the inputs of all units from those of the first two: a batch's size is not known before its forward.
-
-        The first may keep what all of them share, such as a mask. The others are taken to be like the second.
-        """
-        if self._seen_units is None:
-            return
-        if unit not in self._seen_units:
-            self._seen_units.append(unit)
-        if len(self._seen_units) > 2:
-            self._seen_units = None
-        elif unit == self._seen_units[0]:
-            self.placements.count(TensorRole.ACTIVATIONS, nbytes, placement)
-        else:
-            for other in self._units:
-                if other != self._seen_units[0]:
-                    where = self.placements.place(other, TensorRole.ACTIVATIONS, nbytes)
-                    self.placements.count(TensorRole.ACTIVATIONS, nbytes, where)
 
     def piece(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> HostCopy:
         """Return a home for the weights of several parameters that belong on the same tier.
@@ -268,13 +238,9 @@ class PlacedMemory:
         return mirror(value, value.dtype, lambda count, dtype: self.memory.tensor((count,), dtype, placement, role))
 
     def count_planned(self, inventory: Inventory) -> None:
-        """Add the inventory to the planned bytes.
-
-        Inputs of units are added when the first forward shows their sizes.
-        """
+        """Add the inventory to the planned bytes; inputs of units are in it where `batch_tokens` is given."""
         for each in inventory.tensors:
-            if each.role is not TensorRole.ACTIVATIONS:
-                self.placements.count(each.role, each.nbytes, self.placements.of(each))
+            self.placements.count(each.role, each.nbytes, self.placements.of(each))
 
     def _is_placed(self, tensor: torch.Tensor, placement: Placement) -> bool:
         return is_ordinary(tensor) and self.memory.is_placed(tensor.data_ptr(), placement)
@@ -357,8 +323,8 @@ class Host:
     def decide(self, inventory: Inventory) -> Plan:
         return decide(inventory, self.policy, self.memory, self.config.on_tier_full, self.ssd)
 
-    def report(self, state: str = "running", on_ssd: StateOnSsd | None = None) -> dict[str, Any]:
-        """Return measured bytes of all tiers, and nothing of a run, as JSON-able data."""
+    def report(self, state: str, on_ssd: StateOnSsd | None) -> dict[str, Any]:
+        """Return measured bytes of all tiers as JSON-able data."""
         stats = self.memory.stats()
         if (tier := self.topology.ssd) is not None:
             capacity, used = tier.capacity_bytes, 0 if on_ssd is None else on_ssd.store.stats()["reserved_bytes"]
@@ -374,14 +340,7 @@ class Host:
             "device": str(self.device),
             **stats,
             "policy": self.policy.name,
-            "planned_roles": {},
-            "reasons": {},
-            "num_parameters": 0,
-            "num_trainable": 0,
-            "units": [],
-            "streamed": {},
             "ssd": {} if on_ssd is None else on_ssd.moved_per_step(),
-            "optimizers": [],
             "notes": [*self.topology.notes, *self._shared, *self.memory.notes()],
         }
 
@@ -567,7 +526,7 @@ class Run:
         self.units = tuple(name for name, _ in inventory.units)
         self._heap = HeapTrimmer() if inventory.units else None  # only where the user trades time for memory anyway
         self._plan = decision
-        self._placed = PlacedMemory(host.memory, decision, self._heap, self.units)
+        self._placed = PlacedMemory(host.memory, decision, self._heap)
         self.masters = MasterWeights(decision.asked.names, self._placed.like, engine)
         """The master weights; `wait_for_updates` before their values are read."""
         self.meter = GradientMeter(kernel_threads(config, engine.computes_on_host))
@@ -688,7 +647,6 @@ class Run:
 
     def start_backward(self) -> None:
         """Forget what a failed backward left behind, and free what the forward did in the C library's heap."""
-        self._placed.forward_is_over()
         self._grads.start_backward()
         self._trim_heap()
 
@@ -748,17 +706,16 @@ class Run:
                 raise
             log.warning(f"the error that ended the run was not the only one: {error}")
 
-    def report(self, state: str = "running") -> dict[str, Any]:
-        report = self._host.report(state, self.on_ssd)
+    def report(self) -> dict[str, Any]:
+        """Return what was decided, and counts of this run, as JSON-able data."""
         kept = self._unplaced
         notes = [f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)"] if kept else []
         return {
-            **report,
             "planned_roles": self._plan.roles(),
             "reasons": self._plan.reasons(),
             **count_parameters(self._model),
             "units": list(self.units),
             "streamed": {} if self._streamer is None else self._streamer.stats(),
             "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],
-            "notes": [*report["notes"], *notes],
+            "notes": notes,
         }

@@ -7,6 +7,7 @@ that is trained and one that is frozen.
 import logging
 import textwrap
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -84,36 +85,13 @@ def format_report(report: Mapping[str, Any]) -> str:
             f"{streamed['num_late']} not fetched ahead"
         )
     if moved := report["ssd"]:
-        seconds = f" of {moved['step_seconds']:.2f} s" if moved["step_seconds"] else ""
         read, written = (f"{moved[f'{way}_bytes_per_step'] / 1e9:.3g} GB {way}" for way in ("read", "written"))
-        lines.append(f"tier ssd, {moved['num_steps']:,.0f} steps{seconds}: {read} and {written} per step")
+        lines.append(
+            f"tier ssd, {moved['num_steps']:,.0f} steps of {moved['step_seconds']:.2f} s: {read} and {written} per step"
+        )
     lines += [f"optimizer: {text}" for text in report["optimizers"]]
     lines += [f"note: {text}" for text in report["notes"]]
     return "\n".join(lines)
-
-
-def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the report of all runs on one host: what it has counted itself is in each of theirs, the rest is added."""
-    trains = [report for report in reports if report["optimizers"]]
-    result = dict((trains or list(reports))[-1])  # what is on the tier `ssd` is of a run that trains
-    for key in ("num_parameters", "num_trainable"):
-        result[key] = sum(report[key] for report in reports)
-    for key in ("units", "optimizers", "notes"):
-        result[key] = list(dict.fromkeys(text for report in reports for text in report[key]))
-    result["streamed"] = _sums([report["streamed"] for report in reports])
-    for key, add in (("planned_roles", _sums), ("reasons", _lists)):
-        roles = dict.fromkeys(role for report in reports for role in report[key])
-        result[key] = {role: add([report[key][role] for report in reports if role in report[key]]) for role in roles}
-    return result
-
-
-def _sums(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    keys = dict.fromkeys(key for each in counts for key in each)
-    return {key: sum(each.get(key, 0) for each in counts) for key in keys}
-
-
-def _lists(reasons: Sequence[Sequence[str]]) -> list[str]:
-    return list(dict.fromkeys(text for each in reasons for text in each))
 
 
 def _unused(tier: str) -> int | None:
@@ -292,7 +270,36 @@ class Session:
 
 
 def _report(host: Host, runs: Sequence[Run], state: str) -> dict[str, Any]:
-    return merged([run.report(state) for run in runs]) if runs else host.report(state)
+    """Return what one host has measured, and what all runs on it report, added up."""
+    of_run = [run.report() for run in runs]
+    last = ([run for run in runs if run.optimizers] or list(runs))[-1:]  # what is on the tier `ssd` is of this one
+    of_host = host.report(state, last[0].on_ssd if last else None)
+
+    def by_role(key: str, add: Callable[[Iterable[Any]], Any]) -> dict[str, Any]:
+        roles = dict.fromkeys(role for each in of_run for role in each[key])
+        return {role: add(each[key][role] for each in of_run if role in each[key]) for role in roles}
+
+    return {
+        **of_host,
+        "planned_roles": by_role("planned_roles", _sums),
+        "reasons": by_role("reasons", _distinct),
+        **{key: sum(each[key] for each in of_run) for key in ("num_parameters", "num_trainable")},
+        "streamed": _sums(each["streamed"] for each in of_run),
+        "optimizers": [text for each in of_run for text in each["optimizers"]],
+        "units": _distinct(each["units"] for each in of_run),
+        "notes": _distinct([of_host["notes"], *(each["notes"] for each in of_run)]),
+    }
+
+
+def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for each in counts:
+        found.update(each)
+    return dict(found)
+
+
+def _distinct(texts: Iterable[Sequence[str]]) -> list[str]:
+    return list(dict.fromkeys(text for each in texts for text in each))
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.optim.parameter_state import MOMENT_KEYS, REMAINDER, of_this_shard
-from lightning_cxl.run.checkpoint import META, lying_at, needs_code, restore_masters
+from lightning_cxl.run.checkpoint import META, by_name, lying_at, needs_code, restore_masters
 from lightning_cxl.run.sharded_checkpoint import first_failure
 from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.shards import is_sharded, local, sharded_like
@@ -131,15 +131,15 @@ class ShardedCheckpoint:
     def num_optimizers(self) -> int:
         return len({name.partition(".")[0] for name in self._metadata.state_dict_metadata if _IS_OPTIMIZER(name)})
 
-    def masters(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return master weights by name, of those wanted that there are: new tensors, cut as those wanted."""
-        found = {}
+    def restore_masters(self, masters: MasterWeights, optimizers: Sequence[Optimizer]) -> None:
+        """Read master weights, those that there are."""
+        wanted, saved = {pair.name: pair.master for pair in masters}, {}
         for name in self.names(_MASTERS):
             if name in wanted:
                 own = torch.empty_like(local(wanted[name].detach()), dtype=torch.float32, device="cpu")
-                found[name] = sharded_like(own, wanted[name])
-        self.read({f"{_MASTERS}.{name}": value for name, value in found.items()})
-        return found
+                saved[name] = sharded_like(own, wanted[name])
+        self.read({f"{_MASTERS}.{name}": value for name, value in saved.items()})
+        restore_masters(saved, masters, optimizers)
 
     def master_names(self) -> dict[str, str]:
         """Return full names of float32 master weights by the name of the weight; of int16 remainders of split ones."""
@@ -211,7 +211,7 @@ class ShardedCheckpoint:
         for index, optimizer in enumerate(optimizers if self.num_optimizers else []):
             self.optimizer(index, optimizer, name_of)
         if masters is not None:
-            restore_masters(self.masters({pair.name: pair.master for pair in masters}), masters, optimizers)
+            self.restore_masters(masters, optimizers)
 
     def optimizer(self, index: int, optimizer: Optimizer, name_of: Callable[[torch.Tensor], str]) -> None:
         """Read the state of one optimizer, parameter by parameter."""
@@ -221,18 +221,16 @@ class ShardedCheckpoint:
         paths_of: dict[str, list[_Path]] = {}
         for path in self._below(prefix, "state"):
             paths_of.setdefault(str(path[2]), []).append(path)
-        entries: dict[int, dict[str, Any]] = {}
-        number = 0
-        groups = self._groups(prefix, optimizer, name_of)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = name_of(parameter)
+        entries: dict[str, dict[str, Any]] = {}
+        names = [[name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+        groups = self._groups(prefix, names)
+        for group, own in zip(optimizer.param_groups, names, strict=True):
+            for parameter, name in zip(group["params"], own, strict=True):
                 entry = self._entry(paths_of.pop(name, []), parameter)
                 if isinstance(optimizer, CPUAdam):
                     optimizer.load_parameter(parameter, name, entry)
                 elif entry:
-                    entries[number] = entry
-                number += 1
+                    entries[name] = entry
         if paths_of:
             raise CheckpointError(
                 f"checkpoint `{self._path}` has optimizer state of {next(iter(paths_of))!r} ({len(paths_of)} in all), "
@@ -241,28 +239,20 @@ class ShardedCheckpoint:
         if isinstance(optimizer, CPUAdam):
             optimizer.load_options(groups)
         else:
-            optimizer.load_state_dict({"state": entries, "param_groups": _numbered(groups, optimizer)})
+            type(optimizer).load_state_dict(optimizer, {"state": entries, "param_groups": groups})
 
-    def _groups(
-        self, prefix: str, optimizer: Optimizer, name_of: Callable[[torch.Tensor], str]
-    ) -> list[dict[str, Any]]:
+    def _groups(self, prefix: str, names: list[list[str]]) -> list[dict[str, Any]]:
+        """Return saved groups in the order of this optimizer's, whose parameters have these names."""
         values = self._read(dict.fromkeys(self._below(prefix, "param_groups")))
-        found = _nested({path[2:]: value for path, value in values.items()})
-        if len(found) != len(optimizer.param_groups):
-            raise CheckpointError(
-                f"checkpoint `{self._path}` has {len(found)} parameter groups of `{prefix}`, this optimizer has "
-                f"{len(optimizer.param_groups)}: configure it as it was when the checkpoint was saved"
-            )
-        for number, (saved, group) in enumerate(zip(found, optimizer.param_groups, strict=True)):
-            own = [name_of(parameter) for parameter in group["params"]]
-            others = set(own) ^ set(saved.get("params", own))
-            if others:
-                raise CheckpointError(
-                    f"parameter group {number} of `{prefix}` in checkpoint `{self._path}` has other parameters than "
-                    f"here, such as {min(others)!r} ({len(others)} in all): configure the optimizer as it was when the "
-                    "checkpoint was saved"
-                )
-        return [{key: tuple(v) if isinstance(v, list) else v for key, v in group.items()} for group in found]
+        found = [
+            {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+            for group in _nested({path[2:]: value for path, value in values.items()})
+        ]
+        for group, own in zip(found, names, strict=False):  # DCP has no entry for an empty list
+            group.setdefault("params", own)
+        saved = [list(group.get("params", ())) for group in found]
+        ordered: list[dict[str, Any]] = by_name({"param_groups": found}, saved, names)["param_groups"]
+        return ordered
 
     def _entry(self, paths: Iterable[_Path], parameter: torch.Tensor) -> dict[str, Any]:
         wanted: dict[_Path, Any] = {}
@@ -325,15 +315,6 @@ def _nested(values: Mapping[_Path, Any]) -> Any:
     if inside and all(isinstance(key, int) for key in inside):
         return [_nested(inside[key]) for key in sorted(inside)]
     return {key: _nested(each) for key, each in inside.items()}
-
-
-def _numbered(groups: list[dict[str, Any]], optimizer: Optimizer) -> list[dict[str, Any]]:
-    numbered, start = [], 0
-    for group, own in zip(groups, optimizer.param_groups, strict=True):
-        stop = start + len(own["params"])
-        numbered.append({**group, "params": list(range(start, stop))})
-        start = stop
-    return numbered
 
 
 def _whole(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

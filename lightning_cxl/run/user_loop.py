@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.gradients.guard import HostUnscale, ReplacedMethod
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.optim.cpu_adam import CPUAdam
@@ -87,20 +87,10 @@ class _LoadStateDict(_FileMethod):
         """Load into the memory that the state has already, by parameter name where names are known."""
         run, own = self._settled_run(), own_entry(state_dict)
         plain = {key: value for key, value in state_dict.items() if key != KEY}
-        with self._without_own_method():
-            load_optimizers([self._optimizer], [plain], own, run.masters.name_of, run.on_ssd)
+        load_optimizers([self._optimizer], [plain], own, run.masters.name_of, run.on_ssd)
         run.place_state(self._optimizer)
         run.num_received = own.get("num_gradients", 0)
         restore_masters(own.get("master_weights"), run.masters, [self._optimizer])
-
-    @contextmanager
-    def _without_own_method(self) -> Iterator[None]:
-        """Return a region in which the optimizer has its own method: what loads it knows nothing of this one."""
-        del self._optimizer.load_state_dict
-        try:
-            yield
-        finally:
-            self._optimizer.load_state_dict = self  # type: ignore[method-assign]
 
 
 def attach_files(optimizer: Optimizer, run: Run) -> None:
@@ -340,11 +330,6 @@ class UserLoop:
 
         folder = ShardedCheckpoint(path)
         own = folder.rest(weights_only=weights_only).get(KEY) or {}
-        if any(index >= folder.num_optimizers for index in optimizers):
-            raise CheckpointError(
-                f"checkpoint `{path}` has state of {folder.num_optimizers} optimizers, and {len(optimizers)} are to be "
-                "loaded: make those that were saved, in the same order"
-            )
         if weights:
             folder.read_weights(model, strict=strict)
         for index, optimizer in optimizers.items():
@@ -354,8 +339,7 @@ class UserLoop:
             run.place_state(optimizer)
             run.num_received = own.get("num_gradients", 0)
         for run in {id(run): run for run in map(self.run_of, optimizers.values())}.values():
-            saved = folder.masters({pair.name: pair.master for pair in run.masters})
-            restore_masters(saved, run.masters, run.optimizers)
+            folder.restore_masters(run.masters, run.optimizers)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ def test_groups_of_other_parameters_are_refused(tmp_path):
     save(tmp_path / "a.ckpt", {"optimizer_0": optimizer_tensors(optimizer, names_of(model))}, {})
     parameters = list(model.parameters())
     other = Nested([{"params": parameters[:1]}, {"params": parameters[1:]}])
-    with pytest.raises(CheckpointError, match=r"parameter group 0 of `optimizer_0` .* such as 'weights\.1'"):
+    with pytest.raises(CheckpointError, match=r"`weights\.1`\) are spread over the saved groups"):
         ShardedCheckpoint(tmp_path / "a.ckpt").optimizer(0, other, names_of(model))
 
 

@@ -41,7 +41,6 @@ def test_training_is_that_of_state_in_memory(ranks, tmp_path, device, name):
         assert_same(mine, reference)
         roles = mine.report["peak_roles"]
         assert not {"momentum", "variance", "activations"} & roles.keys(), "they were in memory"
-        assert set(mine.report["planned_roles"]["activations"]) == {"ssd"}
         tier = mine.report["tiers"]["ssd"]
         assert tier["budget_bytes"] == 32 * MIB and 0 < tier["peak_bytes"] <= 32 * MIB
     left = {name: os.listdir(tmp_path / "ssd" / name) for name in os.listdir(tmp_path / "ssd")}

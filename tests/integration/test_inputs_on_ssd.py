@@ -37,8 +37,7 @@ def both(tmp_path, make_model=tiny_llama, rules=INPUTS, **options):
     options.pop("ssd", None)
     theirs = train(make_model, offload(**options), steps=STEPS, **given)
     assert_same(ours, theirs)
-    planned = strategy.report()["planned_roles"]["activations"]
-    assert set(planned) == {"ssd"} and "activations" not in strategy.report()["peak_roles"]
+    assert "activations" not in strategy.report()["peak_roles"]
     return strategy
 
 

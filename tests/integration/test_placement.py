@@ -9,7 +9,6 @@ from torch import nn
 
 import lightning_cxl
 from lightning_cxl import ConfigError, TierFullError, TierKind, TierNotFoundError, Topology, residency
-from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Block, Task, TinyTransformer, token_data
 
@@ -236,16 +235,3 @@ def test_zero_size_parameters_train():
 
     module = run("cxl_offload", WithEmpty())
     assert module.model.nothing.shape == (0, 32)
-
-
-@pytest.mark.parametrize(("num_layers", "accumulate"), [(1, 1), (2, 2), (5, 1)])
-def test_activations_are_planned_once_the_first_units_have_run(num_layers, accumulate):
-    rules = {"model.model.layers.3": {"activations": "dram"}} if num_layers > 3 else {}
-    strategy = offload(tier_rules=rules, tiers={"cxl": "1GiB"})
-    trainer = make_trainer(strategy, max_steps=2, accumulate_grad_batches=accumulate)
-    trainer.fit(LlamaTask(tiny_llama(num_layers)), token_data())
-    report = strategy.report()
-    planned = report["planned_roles"]["activations"]
-    assert planned == report["peak_roles"]["activations"]
-    assert set(planned) == ({"cxl", "dram"} if rules else {"cxl"})
-    assert report["reasons"]["activations"]

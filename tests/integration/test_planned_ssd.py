@@ -99,7 +99,8 @@ def test_a_run_that_does_not_fit_in_memory_trains_as_one_that_does(tmp_path):
     free = offload(stream_weights=True)
     theirs = train(model, free, steps=6, task=LlamaTask)
     roles = free.report()["planned_roles"]
-    needed = sum(sum(tiers.values()) for tiers in roles.values())
+    activations = free.report()["peak_roles"]["activations"]
+    needed = sum(sum(tiers.values()) for tiers in [*roles.values(), activations])
     ssd = {"path": str(tmp_path / "ssd"), "budget": "64MiB"}
     strategy = offload(stream_weights=True, tiers={"dram": needed, "ssd": ssd}, on_tier_full="error")
     ours = train(model, strategy, steps=6, task=LlamaTask)
