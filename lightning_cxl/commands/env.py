@@ -135,33 +135,34 @@ def advice(report: Mapping[str, Any]) -> list[str]:
 
 
 def format_environment(report: Mapping[str, Any]) -> str:
-    versions, cpu, limits, kernel = report["versions"], report["cpu"], report["limits"], report["kernel"]
-    device, memlock = report["accelerator"], limits["memlock_bytes"]
-    sections = {
-        "Versions": [", ".join(f"{name} {version or 'none'}" for name, version in versions.items())],
-        "Tiers": [tier["description"] for tier in report["tiers"]] + report["notes"],
-        "Nodes": [_node_line(node) for node in report["nodes"]],
-        "Speeds": [_speed_line(name, speeds) for name, speeds in report["speeds"].items()],
-        "Limits": [
-            f"host memory: {format_bytes(limits['memory_bytes'])}, {format_bytes(limits['available_bytes'])} available",
-            *(
-                f"control group {group['path']}: {format_bytes(group['limit_bytes'])}, "
-                f"{format_bytes(group['used_bytes'])} used"
-                for group in limits["cgroups"]
-            ),
-            f"locked memory: {'unlimited' if memlock is None else format_bytes(memlock)}",
-        ],
-        "Kernel": [
-            f"Linux {kernel['release']}, transparent huge pages: {kernel['transparent_hugepage'] or 'not available'}, "
-            f"NUMA balancing: {kernel['numa_balancing'] or 'not available'}"
-        ],
-        "Compute": [
-            f"{cpu['threads']} CPU threads, ISA {cpu['isa'] or 'invalid'} (of {', '.join(cpu['supported_isas'])})",
-            f"accelerator: {device['num_devices']} x {device['kind']}" if device["kind"] else "accelerator: none",
-        ],
-        "What to change": report["advice"] or ["nothing"],
-    }
-    return "\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items())
+    """Return a report as text, each key a section; numbers in the units that their names end in."""
+    sections = {**report, "advice": report["advice"] or ["nothing to change"]}
+    return "\n".join("\n  ".join([title, *_lines(content)]) for title, content in sections.items() if content)
+
+
+def _lines(content: Any) -> list[str]:
+    if isinstance(content, Mapping):
+        return [f"{_label(key)}: {_shown(key, value)}" for key, value in content.items()]
+    return [_shown("", each) for each in content]
+
+
+def _label(key: str) -> str:
+    return key.removesuffix("_per_s").removesuffix("_bytes").removesuffix("_ns")
+
+
+def _shown(key: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        row = ", ".join(f"{_label(name)} {_shown(name, each)}" for name, each in value.items() if each is not None)
+        return value.get("description") or row
+    if isinstance(value, list):
+        return ", ".join(_shown("", each) for each in value) or "none"
+    if value is None:
+        return "none"
+    if key.endswith("_bytes_per_s"):
+        return f"{value / 1e9:.1f} GB/s"
+    if key.endswith("_bytes"):
+        return format_bytes(value)
+    return f"{value:.0f} ns" if key.endswith("_ns") else str(value)
 
 
 def _tier_row(tier: Tier) -> dict[str, Any]:
@@ -181,36 +182,13 @@ def _cards(root: Path) -> list[str]:
 
 def _node_row(root: Path, node: Node) -> dict[str, Any]:
     allowed, values = allowed_node_ids(root), asdict(node)
+    del values["movable"]
     return {
-        "free_bytes": node_free_bytes(root, node.node_id, node.capacity_bytes),
-        "zone": "movable" if values.pop("movable") else "normal",
-        "allowed": allowed is None or node.node_id in allowed,
         **values,
+        "free_bytes": node_free_bytes(root, node.node_id, node.capacity_bytes),
+        "zone": "movable" if node.movable else "normal",
+        "allowed": allowed is None or node.node_id in allowed,
     }
-
-
-def _node_line(node: Mapping[str, Any]) -> str:
-    text = (
-        f"node {node['node_id']}: {'with CPUs' if node['has_cpus'] else 'memory only'}, "
-        f"{format_bytes(node['capacity_bytes'])}, {format_bytes(node['free_bytes'])} free, "
-        f"distance {node['distance']}, {node['zone']} zone"
-    )
-    for way in ("read", "write"):
-        if node[f"{way}_bytes_per_s"] is not None:
-            text += f", {way} {node[f'{way}_bytes_per_s'] / 1e9:.1f} GB/s"
-        if node[f"{way}_latency_ns"] is not None:
-            text += f" {node[f'{way}_latency_ns']:.0f} ns"
-    return text + ("" if node["allowed"] else ", not allowed by the cpuset")
-
-
-def _speed_line(name: str, speeds: Mapping[str, Any]) -> str:
-    if speeds["source"] == "unknown":
-        return f"{name}: unknown (no ratings of the firmware, no calibration)"
-    adam, read, write = (
-        f"{speeds[f'{kind}_bytes_per_s'] / 1e9:.1f}" for kind in ("adam", "device_read", "device_write")
-    )
-    latency = f", {speeds['latency_ns']:.0f} ns" if "latency_ns" in speeds else ""
-    return f"{name}: Adam {adam}, devices read {read} and write {write} GB/s{latency} ({speeds['source']})"
 
 
 def _memlock_bytes(root: Path) -> int | None:

@@ -36,7 +36,7 @@ def test_report_shows_every_node(machine):
     assert not any(tier["emulated"] for tier in report["tiers"])
     text = format_environment(report)
     for index, spec in enumerate(machine.nodes):
-        assert f"node {index}: {'with CPUs' if spec.cpus else 'memory only'}" in text
+        assert f"node_id {index}, has_cpus {bool(spec.cpus)}" in text
     assert ("28.7 GB/s" in text) is machine.hmat
 
 
