@@ -443,19 +443,13 @@ def load_whole(folder: Path, index: int, model: nn.Module) -> None:
         found = ", ".join(sorted(each.name for each in folder.iterdir())[:8]) or "nothing"
         raise CheckpointError(f"state `{folder}` has no {path.name} or {other.name}; it has {found}")
     saved = {name.replace("_orig_mod.", ""): value for name, value in saved.items()}  # of a compiled model
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    for names in names_of.values():  # safetensors has a tied weight once
+        saved |= dict.fromkeys(names, next((saved[name] for name in names if name in saved), None))
+    lacking = [name for name in model.state_dict() if saved.get(name) is None]
+    if lacking:
+        raise CheckpointError(f"state `{folder}` is of another model: it lacks {lacking[:3]} ({len(lacking)} in all)")
     with taking_whole(model):
-        missing, unknown = model.load_state_dict(saved, strict=False)
-    tied = _names_of_loaded(model, saved)  # safetensors has each weight once
-    lacking = [name for name in missing if name not in tied]
-    if lacking or unknown:
-        raise CheckpointError(
-            f"state `{folder}` is of another model: it lacks {lacking[:3] or 'nothing'} ({len(lacking)}), the model "
-            f"lacks {list(unknown[:3]) or 'nothing'} ({len(unknown)})"
-        )
-
-
-def _names_of_loaded(model: nn.Module, saved: dict[str, torch.Tensor]) -> set[str]:
-    """Return all names of the parameters that were loaded under one of them."""
-    named = list(model.named_parameters(remove_duplicate=False))
-    loaded = {id(parameter) for name, parameter in named if name in saved}
-    return {name for name, parameter in named if id(parameter) in loaded}
+        model.load_state_dict(saved)

@@ -131,7 +131,9 @@ def on_all_ranks(step: Callable[[], _T], group: Any = None) -> list[_T]:
     try:
         mine = _Answer(pickle.dumps(step()))
     except BaseException as raised:
-        error, mine = raised, _Answer.of(raised)
+        error, mine = raised, _Answer(kind=type(raised), text=str(raised))
+        if not isinstance(raised, LightningCXLError):
+            mine = _Answer(text=f"{type(raised).__name__}: {raised}")
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     try:
@@ -149,15 +151,9 @@ class _Answer(NamedTuple):
     """The answer of a rank to the others. Not every result or error can be sent: bytes and text can."""
 
     result: bytes = b""
-    kind: type[LightningCXLError] = LightningCXLError
+    kind: type[BaseException] = LightningCXLError
     text: str | None = None
     """Of the error; None where there is none."""
-
-    @classmethod
-    def of(cls, error: BaseException) -> "_Answer":
-        if isinstance(error, LightningCXLError):
-            return cls(kind=type(error), text=str(error))
-        return cls(text=f"{type(error).__name__}: {error}")
 
 
 def find_machines() -> list[int]:

@@ -227,20 +227,6 @@ def test_one_piece_one_event_and_one_accumulation_for_each_unit(options, accumul
     assert pieces and all(pieces)
 
 
-@pytest.mark.parametrize("late", ["to the host"], indirect=True)
-def test_the_device_holds_gradients_of_few_units_though_the_host_is_far_ahead(late):
-    def peak(depth):
-        device = training_device.current
-        torch.accelerator.reset_peak_memory_stats(device)
-        fit(offload(), make_model=lambda: TinyTransformer(width=64, depth=depth, dropout=0.0), steps=2)
-        return torch.accelerator.max_memory_allocated(device)
-
-    if training_device.current.type == "cpu":
-        pytest.skip("needs a device with memory of its own")
-    unit = sum(p.nbytes for p in TinyTransformer(width=64).blocks[0].parameters())
-    assert peak(10) - peak(5) < unit
-
-
 # -- when they are complete --------------------------------------------------------------------------------------------
 
 
@@ -271,45 +257,6 @@ def test_whoever_reads_after_a_backward_finds_them_complete(options, late):
     assert len(ours.norms) == 6 and all(len(norms) == 40 for norms in ours.norms)
     for one, other in zip(ours.norms, plain.norms, strict=True):
         assert one == pytest.approx(other, rel=1e-4)
-
-
-class FailsOnce(Task):
-    """A backward that fails in the middle, is caught, and adds nothing to the next step."""
-
-    automatic_optimization = False
-    fails = True
-
-    def training_step(self, batch, batch_idx):
-        optimizer, loss = self.optimizers(), self.loss(batch)
-        if self.fails and batch_idx == 1:
-            self.model.fails = True
-            with pytest.raises(ZeroDivisionError):
-                self.manual_backward(loss)
-            self.model.fails = False
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-        self.record(loss)
-        self.manual_backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-class Failing(TinyTransformer):
-    fails = False
-
-    def __init__(self):
-        super().__init__(dropout=0.0)
-        self.blocks[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0 if self.fails else None)
-
-
-@pytest.mark.parametrize("options", [EXACT, {}], ids=str)
-def test_a_backward_that_fails_in_the_middle_adds_nothing(options):
-    class Works(FailsOnce):
-        fails = False
-
-    arguments = {"make_model": Failing, "precision": "bf16-true"}
-    ours = fit(offload(**options), task=FailsOnce, **arguments)
-    assert_same(ours, fit(offload(**options), task=Works, **arguments))
 
 
 # -- what stays on the device ------------------------------------------------------------------------------------------

@@ -9,44 +9,10 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
 import lightning_cxl
-from lightning_cxl.optim.kernels import split
-from tests.integration.training import EXACT, make_trainer, offload, train
+from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
 pytestmark = pytest.mark.on_cpu
-
-
-@pytest.mark.parametrize(
-    ("accumulate", "optimizer", "options"),
-    [(1, "adamw", {"master": "fp32"}), (2, "adamw", {"master": "fp32"}), (2, "adamw", EXACT), (1, "sgd", {})],
-    ids=str,
-)
-def test_bf16_true_has_float32_masters(accumulate, optimizer, options):
-    """The weights are the float32 masters rounded, and the losses are close to those of float32 training."""
-    arguments = {"steps": 12, "optimizer": optimizer}
-    true = {"precision": "bf16-true", "accumulate_grad_batches": accumulate, "gradient_clip_val": 1.0}
-    reference = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 1.0}
-    float32 = train(lambda: TinyTransformer(dropout=0.0), "auto", trainer_args=reference, **arguments)[0]
-
-    class Check(Task):
-        def on_train_batch_end(self, *_):
-            masters = self.trainer.strategy.run.masters.named_masters()
-            assert masters.keys() == dict(self.named_parameters()).keys()
-            for name, p in self.named_parameters():
-                # CPUAdam rounds ties away from zero, torch to even
-                rounded = split(masters[name])[0] if "master" in options else masters[name].bfloat16()
-                assert p.dtype == torch.bfloat16 and torch.equal(rounded, p), name
-                assert (p.grad is None) == ("unused" in name)
-
-        def on_before_optimizer_step(self, optimizer):
-            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            keeps_half = accumulate == 1 and isinstance(optimizer, lightning_cxl.CPUAdam)
-            assert grads and {g.dtype for g in grads} == {torch.bfloat16 if keeps_half else torch.float32}
-
-    ours = train(lambda: TinyTransformer(dropout=0.0), offload(**options), task=Check, trainer_args=true, **arguments)[
-        0
-    ]
-    assert ours == pytest.approx(float32, rel=0.02)
 
 
 def test_validate_test_and_predict_without_fit():

@@ -78,19 +78,6 @@ def test_a_step_is_left_out_and_nothing_changes(kind, accumulate, clip):
         assert trainer.optimizers[0].grad_scale == 1.0
 
 
-def test_too_many_in_a_row_end_the_run():
-    everything = lambda model: Poisoned(model, bad=range(2, 99))  # noqa: E731
-    with (
-        pytest.warns(lightning_cxl.LightningCXLWarning),
-        pytest.raises(GradientOverflowError, match="4 steps in a row"),
-    ):
-        fit(offload(max_overflows=4), everything, steps=30)
-    sometimes = lambda model: Poisoned(model, bad=[b for b in range(20) if b % 4])  # noqa: E731
-    with pytest.warns(lightning_cxl.LightningCXLWarning):
-        module, _ = fit(offload(max_overflows=4), sometimes, steps=18)
-    assert len(module.losses) == 18
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_ignore_lets_them_through_as_plain_lightning_does(precision):
     with warnings.catch_warnings():

@@ -66,28 +66,6 @@ def test_zero_grad_reaches_the_masters(zero):
     assert run(Manual)[0].norms == pytest.approx(run(Manual, "auto")[0].norms, rel=0.02)
 
 
-class Late(Task):
-    """Unfreezes a part in the middle; its optimizer has had all parameters from the start."""
-
-    def __init__(self):
-        super().__init__(model(), scheduler=False)
-        self.model.blocks.requires_grad_(False)
-        self.start = self.model.blocks[0].qkv.weight.detach().clone()
-
-    def on_train_batch_start(self, batch, batch_idx):
-        if batch_idx == 2:
-            self.model.blocks.requires_grad_(True)
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_parameters_frozen_at_first_train_once_unfrozen(precision):
-    module, _ = run(Late, precision=precision)
-    assert not torch.equal(module.model.blocks[0].qkv.weight.float(), module.start)
-
-
 class Clamp(Task):
     """Clamps a weight once, after the second step."""
 
@@ -293,6 +271,30 @@ def test_gradients_that_arrive_late_are_complete_when_backward_returns(backward)
 
     ours = run(Manual, offload(activation_offload=False))[0].norms
     assert ours == pytest.approx([0.001] * 4, rel=0.01)
+
+
+@pytest.mark.on_cpu
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("first", [True, False])
+def test_create_graph_keeps_the_graph(first):
+    class Graph(Task):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            if not first:
+                self.manual_backward(self.loss(batch))
+            self.loss(batch).backward(create_graph=True)
+            grad = self.model.head.weight.grad
+            assert grad.requires_grad
+            (second,) = torch.autograd.grad(grad.float().square().sum(), self.model.head.weight)
+            assert second.any()
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+            self.grad = grad.detach().float()
+
+    ours = run(lambda: Graph(model(), scheduler=False), offload(activation_offload=False), steps=1)[0]
+    plain = run(lambda: Graph(model(), scheduler=False), "auto", steps=1)[0]
+    torch.testing.assert_close(ours.grad, plain.grad, rtol=0.02, atol=1e-4)
 
 
 @pytest.mark.on_cpu  # gradients of separate masters become dense

@@ -97,30 +97,3 @@ def test_a_torch_optimizer_whose_step_someone_replaced_gets_closure_and_keyword(
     module, _ = fit(offload(), STEPS["closure and keyword"], torch.optim.SGD)
     assert calls == [{"factor": 0.5}] * 3
     assert [(loss.item(), mark) for loss, mark in module.returned] == [(loss, "wrapped") for loss in module.losses]
-
-
-class WritesFirst(torch.optim.SGD):
-    """Writes to its parameters before it evaluates its closure, as a line search does between evaluations."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(0.5)
-        return super().step(closure)
-
-
-def test_a_closure_that_is_evaluated_after_a_write_finds_the_new_weights():
-    """Also where the optimizer works on masters of its own."""
-
-    class Sees(Task):
-        def training_step(self, batch, batch_idx):
-            self.seen = self.model.norm.weight.detach().float().mean().item()
-            return super().training_step(batch, batch_idx)
-
-        def configure_optimizers(self):
-            return WritesFirst(self.parameters(), lr=0.0)
-
-    module = Sees(TinyTransformer(dropout=0.0))
-    make_trainer(offload(), max_steps=1, precision="bf16-true").fit(module, token_data())
-    assert module.seen == 1.5

@@ -88,7 +88,7 @@ MUTATIONS = {
     "integration/test_loop_habits.py": (
         Mutation("a gradient with a graph is not detached silently", "gradients: _taken_from", NEVER, "requires_grad"),
     ),
-    "integration/test_step_contract.py": (
+    "integration/test_foreign_optimizers.py": (
         Mutation(
             "a closure that is evaluated after a write has new weights",
             "gradients: HostStep._evaluate",

@@ -65,6 +65,7 @@ class CommonStrategy(_Base):  # type: ignore[misc]
     """
 
     num_nodes = 1
+    cluster_environment: Any
     config: OffloadConfig
     timeout: timedelta | None = None
     """For which a rank waits for the others in a collective; None is torch's own."""
@@ -86,22 +87,6 @@ class CommonStrategy(_Base):  # type: ignore[misc]
     def is_distributed(self) -> bool:
         """Whether several processes train one model."""
         return self.num_nodes * self.num_processes > 1
-
-    @property
-    def global_rank(self) -> int:
-        return super().global_rank if self.is_distributed else 0
-
-    @property
-    def local_rank(self) -> int:
-        return super().local_rank if self.is_distributed else 0
-
-    @property
-    def node_rank(self) -> int:
-        return super().node_rank if self.is_distributed else 0
-
-    @property
-    def world_size(self) -> int:
-        return super().world_size if self.is_distributed else 1
 
     @property
     def root_device(self) -> torch.device:
@@ -126,7 +111,9 @@ class CommonStrategy(_Base):  # type: ignore[misc]
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment, and what prints on one rank alone, which process this is."""
-        if self.is_distributed and self.cluster_environment is not None:
+        if not self.is_distributed:
+            self.cluster_environment = None  # without one, rank and number of processes are those of one process
+        elif self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
             rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
