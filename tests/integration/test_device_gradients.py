@@ -19,33 +19,10 @@ from lightning_cxl.optim.cpu_adam import AdamStep
 from lightning_cxl.run.run import PlacedMemory
 from tests import training_device
 from tests.cases import every_pair, every_value
-from tests.integration.training import EXACT, make_trainer, offload
+from tests.integration.training import EXACT, assert_same, fit, offload
 from tests.models import Block, Task, TinyTransformer, token_data
 
 IGNORE = {"on_overflow": "ignore"}  # updates run behind the backward
-
-
-def fit(
-    strategy,
-    *,
-    make_model=lambda: TinyTransformer(dropout=0.0),
-    task=Task,
-    steps=4,
-    optimizer="adamw",
-    batch=2,
-    **kwargs,
-):
-    """Train; returns the module and the weights after it."""
-    seed_everything(5, verbose=False)
-    module = task(make_model(), optimizer)
-    make_trainer(strategy, max_steps=steps, **kwargs).fit(module, token_data(batch=batch))
-    return module, {name: value.cpu().clone() for name, value in module.state_dict().items()}
-
-
-def assert_same(one, other):
-    assert one[0].losses == other[0].losses and len(set(one[0].losses)) > 1
-    for name, value in other[1].items():
-        assert torch.equal(one[1][name], value), name
 
 
 # -- a buffer at the address of an old gradient ------------------------------------------------------------------------
@@ -87,7 +64,7 @@ class Shifted(TinyTransformer):
 
 @pytest.mark.parametrize(("options", "accumulate"), every_value([EXACT, {}, IGNORE], [1, 3]), ids=str)
 def test_a_parameter_that_is_added_last(options, accumulate):
-    arguments = {"make_model": Shifted, "accumulate_grad_batches": accumulate, "batch": 1}
+    arguments = {"make_model": Shifted, "accumulate_grad_batches": accumulate, "data": token_data(batch=1)}
     ours = fit(offload(**options), **arguments)
     assert_same(ours, fit("auto" if options is EXACT else offload(stream_weights=False), **arguments))
 

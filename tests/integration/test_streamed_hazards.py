@@ -12,7 +12,8 @@ from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.gradients import step as updates
 from lightning_cxl.gradients.offload import GradientOffload
 from tests import training_device
-from tests.integration.training import EXACT, make_trainer, offload
+from tests.integration import training
+from tests.integration.training import EXACT, assert_same, make_trainer, offload
 from tests.models import Block, Task, TinyTransformer, token_data
 
 IGNORE = {"on_overflow": "ignore"}
@@ -22,19 +23,9 @@ STAYS = {"stream_weights": False, "overlap_step": False}
 pytestmark = pytest.mark.usefixtures("slow_updates", "late_copies")
 
 
-def fit(options, *, make_model=TinyTransformer, task=Task, steps=6, validation=None, **trainer_args):
-    seed_everything(5, verbose=False)
-    module = task(make_model())
+def fit(options, *, make_model=TinyTransformer, steps=6, **given):
     strategy = options if options == "auto" else offload(**options)
-    trainer = make_trainer(strategy, max_steps=steps, **trainer_args)
-    trainer.fit(module, token_data(), validation)
-    return module, {name: value.cpu().clone() for name, value in module.state_dict().items()}
-
-
-def assert_same(one, other):
-    assert one[0].losses == other[0].losses and len(set(one[0].losses)) > 1
-    for name, value in other[1].items():
-        assert torch.equal(one[1][name], value), name
+    return training.fit(strategy, make_model, steps=steps, **given)
 
 
 def assert_as_plain(*, plain_task=None, **arguments):

@@ -7,7 +7,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import lightning_cxl
 from tests import training_device
-from tests.models import Task, token_data
+from tests.models import Task, TinyTransformer, token_data
 
 EXACT = {"cpu_adam": False}  # the user's own torch optimizer on the host: bit-identical to plain Lightning
 
@@ -49,23 +49,37 @@ def offload(**options):
     return lightning_cxl.CXLOffloadStrategy(**options)
 
 
-def train(
-    make_model,
+def fit(
     strategy,
+    make_model=lambda: TinyTransformer(dropout=0.0),
     *,
-    data=token_data,
-    steps=20,
     task=Task,
     optimizer="adamw",
     optimizer_args=None,
-    trainer_args=None,
+    steps=4,
+    data=None,
+    validation=None,
+    seed=5,
+    **trainer_args,
 ):
-    """Train from a fixed seed; returns (losses, state dict)."""
-    seed_everything(11, verbose=False)
+    """Train from a fixed seed; returns the module and its weights."""
+    seed_everything(seed, verbose=False)
     module = task(make_model(), optimizer, **(optimizer_args or {}))
-    trainer = make_trainer(strategy, max_steps=steps, **(trainer_args or {}))
-    trainer.fit(module, data())
-    return module.losses, {name: value.cpu().clone() for name, value in module.state_dict().items()}
+    trainer = make_trainer(strategy, max_steps=steps, **trainer_args)
+    trainer.fit(module, token_data() if data is None else data, validation)
+    return module, {name: value.cpu().clone() for name, value in module.state_dict().items()}
+
+
+def train(make_model, strategy, *, data=token_data, steps=20, trainer_args=None, **given):
+    """As `fit`; returns (losses, state dict)."""
+    module, state = fit(strategy, make_model, steps=steps, data=data(), seed=11, **given, **(trainer_args or {}))
+    return module.losses, state
+
+
+def assert_same(one, other):
+    """Two results of `fit` are equal, bit for bit."""
+    assert len(set(one[0].losses)) > 1
+    assert_identical((other[0].losses, other[1]), (one[0].losses, one[1]))
 
 
 def assert_identical(plain, ours):
