@@ -200,7 +200,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
 
     # -- prepare -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare objects as Accelerate does; models and optimizers stay where their tiers are.
 
         A model and all its optimizers must come in the same call, or the model first.
@@ -209,20 +209,13 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
             ConfigError: an optimizer whose model was not prepared, or a model without values.
             TierFullError: a model or its training does not fit.
         """
-        if device_placement is not None and len(device_placement) != len(args):
-            raise ConfigError(f"device_placement has {len(device_placement)} entries for {len(args)} objects")
         optimizers = [each for each in args if isinstance(each, Optimizer)]
         for model in args:
             if isinstance(model, nn.Module):
                 self._cut(model, [_inner(each) for each in optimizers])
         adopted = self._adopt([each for each in args if isinstance(each, nn.Module)], optimizers)
         new_of = dict(zip(map(id, optimizers), adopted, strict=True))
-        asked = [None] * len(args) if device_placement is None else device_placement
-        places = [
-            False if isinstance(each, (nn.Module, Optimizer)) else place
-            for each, place in zip(args, asked, strict=True)
-        ]
-        return super().prepare(*(new_of.get(id(each), each) for each in args), device_placement=places)
+        return super().prepare(*(new_of.get(id(each), each) for each in args), **kwargs)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -311,15 +311,12 @@ class CXLTrainerMixin:
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._taking_whole():
+        with taking_whole(self.model):
             super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
-        with self._taking_whole():
+        with taking_whole(self.model):
             super()._load_best_model()  # type: ignore[misc]
-
-    def _taking_whole(self) -> AbstractContextManager[None]:
-        return taking_whole(self.model) if is_cut(self.model) else nullcontext()
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

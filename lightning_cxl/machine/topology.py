@@ -71,18 +71,12 @@ def read_meminfo(path: Path) -> dict[str, int]:
     return fields
 
 
-def read_status(root: Path, field: str) -> str | None:
-    """Return one field of ``/proc/self/status``, None when it is not there."""
-    for line in (read_text(root / "proc/self/status") or "").splitlines():
-        if line.startswith(field + ":"):
-            return line.partition(":")[2].strip()
-    return None
-
-
 def allowed_node_ids(root: Path) -> frozenset[int] | None:
     """Return the nodes that this process's cpuset lets it allocate from, None when there is no restriction to read."""
-    text = read_status(root, "Mems_allowed_list")
-    return None if text is None else frozenset(parse_id_list(text))
+    for line in (read_text(root / "proc/self/status") or "").splitlines():
+        if line.startswith("Mems_allowed_list:"):
+            return frozenset(parse_id_list(line.partition(":")[2]))
+    return None
 
 
 def gpu_node_ids(root: Path) -> frozenset[int]:
@@ -96,8 +90,13 @@ def read_nodes(root: Path) -> tuple[Node, ...]:
     """Return every online node that has memory, by id. A kernel without NUMA shows as node 0 with CPUs."""
     node_ids = _memory_node_ids(root)
     base = root / _NODES
+    machine = read_meminfo(root / "proc/meminfo").get("MemTotal", 0)
     if not node_ids:
-        return (Node(0, True, read_meminfo(root / "proc/meminfo").get("MemTotal", 0)),)
+        return (Node(0, True, machine),)
+    # memory that a hypervisor plugged in late is in /proc/meminfo but not always in the node's own file
+    capacities = {node: read_meminfo(base / f"node{node}/meminfo").get("MemTotal", 0) for node in node_ids}
+    if len(node_ids) == 1:
+        capacities = dict.fromkeys(node_ids, machine)
     online = online_node_ids(root) or node_ids
     cpu_ids = frozenset(node_id for node_id, cpus in node_cpus(root, online).items() if cpus)
     distances = node_distances(root, online)
@@ -107,7 +106,7 @@ def read_nodes(root: Path) -> tuple[Node, ...]:
         Node(
             node_id=node_id,
             has_cpus=node_id in cpu_ids,
-            capacity_bytes=_capacity_bytes(root, node_id, node_ids),
+            capacity_bytes=capacities[node_id],
             distance=min((d for other, d in distances.get(node_id, {}).items() if other in cpu_ids), default=10),
             movable=node_id not in normal_ids,
             read_bytes_per_s=_rating(base / f"node{node_id}", "read_bandwidth", 1e6),
@@ -135,14 +134,7 @@ def node_free_bytes(root: Path, node_id: int, capacity_bytes: int) -> int:
 
 
 def _memory_node_ids(root: Path) -> tuple[int, ...]:
-    text = read_text(root / _NODES / "has_memory")
-    return parse_id_list(text) if text else ()
-
-
-def _capacity_bytes(root: Path, node_id: int, node_ids: tuple[int, ...]) -> int:
-    # memory that a hypervisor plugged in late is in /proc/meminfo but not always in the node's own file
-    path = root / "proc/meminfo" if len(node_ids) == 1 else root / _NODES / f"node{node_id}/meminfo"
-    return read_meminfo(path).get("MemTotal", 0)
+    return parse_id_list(read_text(root / _NODES / "has_memory") or "")
 
 
 def online_node_ids(root: Path) -> tuple[int, ...]:
