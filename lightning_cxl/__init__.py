@@ -7,6 +7,7 @@ from lightning_cxl.commands.parsers import VERSION, answer_before_imports
 
 answer_before_imports()  # `python -m lightning_cxl --help` comes through here, and need not wait for torch
 
+from lightning_cxl.callbacks import OffloadProgressBar
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import (
     CheckpointError,
@@ -25,7 +26,6 @@ from lightning_cxl.errors import (
     UnsupportedError,
 )
 from lightning_cxl.integrations.fabric import CXLFabricStrategy
-from lightning_cxl.integrations.lightning.callbacks import OffloadProgressBar
 from lightning_cxl.integrations.lightning.lightning_api import STRATEGY_REGISTRY, StrategyRegistry
 from lightning_cxl.integrations.lightning.strategy import CXLOffloadStrategy
 from lightning_cxl.machine.speeds import Machine, MachineTier, load_machine

@@ -23,9 +23,9 @@ STAYS = {"stream_weights": False, "overlap_step": False}
 pytestmark = pytest.mark.usefixtures("slow_updates", "late_copies")
 
 
-def fit(options, *, make_model=TinyTransformer, steps=6, **given):
+def fit(options, *, make_model=TinyTransformer, task=Task, steps=6, **given):
     strategy = options if options == "auto" else offload(**options)
-    return training.fit(strategy, make_model, steps=steps, **given)
+    return training.fit(strategy, make_model, task=lambda model, _: task(model), steps=steps, **given)
 
 
 def assert_as_plain(*, plain_task=None, **arguments):

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_cxl.integrations.lightning.callbacks import OffloadProgressBar
+from lightning_cxl.callbacks import OffloadProgressBar
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule, Trainer
 
 
