@@ -235,15 +235,6 @@ def seen_from(topology: Topology, near: Sequence[int], host: HostCpus, cpus: Seq
 class RankBinding:
     """The share of one process in its machine."""
 
-    local_rank: int
-    num_local_ranks: int
-    mode: str | Literal[False]
-    """``OffloadConfig.numa_binding``."""
-    device_node: int | None
-    """The node at whose PCI bus the device is; None where it is the CPU, or the firmware does not say."""
-    place: RankPlace
-    num_threads: int | None
-    """Of torch and of our kernels; None where they were left as they are."""
     topology: Topology
     """The machine as this process sees it."""
     budgets: dict[str, int]
@@ -253,25 +244,8 @@ class RankBinding:
     ssd: SsdOptions | None
     """Its folders and its share of the tier `ssd`; None where there is none."""
 
-    def describe(self) -> list[str]:
-        """Return lines for a report: CPUs and threads, nodes, share of every tier, and what is unusual."""
-        who = f"local rank {self.local_rank} of {self.num_local_ranks}"
-        lines = []
-        if self.place.is_bound:
-            where = "" if self.device_node is None else f", device at node {self.device_node}"
-            nodes = ", ".join(map(str, self.place.node_ids))
-            lines.append(f"{who}: CPUs {id_ranges(self.place.cpus)} of node {nodes}{where} ({self.mode})")
-            lines += [f"{who} sees {tier.describe()}" for tier in self.topology.tiers]
-        if self.num_threads is not None:
-            lines.append(f"{who}: {self.num_threads} thread{'s' if self.num_threads > 1 else ''}")
-        if self.num_local_ranks > 1:
-            parts = {**self.room, **self.budgets}
-            shares = [f"{format_bytes(parts[name])} of {name}" for name in self.topology.names if name in parts]
-            if self.ssd is not None and self.ssd.budget_bytes is not None:
-                folders = ", ".join(map(str, self.ssd.paths))
-                shares.append(f"{format_bytes(self.ssd.budget_bytes)} of {SSD} in {folders}")
-            lines.append(f"{who} may take {', '.join(shares)}: the memory of this machine is divided")
-        return [*lines, *self.place.notes]
+    notes: tuple[str, ...]
+    """For the report: CPUs and threads, nodes, the share of every tier, and what is unusual."""
 
 
 def bind_rank(
@@ -308,14 +282,24 @@ def bind_rank(
     if ssd is not None:
         paths = tuple(path / f"rank-{rank}" for path in ssd.paths)
         ssd = replace(ssd, paths=paths, budget_bytes=shares[SSD], is_part=True)
-    threads = None
+    notes, who = [], f"local rank {local_rank} of {num_local_ranks}"
+    if place.is_bound:
+        where = "" if own.device_node is None else f", device at node {own.device_node}"
+        nodes = ", ".join(map(str, place.node_ids))
+        notes.append(f"{who}: CPUs {id_ranges(place.cpus)} of node {nodes}{where} ({mode})")
+        notes += [f"{who} sees {tier.describe()}" for tier in seen.tiers]
     if config.numa_binding and (place.is_bound or num_local_ranks > 1):
         threads = _num_threads(place, len(own.cpus), num_local_ranks)
         os.environ[_THREADS] = str(threads)
         torch.set_num_threads(threads)
+        notes.append(f"{who}: {threads} thread{'s' if threads > 1 else ''}")
+    if num_local_ranks > 1:
+        parts = ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in shares.items())
+        folders = "" if ssd is None else f" in {', '.join(map(str, ssd.paths))}"
+        notes.append(f"{who} may take {parts}{folders}: the memory of this machine is divided")
     if place.is_bound and mode == "auto":
         move_threads(place.cpus)
-    return RankBinding(local_rank, num_local_ranks, mode, own.device_node, place, threads, seen, budgets, room, ssd)
+    return RankBinding(seen, budgets, room, ssd, (*notes, *place.notes))
 
 
 def _bind_as_torch_does(mode: str | Literal[False], device: torch.device) -> str | Literal[False]:

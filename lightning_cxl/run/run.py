@@ -271,7 +271,7 @@ class Host:
     ) -> None:
         self.config = config
         self.device = device
-        self._shared = binding.describe() if binding else []
+        self._shared = binding.notes if binding else ()
         budgets, room = (binding.budgets, binding.room) if binding else (config.budgets(), {})
         topology = binding.topology if binding else topology
         found = topology or Topology.detect(on_missing_tier=config.on_missing_tier)

@@ -72,7 +72,7 @@ def seen_by(rank, count, gather, device="cpu", **options):
     config = OffloadConfig(**options)
     binding = bind_rank(rank, rank, count, torch.device(device, rank), config, Topology.detect(), gather)
     memory = HostMemory(binding.topology, room=binding.room, on_tier_full="error")
-    found = {"lines": binding.describe(), "room": binding.room, "threads": binding.num_threads}
+    found = {"lines": binding.notes, "room": binding.room, "threads": torch.get_num_threads()}
     for tier in ("dram", "cxl"):
         buffers = [memory.allocate(size, Placement((tier,)), TensorRole.MOMENTUM) for size in (5, 300_000, 64 * MIB)]
         found[tier] = [page_nodes(buffer.address, buffer.nbytes) for buffer in buffers]

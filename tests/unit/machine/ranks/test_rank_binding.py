@@ -28,7 +28,7 @@ def root(tmp_path):
 @pytest.fixture(autouse=True)
 def process(monkeypatch):
     """This process, without its CPUs being touched."""
-    process = SimpleNamespace(cpus=set(range(8)), moved=None, quota=8)
+    process = SimpleNamespace(cpus=set(range(8)), moved=None, quota=8, threads=None)
     fake_os = SimpleNamespace(**{name: getattr(os, name) for name in ("environ", "listdir")})
     fake_os.sched_getaffinity = lambda thread: set(process.cpus)
     monkeypatch.setattr(binding, "os", fake_os)
@@ -70,24 +70,24 @@ def test_cuda_names_the_address_as_sysfs_does(monkeypatch):
 
 def test_a_rank_is_bound_to_its_socket(root, process):
     found = bound(root, 1)
-    assert process.moved == found.place.cpus == (4, 5, 6, 7)
-    assert found.num_threads == process.threads == 4 and os.environ["OMP_NUM_THREADS"] == "4"
+    assert process.moved == (4, 5, 6, 7)
+    assert process.threads == 4 and os.environ["OMP_NUM_THREADS"] == "4"
     assert found.topology.tier("dram").node_ids == (1, 0)
     assert found.topology.measured_on == frozenset(range(8))
     assert found.budgets == {} and found.room["dram"] == pytest.approx(4 * GIB, rel=0.05)
-    lines = found.describe()
+    lines = found.notes
     assert lines[0] == "local rank 1 of 2: CPUs 4-7 of node 1 (auto)"
     assert lines[1] == "local rank 1 of 2 sees dram: 8.0 GiB on nodes 1, 0, nearest first"
-    assert lines[3:] == [
+    assert lines[3:] == (
         "local rank 1 of 2: 4 threads",
         "local rank 1 of 2 may take 3.9 GiB of dram, 3.9 GiB of cxl: the memory of this machine is divided",
-    ]
+    )
 
 
 def test_a_rank_is_bound_to_the_socket_of_its_device(root, process):
     found = bound(root, 0, device=torch.device("cuda", 1))
-    assert found.device_node == 1 and process.moved == (4, 5)
-    assert found.describe()[0] == "local rank 0 of 2: CPUs 4-5 of node 1, device at node 1 (auto)"
+    assert process.moved == (4, 5)
+    assert found.notes[0] == "local rank 0 of 2: CPUs 4-5 of node 1, device at node 1 (auto)"
 
 
 def test_the_modes_of_torch_bind_before_the_processes_meet(root, process, monkeypatch):
@@ -101,11 +101,12 @@ def test_the_modes_of_torch_bind_before_the_processes_meet(root, process, monkey
     monkeypatch.setattr(torch_binding, name, bind)
     found = bound(root, 1, device=torch.device("cuda", 1), numa_binding="exclusive")
     assert asked == [(1, "exclusive")] and process.moved is None
-    assert found.place.cpus == (4, 5) and found.place.is_bound and found.topology.tier("dram").node_ids == (1, 0)
-    assert found.describe()[0] == "local rank 1 of 2: CPUs 4-5 of node 1, device at node 1 (exclusive)"
+    assert found.topology.tier("dram").node_ids == (1, 0)
+    assert found.notes[0] == "local rank 1 of 2: CPUs 4-5 of node 1, device at node 1 (exclusive)"
     # a CPU has no index that torch knows
     process.cpus = set(range(8))
-    assert bound(root, 1, numa_binding="exclusive").place.cpus == (4, 5, 6, 7) and len(asked) == 1
+    bound(root, 1, numa_binding="exclusive")
+    assert process.moved == (4, 5, 6, 7) and len(asked) == 1
     monkeypatch.setattr(torch_binding, name, lambda **_: 1 / 0)
     with pytest.raises(ConfigError, match="numa_binding='socket' cannot be honoured: division by zero"):
         bound(root, 1, device=torch.device("cuda", 1), numa_binding="socket")
@@ -115,16 +116,16 @@ def test_one_process_stays_as_it_is(root, process):
     found = bind_rank(
         0, 0, 1, CPU, OffloadConfig(tiers={"cxl": GIB}), topology := Topology.detect(root), lambda own: [own]
     )
-    assert found.topology is topology and found.describe() == []
+    assert found.topology is topology and found.notes == ()
     assert found.budgets == {"cxl": GIB} and found.room == {}
-    assert process.moved is None and found.num_threads is None and "OMP_NUM_THREADS" not in os.environ
+    assert process.moved is None and process.threads is None and "OMP_NUM_THREADS" not in os.environ
 
 
 def test_off_divides_memory_and_nothing_else(root, process):
     found = bound(root, 1, numa_binding=False, tiers={"dram": 2 * GIB})
-    assert process.moved is None and found.num_threads is None
+    assert process.moved is None and process.threads is None
     assert not found.topology.tier("dram").nearest_first
-    assert found.budgets == {"dram": GIB} and set(found.room) == {"cxl"} and len(found.describe()) == 1
+    assert found.budgets == {"dram": GIB} and set(found.room) == {"cxl"} and len(found.notes) == 1
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,8 @@ def test_threads_are_cpus_within_quota_and_limit(root, process, monkeypatch, giv
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     if torchrun:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert bound(root, 1).num_threads == threads
+    bound(root, 1)
+    assert process.threads == threads
 
 
 def test_ranks_divide_the_tier_ssd_and_have_folders_of_their_own(root, process, tmp_path):
@@ -157,7 +159,7 @@ def test_ranks_divide_the_tier_ssd_and_have_folders_of_their_own(root, process, 
     found = bind_rank(7, 1, 3, CPU, config, topology, lambda own: [facts, own, own])
     assert found.ssd.budget_bytes == 2 * GIB, "all divide what local rank 0 has found"
     assert found.ssd.paths == tuple(folder / "rank-7" for folder in folders) and found.ssd.is_part
-    assert any("2.0 GiB of ssd" in line and "rank-7" in line for line in found.describe())
+    assert any("2.0 GiB of ssd" in line and "rank-7" in line for line in found.notes)
     one_of_two_machines = bind_rank(1, 0, 1, CPU, config, topology, lambda own: [own])
     assert one_of_two_machines.ssd.paths == tuple(folder / "rank-1" for folder in folders)
     assert one_of_two_machines.ssd.budget_bytes == 8 * GIB
