@@ -6,13 +6,10 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LinearLR
 
-from lightning_cxl import CXLFabricStrategy
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.checkpoint import entry_of
 from tests import training_device
-from tests.cases import every_value
 from tests.integration.accelerate_loop import adamw, loss_of, make_accelerator
-from tests.integration.fabric_loop import make_fabric
 from tests.integration.gate import Gate
 from tests.models import TinyTransformer, token_data
 
@@ -34,25 +31,17 @@ def made():
     return model, adamw(model)
 
 
-def by_accelerate(options):
+def prepared(options):
     accelerator = make_accelerator(options)
     model, optimizer = made()
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, LinearLR(optimizer, total_iters=3))
-    return model, optimizer, scheduler, accelerator.backward, accelerator.free_memory
+    return accelerator, *accelerator.prepare(model, optimizer, LinearLR(optimizer, total_iters=3))
 
 
-def by_fabric(options):
-    fabric = make_fabric(CXLFabricStrategy(**options))
-    model, optimizer = fabric.setup(*made())
-    return model, optimizer, LinearLR(optimizer, total_iters=3), fabric.backward, fabric.strategy.teardown
-
-
-@pytest.mark.parametrize("front_end", [by_accelerate, by_fabric])
-def test_a_loop_waits_for_no_update_before_the_next_forward(front_end, monkeypatch):
+def test_a_loop_waits_for_no_update_before_the_next_forward(monkeypatch):
     gate = Gate(monkeypatch)
-    model, optimizer, scheduler, backward, end = front_end(OVERLAPPED)
+    accelerator, model, optimizer, scheduler = prepared(OVERLAPPED)
     tokens, _ = batches()[0]
-    backward(loss_of(model, batches()[0]))
+    accelerator.backward(loss_of(model, batches()[0]))
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
@@ -65,29 +54,28 @@ def test_a_loop_waits_for_no_update_before_the_next_forward(front_end, monkeypat
         begun.append(gate.num_waiting)
         gate.is_open.set()
 
-    inner = model.get_submodule("_forward_module.embed" if front_end is by_fabric else "embed")
-    inner.register_forward_hook(opens)
+    model.embed.register_forward_hook(opens)
     model(tokens)
     assert len(begun) == 1 and begun[0] >= 1, "the forward began while the first update waited"
-    end()
+    accelerator.free_memory()
 
 
 @pytest.mark.usefixtures("slow_updates")
-@pytest.mark.parametrize(("front_end", "set_to_none"), every_value([by_accelerate, by_fabric], [True, False]))
-def test_gradients_that_are_cleared_while_updates_run(front_end, set_to_none):
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_cleared_while_updates_run(set_to_none):
     def run(options):
-        model, optimizer, scheduler, backward, end = front_end(options)
+        accelerator, model, optimizer, scheduler = prepared(options)
         losses = []
         for batch in batches():
             loss = loss_of(model, batch)
-            backward(loss)
+            accelerator.backward(loss)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad(set_to_none=set_to_none)
             held = [p.grad for group in optimizer.param_groups for p in group["params"]]
             assert all(grad is None if set_to_none else grad is None or not grad.any() for grad in held)
             losses.append(loss.item())
-        end()
+        accelerator.free_memory()
         return losses, [p.detach().clone() for p in model.parameters()]
 
     losses, weights = run({**STREAMED, "overlap_step": False})
