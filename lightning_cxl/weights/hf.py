@@ -10,7 +10,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from lightning_cxl.weights.files import FileTensor, MergedTensor, NamedTensor, T
 from lightning_cxl.weights.load import (
     LoadReport,
     SavedQuantised,
+    default_dtype,
     distinct,
     empty_weights,
     load_translated,
@@ -87,7 +88,7 @@ class Quantizer:
 
     def replace_layers(self, model: Any) -> None:
         """Put layers of bitsandbytes in the place of those that are to be quantised, as transformers chooses them."""
-        with _default_dtype(model.dtype):
+        with default_dtype(model.dtype):
             self._own.preprocess_model(model=model, dtype=model.dtype, device_map=None)
         for name, _ in _quantised_parameters(model):
             bias = model.get_submodule(name.rpartition(".")[0]).bias
@@ -176,17 +177,6 @@ def _quantised_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
 
 def _transposed(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts.pop().T
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Let torch make new layers in this type, until exit."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 # ----------------------------------------------------------------------------------------------------

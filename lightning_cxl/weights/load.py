@@ -302,7 +302,7 @@ def _joined(texts: Sequence[str], separator: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Weights that are quantised while they are read, with bitsandbytes: the full-precision weight never exists.
+# Weights that bitsandbytes quantises while they are read: the full-precision weight never exists.
 #
 # [Note: Quantising while loading]
 # The blocks of the 4-bit formats, and the rows of the 8-bit one, do not depend on each other. So a weight is read in
@@ -317,91 +317,47 @@ _CHUNK_NUMBERS = 2**20  # a multiple of every block size of bitsandbytes; its ke
 _NESTED_BLOCK = 256  # numbers; what bitsandbytes takes for scales of scales
 
 
-@torch.no_grad()
-def quantised(source: WeightSource, meta: nn.Parameter, dtype: torch.dtype, spec: TierSpec | None) -> nn.Parameter:
-    """Return a quantised parameter in new memory, in the place of one on the meta device that waits to be quantised.
-
-    Args:
-        dtype: that the weight is rounded to before it is quantised, and that its module dequantises it to.
-    """
-    with large_blocks_apart():  # what the kernels take for chunks
-        return _KINDS[type(meta).__name__](source, meta, dtype, spec)
-
-
 def quantised_on_meta(meta: Any) -> nn.Parameter:
-    """Return what `quantised` would make of a parameter, on the meta device: for plans.
+    """Return what a parameter becomes when it is quantised, on the meta device: for plans.
 
     Args:
         meta: ``Params4bit`` or ``Int8Params`` of bitsandbytes, in the type that it would be rounded to.
     """
-    from bitsandbytes.functional import QuantState
-    from bitsandbytes.nn.modules import Int8Params
+    return _quantised_like(meta, meta.dtype, lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
 
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+
+def _quantised_like(
+    meta: Any, dtype: torch.dtype, make: Callable[[Sequence[int], torch.dtype], Tensor]
+) -> nn.Parameter:
+    """Return the quantised parameter for the place of one that waits to be quantised, with memory from `make`.
+
+    Args:
+        dtype: that its module dequantises it to.
+    """
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn.modules import Int8Params, Params4bit
 
     if type(meta).__name__ == "Int8Params":
-        codes = empty(*meta.shape, dtype=torch.int8)
-        return Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=empty(meta.shape[0]))
+        codes = make(meta.shape, torch.int8)
+        scales = make(meta.shape[:1], torch.float32)
+        return Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
     num_blocks = -(-meta.numel() // meta.blocksize)
-    codes, scales = empty(-(-meta.numel() // 2), dtype=torch.uint8), empty(num_blocks)
-    offset, nested = None, None
+    nested: dict[str, Any] = {}
     if meta.compress_statistics:
-        scales, offset = scales.to(torch.uint8), empty()
-        nested = QuantState(  # type: ignore[no-untyped-call]
-            absmax=empty(-(-num_blocks // _NESTED_BLOCK)), code=empty(256), blocksize=_NESTED_BLOCK, dtype=torch.float32
-        )
-    return _four_bit_parameter(meta, meta.dtype, codes, empty(16), scales, offset, nested)
-
-
-def placed(like: Tensor, spec: TierSpec | None) -> Tensor:
-    return new_weight(like, like.dtype, spec)
-
-
-def _four_bit(source: WeightSource, meta: Any, dtype: torch.dtype, spec: TierSpec | None) -> nn.Parameter:
-    from bitsandbytes import functional
-
-    num_blocks = -(-meta.numel() // meta.blocksize)
-    codes = placed(torch.empty(-(-meta.numel() // 2), dtype=torch.uint8, device="meta"), spec)
-    scales = placed(torch.empty(num_blocks, device="meta"), spec) if not meta.compress_statistics else None
-    with ordinary_memory():
-        wide = scratch((num_blocks,), torch.float32) if scales is None else scales
-        nested: Any = None
-        begin = 0
-        for chunk in _chunks(source, _CHUNK_NUMBERS, dtype):
-            packed, state = functional.quantize_4bit(chunk, blocksize=meta.blocksize, quant_type=meta.quant_type)
-            codes[begin // 2 :][: packed.numel()].copy_(packed.view(-1))
-            wide[begin // meta.blocksize :][: state.absmax.numel()].copy_(state.absmax)
-            begin += chunk.numel()
-        code = functional.get_4bit_type(meta.quant_type, device=codes.device)  # type: ignore[no-untyped-call]
-        if scales is None:
-            mean = wide.mean()
-            coded, nested = functional.quantize_blockwise(wide - mean, blocksize=_NESTED_BLOCK)
-    offset = None
-    if scales is None:
-        nested.absmax, nested.code = _moved(nested.absmax, spec), _moved(nested.code, spec)
-        scales, offset = _moved(coded, spec), _moved(mean, spec)
-    return _four_bit_parameter(meta, dtype, codes, code, scales, offset, nested)
-
-
-def _four_bit_parameter(
-    meta: Any, dtype: torch.dtype, codes: Tensor, code: Tensor, scales: Tensor, offset: Tensor | None, nested: Any
-) -> nn.Parameter:
-    from bitsandbytes.functional import QuantState
-    from bitsandbytes.nn.modules import Params4bit
-
+        scales_of_scales = make([-(-num_blocks // _NESTED_BLOCK)], torch.float32)
+        own = {"code": make([256], torch.float32), "blocksize": _NESTED_BLOCK, "dtype": torch.float32}
+        nested = {"offset": make([], torch.float32), "state2": QuantState(absmax=scales_of_scales, **own)}  # type: ignore[no-untyped-call]
     meta.module.quant_state = QuantState(  # type: ignore[no-untyped-call]
-        absmax=scales,
+        absmax=make([num_blocks], torch.uint8 if nested else torch.float32),
         shape=meta.shape,
-        code=code,
+        code=make([16], torch.float32),
         blocksize=meta.blocksize,
         quant_type=meta.quant_type,
         dtype=dtype,
-        offset=offset,
-        state2=nested,
+        **nested,
     )
     return Params4bit(
-        codes.view(meta.quant_storage).view(-1, 1),
+        make([-(-meta.numel() // 2)], torch.uint8).view(meta.quant_storage).view(-1, 1),
         requires_grad=False,
         quant_state=meta.module.quant_state,
         blocksize=meta.blocksize,
@@ -413,37 +369,71 @@ def _four_bit_parameter(
     )
 
 
-def _eight_bit(source: WeightSource, meta: Any, dtype: torch.dtype, spec: TierSpec | None) -> nn.Parameter:
+@torch.no_grad()
+def _quantised(source: WeightSource, meta: Any, dtype: torch.dtype, spec: TierSpec | None) -> nn.Parameter:
+    """Return a quantised parameter for the place of one on the meta device that waits to be quantised.
+
+    Args:
+        dtype: that the weight is rounded to before it is quantised.
+    """
+    with large_blocks_apart():  # what the kernels take for chunks
+        parameter: Any = _quantised_like(meta, dtype, lambda shape, own: _new(shape, own, spec))
+        with ordinary_memory(), default_dtype(torch.float32):  # bitsandbytes makes code books without naming a type
+            if type(meta).__name__ == "Int8Params":
+                _fill_8bit(parameter, source, dtype)
+            else:
+                _fill_4bit(parameter, source, dtype)
+    return parameter  # type: ignore[no-any-return]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let torch make new layers in this type, until exit."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _new(shape: Sequence[int], dtype: torch.dtype, spec: TierSpec | None) -> Tensor:
+    return new_weight(torch.empty(shape, dtype=dtype, device="meta"), dtype, spec)
+
+
+def _fill_4bit(parameter: Any, source: WeightSource, dtype: torch.dtype) -> None:
     from bitsandbytes import functional
-    from bitsandbytes.nn.modules import Int8Params
 
-    num_rows, row = meta.shape
-    codes = placed(torch.empty(num_rows, row, dtype=torch.int8, device="meta"), spec)
-    scales = placed(torch.empty(num_rows, device="meta"), spec)
+    state, codes = parameter.quant_state, parameter.data.view(-1).view(torch.uint8)
+    scales = state.absmax if state.state2 is None else scratch(state.absmax.shape, torch.float32)
     begin = 0
-    with ordinary_memory():
-        for chunk in _chunks(source, max(1, _CHUNK_NUMBERS // row) * row, dtype):
-            rows = chunk.view(-1, row).to(torch.float16)  # the only type that bitsandbytes quantises to 8 bit
-            part, part_scales, _ = functional.int8_vectorwise_quant(rows)
-            codes[begin : begin + len(rows)].copy_(part)
-            scales[begin : begin + len(rows)].copy_(part_scales)
-            begin += len(rows)
-    return Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
+    for chunk in source.parts(_CHUNK_NUMBERS):
+        part, own = functional.quantize_4bit(chunk.to(dtype), blocksize=state.blocksize, quant_type=state.quant_type)
+        codes[begin // 2 :][: part.numel()].copy_(part.view(-1))
+        scales[begin // state.blocksize :][: own.absmax.numel()].copy_(own.absmax)
+        begin += chunk.numel()
+    state.code.copy_(functional.get_4bit_type(state.quant_type, device="cpu"))  # type: ignore[no-untyped-call]
+    if state.state2 is not None:
+        state.offset.copy_(scales.mean())
+        coded, nested = functional.quantize_blockwise(scales - state.offset.cpu(), blocksize=_NESTED_BLOCK)
+        for target, values in (
+            (state.absmax, coded),
+            (state.state2.absmax, nested.absmax),
+            (state.state2.code, nested.code),
+        ):
+            target.copy_(values)
 
 
-def _chunks(source: WeightSource, num_elements: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    for part in source.parts(num_elements):
-        yield part.to(dtype)
+def _fill_8bit(parameter: Any, source: WeightSource, dtype: torch.dtype) -> None:
+    from bitsandbytes import functional
 
-
-def _moved(tensor: Tensor, spec: TierSpec | None) -> Tensor:
-    return placed(tensor.to("meta"), spec).copy_(tensor)
-
-
-_KINDS: dict[str, Callable[[WeightSource, Any, torch.dtype, TierSpec | None], nn.Parameter]] = {
-    "Params4bit": _four_bit,
-    "Int8Params": _eight_bit,
-}
+    row, begin = parameter.shape[1], 0
+    for chunk in source.parts(max(1, _CHUNK_NUMBERS // row) * row):
+        rows = chunk.to(dtype).view(-1, row).to(torch.float16)  # the only type that bitsandbytes quantises to 8 bit
+        codes, scales, _ = functional.int8_vectorwise_quant(rows)
+        parameter.CB[begin : begin + len(rows)].copy_(codes)
+        parameter.SCB[begin : begin + len(rows)].copy_(scales)
+        begin += len(rows)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -453,7 +443,6 @@ _BESIDE = re.compile(
     r"(?P<module>.*)\.(?P<key>weight\.(absmax|quant_map|nested_absmax|nested_quant_map|"
     r"quant_state\.bitsandbytes__(nf4|fp4))|SCB|weight_format)"
 )
-_FORMAT = "weight_format"  # a number of bitsandbytes; 0 is the only layout that there still is
 
 
 def weight_beside(name: str) -> tuple[str, str] | None:
@@ -471,26 +460,12 @@ class SavedQuantised(WeightSource):
 
     def __init__(self, weight: WeightSource, beside: Mapping[str, WeightSource], meta: nn.Parameter) -> None:
         self._weight, self._beside = weight, beside
-        self._is_four_bit = type(meta).__name__ == "Params4bit"
         self.name, self.shape, self.dtype = weight.name, tuple(meta.shape), meta.dtype
-        needed = {"absmax", "quant_map"} if self._is_four_bit else {"SCB"}
-        if "nested_absmax" in beside:
-            needed |= {"nested_quant_map"}
-        missing = sorted(needed - beside.keys())
-        if self._is_four_bit and not self._state_key():
-            missing.append("quant_state.bitsandbytes__nf4 (or __fp4)")
-        if missing:
+        bits = 4 if type(meta).__name__ == "Params4bit" else 8
+        if prod(weight.shape) * weight.dtype.itemsize != -(-meta.numel() * bits // 8):
             raise CheckpointError(
-                f"the quantised weight `{self.name}` lacks {', '.join(missing)} in the files. Complete the download, "
-                "or save the model again."
-            )
-        count = meta.numel()
-        nbytes = -(-count // 2) if self._is_four_bit else count
-        if prod(weight.shape) * weight.dtype.itemsize != nbytes:
-            raise CheckpointError(
-                f"`{self.name}` has {tuple(weight.shape)} {weight.dtype} in the files; {tuple(meta.shape)} numbers of "
-                f"{4 if self._is_four_bit else 8} bit are {nbytes:,} bytes. Build the model with the sizes that the "
-                "files were saved with (their config)."
+                f"`{self.name}` has {tuple(weight.shape)} {weight.dtype} in the files, which is not {self.shape} "
+                f"numbers of {bits} bit. Build the model with the sizes that the files were saved with (their config)."
             )
 
     def parameter(self, meta: Any, spec: TierSpec | None, staging: Staging, *, mapped: bool) -> nn.Parameter:
@@ -501,19 +476,27 @@ class SavedQuantised(WeightSource):
         """
         from bitsandbytes.nn.modules import Int8Params, Params4bit
 
-        codes, scales = (
-            self._placed(tensor, spec, staging, mapped=mapped)
-            for tensor in (self._weight, self._beside["absmax" if self._is_four_bit else "SCB"])
-        )
-        if not self._is_four_bit:
-            if _FORMAT in self._beside and int(self._small(_FORMAT, staging)) != 0:
-                raise CheckpointError(
-                    f"`{self.name}` has the layout of an old bitsandbytes for one kind of GPU. Save it again with a "
-                    "present one."
-                )
-            return Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
-        small = {key: self._small(key, staging) for key in self._beside if key != "absmax"}
+        def placed(source: WeightSource) -> Tensor:
+            pages = source.mapped() if mapped and torch.get_default_device().type == "cpu" else None
+            return filled(source, _new(source.shape, source.dtype, spec)) if pages is None else pages
+
+        def filled(source: WeightSource, tensor: Tensor) -> Tensor:
+            with ordinary_memory():
+                source.read_into(tensor, staging)
+            return tensor
+
+        large = "absmax" if type(meta).__name__ == "Params4bit" else "SCB"
         try:
+            codes, scales = placed(self._weight), placed(self._beside[large])
+            small = {}  # of a few numbers, which are not worth a place of their own
+            with ordinary_memory():
+                for key, each in self._beside.items():
+                    if key != large:
+                        small[key] = filled(each, torch.empty(each.shape, dtype=each.dtype, device="cpu"))
+            if large == "SCB":
+                if int(small.get("weight_format", 0)) != 0:
+                    raise ValueError("it has the layout of an old bitsandbytes for one kind of GPU")
+                return Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
             return Params4bit.from_prequantized(
                 data=codes,
                 quantized_stats={"absmax": scales, **small},
@@ -523,8 +506,9 @@ class SavedQuantised(WeightSource):
             )
         except (ValueError, KeyError, AssertionError, TypeError) as error:
             raise CheckpointError(
-                f"bitsandbytes does not understand what the files hold of `{self.name}`: {error}. Save the model again "
-                "with the version that reads it."
+                f"bitsandbytes does not understand what the files hold of the quantised weight `{self.name}` "
+                f"({type(error).__name__}: {error}). Complete the download, or save the model again with the version "
+                "that reads it."
             ) from error
 
     def values(self, staging: Staging | None = None) -> Tensor:
@@ -535,26 +519,6 @@ class SavedQuantised(WeightSource):
     def holds(self, tensor: Tensor) -> bool:
         with ordinary_memory():
             return self._weight.holds(tensor)
-
-    def _state_key(self) -> str | None:
-        return next((key for key in self._beside if key.startswith("quant_state.")), None)
-
-    def _placed(self, source: WeightSource, spec: TierSpec | None, staging: Staging, *, mapped: bool) -> Tensor:
-        pages = source.mapped() if mapped and torch.get_default_device().type == "cpu" else None
-        if pages is not None:
-            return pages
-        tensor = placed(torch.empty(source.shape, dtype=source.dtype, device="meta"), spec)
-        with ordinary_memory():
-            source.read_into(tensor, staging)
-        return tensor
-
-    def _small(self, key: str, staging: Staging) -> Tensor:
-        """Return a tensor of a few numbers, which are not worth a place of their own."""
-        source = self._beside[key]
-        with ordinary_memory():
-            tensor = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-            source.read_into(tensor, staging)
-        return tensor
 
 
 class LoadReport(NamedTuple):
@@ -684,7 +648,7 @@ def _materialise(read: Read, dtype: torch.dtype | None, mapped: bool | None, sta
         weight.put(read.source.parameter(meta, weight.spec, staging, mapped=bool(mapped)))
         return
     if isinstance(meta, nn.Parameter) and is_quantised_later(meta):
-        weight.put(quantised(read.source, meta, wanted, weight.spec))
+        weight.put(_quantised(read.source, meta, wanted, weight.spec))
         return
     is_deferred = mapped is None and weight.is_parameter and is_reading_deferred()
     tensor = _pages_like(meta, wanted, read) if mapped or is_deferred else None

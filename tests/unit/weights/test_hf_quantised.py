@@ -1,5 +1,6 @@
 """`from_pretrained` with weights that bitsandbytes quantises, or has quantised, against transformers' own."""
 
+import contextlib
 import json
 
 import pytest
@@ -115,6 +116,26 @@ def test_weights_are_rounded_to_the_models_type_first(tmp_path, way, dtype):
     assert_same(ours(folder, dtype, **WAYS[way]), theirs(folder, dtype, **WAYS[way]))
 
 
+@pytest.mark.parametrize("way", ["nf4", "8 bit"])
+def test_scales_do_not_get_the_type_that_torch_makes_tensors_in(tmp_path, way):
+    """The main job loads in bf16-true, where Lightning sets torch's default type."""
+    folder = saved(MODELS["Llama"](), tmp_path)
+    expected = theirs(folder, torch.bfloat16, **WAYS[way])
+    with default_dtype(torch.bfloat16):
+        found = ours(folder, torch.bfloat16, **WAYS[way])
+    assert_same(found, expected)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mapped", [False, True])
@@ -202,12 +223,12 @@ def test_a_weight_that_no_file_holds_cannot_be_quantised(tmp_path):
 @pytest.mark.parametrize(
     ("way", "change", "message"),
     [
-        ("nf4", lambda t, w: t.pop(f"{w}.absmax"), "lacks absmax"),
-        ("nf4", lambda t, w: t.pop(f"{w}.quant_state.bitsandbytes__nf4"), r"lacks quant_state.bitsandbytes__nf4"),
-        ("nf4, nested", lambda t, w: t.pop(f"{w}.nested_quant_map"), "lacks nested_quant_map"),
-        ("nf4", lambda t, w: t.update({w: t[w][:-1].clone()}), "numbers of 4 bit are"),
-        ("nf4", lambda t, w: t[f"{w}.quant_state.bitsandbytes__nf4"].zero_(), "does not understand"),
-        ("8 bit", lambda t, w: t.pop(w.replace(".weight", ".SCB")), "lacks SCB"),
+        ("nf4", lambda t, w: t.pop(f"{w}.absmax"), "KeyError: 'absmax'"),
+        ("nf4", lambda t, w: t.pop(f"{w}.quant_state.bitsandbytes__nf4"), "Complete the download"),
+        ("nf4, nested", lambda t, w: t.pop(f"{w}.nested_quant_map"), "KeyError: 'nested_quant_map'"),
+        ("nf4", lambda t, w: t.update({w: t[w][:-1].clone()}), "numbers of 4 bit"),
+        ("nf4", lambda t, w: t[f"{w}.quant_state.bitsandbytes__nf4"].zero_(), "JSONDecodeError"),
+        ("8 bit", lambda t, w: t.pop(w.replace(".weight", ".SCB")), "KeyError: 'SCB'"),
         ("8 bit", lambda t, w: t[w.replace(".weight", ".weight_format")].add_(1), "layout of an old bitsandbytes"),
     ],
 )
@@ -218,7 +239,7 @@ def test_damaged_quantised_files_are_named(tmp_path, way, change, message):
     tensors = load_file(file)
     change(tensors, "model.layers.0.mlp.down_proj.weight")
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"(?s)`model.layers.0.mlp.down_proj.weight`.*{message}|{message}"):
+    with pytest.raises(CheckpointError, match=f"`model.layers.0.mlp.down_proj.weight`.*{message}"):
         from_pretrained(AUTO, tmp_path / "quantised")
 
 
