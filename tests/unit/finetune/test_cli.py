@@ -188,6 +188,37 @@ def test_what_cannot_be_done_ends_in_one_message(command, changed, message, hub_
     assert str(caught.value.code).startswith("ConfigError: ")
 
 
+def test_a_file_that_is_no_checkpoint_ends_in_one_message(command, tmp_path):
+    (tmp_path / "other.ckpt").write_text("no checkpoint")
+    with pytest.raises(SystemExit) as caught:
+        command("fit", "--config", EXAMPLE, ckpt_path="other.ckpt")
+    assert str(caught.value.code).partition(":")[0] in ("ConfigError", "CheckpointError")
+
+
+def test_a_bug_in_a_module_keeps_its_traceback(command, monkeypatch):
+    def fails(self, batch, batch_idx):
+        raise ValueError("mine")
+
+    monkeypatch.setattr(CausalLM, "training_step", fails)
+    with pytest.raises(ValueError, match="mine"):
+        command("fit", "--config", EXAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("model.lrr", "did you mean `--model.lr`?"),
+        ("model", "Unable to load config"),
+        ("model.num_heads", "Expected a"),
+    ],
+)
+def test_errors_of_the_parser_are_short_and_name_the_nearest_option(command, capsys, option, message):
+    with pytest.raises(SystemExit):
+        command("fit", "--config", EXAMPLE, **{option: "gpt2"})
+    shown = capsys.readouterr().err
+    assert message in shown and len(shown.splitlines()) < 16
+
+
 @pytest.fixture
 def hub_is_off(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
