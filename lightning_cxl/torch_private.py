@@ -123,10 +123,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     _queue_callback(lambda: calls.pop()())
 
 
-def is_in_backward() -> bool:
-    return backward_id() is not None
-
-
 def backward_id() -> int | None:
     """Return what tells the backward that this thread runs in from all others; None if it runs in none."""
     number = int(_graph_task())

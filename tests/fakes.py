@@ -60,7 +60,7 @@ class RecyclingMemory:
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
-        self.live_bytes = 0
+        self.live_bytes = self.peak_bytes = self.num_live = 0
         self.requests: list[tuple[int, str]] = []
         self._free: dict[int, list[np.ndarray]] = {}
 
@@ -73,12 +73,15 @@ class RecyclingMemory:
         chunk = memory.view(_Chunk)
         chunk.on_death = self._take_back
         self.live_bytes += nbytes
+        self.num_live += 1
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return _Bytes(chunk)
 
     def _take_back(self, chunk: _Chunk) -> None:
         memory = chunk.view(np.ndarray)
         memory[:] = 0xFF  # NaN in every floating-point type
         self.live_bytes -= memory.nbytes
+        self.num_live -= 1
         self._free[memory.nbytes].append(memory)
 
 

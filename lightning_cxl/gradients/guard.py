@@ -159,12 +159,8 @@ class GradientMeter:
         self.trusts_versions = True
         """Whether a gradient of the same version is taken to be unchanged. See [Note: Measured gradients]."""
 
-    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Set `destination` to `source` and measure it; float32 takes any floating point dtype."""
-        self.copy_all([(source, destination)])
-
     def copy_all(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Set the second tensor of each copy to the first and measure it, in one sweep; see `copy`."""
+        """Set the second tensor of each copy to the first and measure it; float32 takes any floating point dtype."""
         rows, written = array("Q"), []
         for source, destination in copies:
             same_or_wider = destination.dtype in (source.dtype, torch.float32)
@@ -175,12 +171,8 @@ class GradientMeter:
                 local(destination).copy_(local(source))
         self._sweep(_grads.copy, rows, written)
 
-    def accumulate(self, source: torch.Tensor, accumulator: torch.Tensor, key: int) -> None:
-        """Add `source` and measure the sum. A bfloat16 accumulator is rounded stochastically, depending on `key`."""
-        self.accumulate_all([Addition(source, accumulator, key)])
-
     def accumulate_all(self, additions: Sequence[Addition]) -> None:
-        """Add up in one sweep, in different accumulators; see `accumulate`."""
+        """Add to different accumulators and measure the sums; bfloat16 is rounded stochastically, depending on keys."""
         rows, written = array("Q"), []
         for source, accumulator, key in additions:
             known = accumulator.dtype in (torch.float32, torch.bfloat16)

@@ -18,7 +18,6 @@ that one's inputs, which then run while this unit is recomputed and differentiat
 import itertools
 import logging
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -37,6 +36,7 @@ from lightning_cxl.streaming.replay import (
     can_repeat,
     copied,
     is_cache,
+    is_container,
     put_together,
     replaced,
     stale_error,
@@ -49,7 +49,6 @@ from lightning_cxl.torch_private import (
     caches_weights,
     compiled_module,
     in_exec_group,
-    is_in_backward,
     is_in_transform,
     let_parametrizations_write_nothing,
 )
@@ -87,29 +86,6 @@ PlaceOnSsd = Callable[[int, str], InputOnSsd | None]
 """Takes the same; returns None where the image belongs in memory."""
 
 
-class SavedBytes:
-    """Counts the bytes of living saved inputs. A dying one may be finalised anywhere, so it only appends to a deque."""
-
-    def __init__(self) -> None:
-        self.freed: deque[int] = deque()
-        self._bytes = self._peak = self._count = 0
-
-    def add(self, nbytes: int) -> None:
-        self._drain()
-        self._bytes += nbytes
-        self._count += 1
-        self._peak = max(self._peak, self._bytes)
-
-    def stats(self) -> dict[str, int]:
-        self._drain()
-        return {"saved_bytes": self._bytes, "peak_saved_bytes": self._peak, "num_saved": self._count}
-
-    def _drain(self) -> None:
-        while self.freed:
-            self._bytes -= self.freed.popleft()
-            self._count -= 1
-
-
 class StoredInput:
     """An exact image of one tensor on a host tier, or on SSD. See [Note: Life of a saved input]."""
 
@@ -119,33 +95,24 @@ class StoredInput:
         engine: TransferEngine,
         allocate: Allocate,
         unit: str,
-        saved: SavedBytes,
         place_on_ssd: PlaceOnSsd | None = None,
     ) -> None:
         self._size, self._stride = tensor.shape, tensor.stride()
         self._lead = tensor.data_ptr() % _ALIGNMENT // tensor.element_size()
         extent = storage_extent(tensor)
-        self.nbytes = (self._lead + extent) * tensor.element_size()
+        nbytes = (self._lead + extent) * tensor.element_size()
         self._numel, self._dtype = self._lead + extent, tensor.dtype
         flat = tensor.detach().as_strided((extent,), (1,), tensor.storage_offset())
-        self._on_ssd = None if place_on_ssd is None else place_on_ssd(self.nbytes, unit)
+        self._on_ssd = None if place_on_ssd is None else place_on_ssd(nbytes, unit)
         if self._on_ssd is not None:
             self.transfer = self._on_ssd.store(flat, self._lead)
         else:
-            self._host: torch.Tensor = allocate(self.nbytes, unit).tensor((self._numel,), tensor.dtype)
+            self._host: torch.Tensor = allocate(nbytes, unit).tensor((self._numel,), tensor.dtype)
             # no leaf (`can_store`): an operator has computed it on the current stream
             self.transfer = engine.d2h(flat, self._host[self._lead :], from_here=True)
         self.source = weakref.ref(tensor)
         self.version = version_of(tensor)
         self._address = tensor.data_ptr()
-        self._saved = saved
-        saved.add(self.nbytes)
-
-    def __del__(self) -> None:
-        """Take the bytes off the sum, unless construction failed before they were added."""
-        saved = getattr(self, "_saved", None)
-        if saved is not None:
-            saved.freed.append(self.nbytes)
 
     def is_image_of(self, tensor: torch.Tensor) -> bool:
         """Return whether this holds the values that `tensor` has now, as far as torch counts writes."""
@@ -326,9 +293,7 @@ def can_store(tensor: torch.Tensor, device: torch.device, min_bytes: int) -> boo
 # Two checkpoints around one block give the same losses, but a reentrant one runs its forward three times (one that is
 # not, twice, and keeps its inputs twice). Hugging Face models show that they checkpoint by a flag, which is set on
 # blocks and on what contains them: it is False while the model is attached, and True again afterwards. A
-# ``torch.utils.checkpoint`` in the user's own forward shows itself only when a unit's first forward runs within a
-# backward. It may span more than a unit, so it is left to the user, who is told once. Where it is not reentrant and
-# spans units alone, it has saved nothing that needs a recompute of its own.
+# ``torch.utils.checkpoint`` in the user's own forward is left as it is: it may span more than a unit.
 
 log = logging.getLogger("lightning_cxl")
 _FLAG = "gradient_checkpointing"
@@ -339,7 +304,6 @@ class OwnCheckpointing:
 
     def __init__(self) -> None:
         self._switched: list[nn.Module] = []
-        self._has_told = False
 
     def switch_off(self, modules: Iterable[nn.Module]) -> None:
         on = [module for module in modules if getattr(module, _FLAG, False) is True]
@@ -355,16 +319,6 @@ class OwnCheckpointing:
     def restore(self) -> None:
         while self._switched:
             setattr(self._switched.pop(), _FLAG, True)
-
-    def tell_if_nested(self, unit: str) -> None:
-        """Tell the user if the first forward of a unit runs in a backward: in a checkpoint of the user's own."""
-        if not self._has_told and is_in_backward():
-            self._has_told = True
-            log.info(
-                f"unit `{unit}` runs within a checkpoint of the model's own, which recomputes it in addition to "
-                "lightning_cxl: leave torch.utils.checkpoint out. Inputs are offloaded anyway, which is faster and "
-                "gives the same losses"
-            )
 
 
 Phase = Literal["forward", "recompute", "recompute in a graph"]
@@ -395,7 +349,6 @@ class ActivationOffload:
         self._allocate = allocate
         self._place_on_ssd = place_on_ssd
         self._min_bytes = min_bytes
-        self._saved = SavedBytes()
         self._stored: weakref.WeakValueDictionary[int, StoredInput] = weakref.WeakValueDictionary()  # by id of source
         self.phase: Phase | None = None
         """Why a unit's own forward runs now: for the first time, to be repeated; again, in a backward, and in one that
@@ -428,9 +381,6 @@ class ActivationOffload:
             self._attached.pop().remove()
         self.own_checkpointing.restore()
 
-    def stats(self) -> dict[str, int]:
-        return self._saved.stats()
-
     def store(self, tensor: torch.Tensor, unit: str) -> StoredInput | None:
         """Return the image of `tensor` on the tier, made now or found again; None if it does not belong there."""
         if not can_store(tensor, self.engine.device, self._min_bytes):
@@ -441,7 +391,7 @@ class ActivationOffload:
         if stored is not None and self.engine.computes_on_host and not stored.has_bits_of(tensor):
             stored = None  # compared where that is cheap: a write between two units may have had no version
         if stored is None:
-            stored = StoredInput(tensor, self.engine, self._allocate, unit, self._saved, self._place_on_ssd)
+            stored = StoredInput(tensor, self.engine, self._allocate, unit, self._place_on_ssd)
             self._stored[id(tensor)] = stored
         return stored
 
@@ -465,12 +415,11 @@ class UnitForward(StandIn):
     def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() or is_in_transform() or caches_weights(self.module):
             return call_under(compiler, self.original, args, kwargs)
-        containers, leaves = taken_apart((args, kwargs), self.name)
+        containers, leaves = taken_apart((args, kwargs), self.name, is_container)
         own = {id(each) for each in (*args, *kwargs.values())}
         if not self._carries_gradient(leaves) or not self._can_repeat_caches(leaves, own):
             return call_under(compiler, self.original, args, kwargs)
         self.offload.own_checkpointing.switch_off([compiled_module(self.module)])  # it may be on since the last call
-        self.offload.own_checkpointing.tell_if_nested(self.name)
         args, kwargs = tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
         leaves = [replaced(leaf) if id(leaf) in own else leaf for leaf in leaves]
         call = _UnitCall(self, compiler, args, kwargs, containers, leaves)

@@ -4,9 +4,9 @@
 A recompute runs a unit's forward a second time. Batch-norm statistics, counters, power-iteration vectors and lists of
 auxiliary losses must not be updated twice, and the recompute must read the values that the forward read, or gradients
 are wrong without any error. So the start of each call is recorded: copies of buffers and of plain tensor attributes,
-shallow copies of plain list, dict and set attributes, all other attributes by reference (which holds counters and the
-`training` flag). `replay` binds fresh copies of these to the modules' names and afterwards binds what was there before:
-the live objects are never written, so no version counter moves and no graph that has saved one of them is disturbed.
+copies of plain lists, tuples, dicts and sets, also nested ones, all else by reference. `replay` binds fresh copies of
+these to the modules' names and afterwards binds what was there before: the live objects are never written, so no
+version counter moves and no graph that has saved one of them is disturbed.
 
 Versions do not tell whether a forward changed a buffer (`native_batch_norm` and ``.data`` do not count), so small
 tensors are always copied, and large ones (causal masks, packed weights in buffers) are compared by value after the
@@ -14,12 +14,12 @@ forward, so that the copies of equal ones can be freed.
 Parameters are not copied: one that was changed in place between forward and recompute is an error, as in autograd;
 their `requires_grad` is shown as it was, since it decides what a forward saves. Tensors that someone has put in their
 place for one forward (``torch.func.functional_call``) are there for the recompute, too.
-Not seen: state outside the unit's modules, in objects behind an attribute, or in containers inside containers.
+Not seen: state outside the unit's modules, or in objects behind an attribute.
 
 [Note: Random numbers of a recompute]
 checkpoint() repeats what a unit draws from torch's default generators. Here the same is done for Python's and numpy's
 global ones, and for generators of torch, numpy and Python among the unit's arguments and the attributes of its modules,
-and in small containers there. A state is kept only if it has moved during the forward. The recompute starts from that
+and in containers there. A state is kept only if it has moved during the forward. The recompute starts from that
 state, and afterwards the generator is where it was. As with torch's own, another thread that draws meanwhile from a
 global generator moves it, too, and what it draws during the recompute is drawn once more afterwards.
 """
@@ -31,7 +31,7 @@ import io
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -51,16 +51,11 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def stale_error(
-    what: str,
-    version: int | None,
-    expected: int | None,
-    advice: str = "Run backward before changing it, or change a clone.",
-) -> RuntimeError:
+def stale_error(what: str, version: int | None, expected: int | None) -> RuntimeError:
     """Return the error for a tensor that changed between forward and recompute; autograd has the same."""
     return RuntimeError(
         f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is at "
-        f"version {version}, the forward saw version {expected}. {advice}"
+        f"version {version}, the forward saw version {expected}. Run backward before changing it, or change a clone."
     )
 
 
@@ -69,10 +64,7 @@ def stale_error(
 
 _SMALL_NUMEL = 1 << 14
 _INTERNAL = (frozenset(nn.Module().__dict__) - {"training"}) | {"forward"}
-_CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
-_SEARCHED = frozenset((*_CONTAINERS, tuple))
-_PASSED = frozenset((int, float, str, bool, type(None), torch.Tensor))
-_MAX_SEARCHED = 64  # items: a vocabulary holds no generators
+_CONTAINERS = frozenset((list, tuple, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict))
 
 
 class ModuleState:
@@ -86,10 +78,14 @@ class ModuleState:
         self._unit = unit
         self._default_dtype = torch.get_default_dtype()  # Lightning's "bf16-true" sets it in a step, not in backward
         kept: dict[int, _Kept] = {}
-        found = [(module, _attributes(module)) for module in unit.modules()]
-        self._before = [(module, _keep(attributes, kept), _keep(module._buffers, kept)) for module, attributes in found]
-        values = [arguments, *[attributes.values() for _, attributes in found]]
-        self._draws = list(map(_Draws, _generators(values)))
+        found = [(module, _attributes(module), module._buffers) for module in unit.modules()]
+        self._names = [(module, list(attributes), list(buffers)) for module, attributes, buffers in found]
+        values = [
+            ([_keep(each, kept) for each in attributes.values()], [_keep(each, kept) for each in buffers.values()])
+            for _, attributes, buffers in found
+        ]
+        self._containers, self._leaves = taken_apart(values, type(unit).__name__, lambda v: type(v) in _CONTAINERS)
+        self._draws = list(map(_Draws, _generators([*arguments, *self._leaves])))
         self._shown = [(module, name, _hold(each)) for module, name, each in _own_parameters(unit)]
         self._unsettled = list(kept.values())
         self._parameters: list[tuple[nn.Parameter, int | None, bool]] = []  # version and requires_grad in the forward
@@ -106,9 +102,8 @@ class ModuleState:
     def replay(self) -> Iterator[None]:
         """Show the modules as the call found them; afterwards, as they are now."""
         self._check_parameters()
-        fresh: dict[int, Any] = {}
-        past = [(_fresh(attributes, fresh), _fresh(buffers, fresh)) for _, attributes, buffers in self._before]
-        present = [(module, _attributes(module), dict(module._buffers)) for module, _, _ in self._before]
+        past = put_together(self._containers, [v.fresh() if isinstance(v, _Kept) else v for v in self._leaves])
+        present = [(module, _attributes(module), dict(module._buffers)) for module, _, _ in self._names]
         default_dtype = torch.get_default_dtype()
         toggled = [(each, then) for each, _, then in self._parameters if each.requires_grad != then]
         exchanged = [
@@ -119,8 +114,8 @@ class ModuleState:
         try:
             for own, name, then, _ in exchanged:
                 own[name] = then
-            for (module, _, _), (attributes, buffers) in zip(self._before, past, strict=True):
-                _bind(module, attributes, buffers)
+            for (module, names, buffer_names), (values, buffers) in zip(self._names, past, strict=True):
+                _bind(module, dict(zip(names, values, strict=True)), dict(zip(buffer_names, buffers, strict=True)))
             for parameter, then in toggled:
                 parameter.requires_grad_(then)
             torch.set_default_dtype(self._default_dtype)
@@ -134,8 +129,8 @@ class ModuleState:
                 parameter.requires_grad_(not then)
             for own, name, _, now in exchanged:
                 own[name] = now
-            for module, attributes, buffers in present:
-                _bind(module, attributes, buffers)
+            for module, own_attributes, own_buffers in present:
+                _bind(module, own_attributes, own_buffers)
 
     def _check_parameters(self) -> None:
         for parameter, version, _ in self._parameters:
@@ -146,29 +141,30 @@ class ModuleState:
 
 
 class _Kept:
-    """A tensor or container as it was at the start of a call."""
+    """A tensor as it was at the start of a call."""
 
     __slots__ = ("_copy", "_original", "_version")
 
-    def __init__(self, original: Any) -> None:
-        self._original: Any = original
-        self._copy: Any = _copy_of(original)
+    def __init__(self, original: torch.Tensor) -> None:
+        self._original: torch.Tensor | None = original
+        self._copy: torch.Tensor | None = _copy_of(original)
         self._version: int | None = None
 
     def settle(self) -> None:
         """Keep the original of a large tensor that is unchanged, otherwise the copy."""
         original, copied = self._original, self._copy
+        assert original is not None and copied is not None
         # a comparison waits for the device; only units with large buffers pay for it
-        is_large = isinstance(original, torch.Tensor) and original.numel() > _SMALL_NUMEL
-        if is_large and _is_same(original, copied):
+        if original.numel() > _SMALL_NUMEL and _is_same(original, copied):
             self._version, self._copy = version_of(original), None
         else:
             self._original = None
 
-    def fresh(self) -> Any:
+    def fresh(self) -> torch.Tensor:
         """Return a copy of its own for one recompute (the unchanged original itself where that is kept)."""
         if self._copy is not None:
             return _copy_of(self._copy)
+        assert self._original is not None
         if version_of(self._original) != self._version:
             what = f"a buffer of shape {tuple(self._original.shape)} and {self._original.dtype}"
             raise stale_error(what, version_of(self._original), self._version)
@@ -217,25 +213,15 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]
     return lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state))
 
 
-def _generators(values: Iterable[Iterable[Any]]) -> list[Any]:
-    """Return the global generators besides torch's, and those in `values` and in small containers there."""
+def _generators(values: Iterable[Any]) -> list[Any]:
+    """Return the global generators besides torch's, and those among `values`."""
     numpy_random = sys.modules.get("numpy.random")
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     found: dict[int, Any] = {id(random): random}
     if numpy_random is not None:
         kinds += (numpy_random.Generator, numpy_random.RandomState)
         found[id(numpy_random)] = numpy_random
-    searched: set[int] = set()
-    to_search = list(values)
-    while to_search:
-        for each in to_search.pop():
-            if type(each) in _PASSED:
-                continue
-            if isinstance(each, kinds):
-                found[id(each)] = each
-            elif type(each) in _SEARCHED and len(each) <= _MAX_SEARCHED and id(each) not in searched:
-                searched.add(id(each))
-                to_search.append(each.values() if isinstance(each, dict) else each)
+    found |= {id(each): each for each in values if isinstance(each, kinds)}
     return [each for each in found.values() if not isinstance(each, random.SystemRandom)]  # which has no state
 
 
@@ -250,36 +236,19 @@ def _hold(parameter: Any) -> Any:
     return parameter if parameter is None or parameter.is_leaf else parameter.detach().requires_grad_()
 
 
-def _keep(values: Mapping[str, Any], kept: dict[int, _Kept]) -> dict[str, Any]:
-    """Return `values` with what can change in place wrapped; an object under several names is wrapped once."""
-    return {name: _keep_one(value, kept) if _is_copied(value) else value for name, value in values.items()}
-
-
-def _keep_one(value: Any, kept: dict[int, _Kept]) -> _Kept:
+def _keep(value: Any, kept: dict[int, _Kept]) -> Any:
+    """Return what stands for an attribute: for a tensor that can change in place, one `_Kept` under all its names."""
+    # one that carries gradient belongs to a graph and is replaced, not written
+    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter) or value.requires_grad:
+        return value
     if id(value) not in kept:
         kept[id(value)] = _Kept(value)
     return kept[id(value)]
 
 
-def _fresh(values: Mapping[str, Any], fresh: dict[int, Any]) -> dict[str, Any]:
-    for value in values.values():
-        if isinstance(value, _Kept) and id(value) not in fresh:
-            fresh[id(value)] = value.fresh()
-    return {name: fresh[id(value)] if isinstance(value, _Kept) else value for name, value in values.items()}
-
-
-def _is_copied(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        # one that carries gradient belongs to a graph and is replaced, not written
-        return not isinstance(value, nn.Parameter) and not value.requires_grad
-    return type(value) in _CONTAINERS
-
-
-def _copy_of(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        with torch.no_grad():
-            return value.clone()
-    return copy.copy(value)
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.clone()
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -323,12 +292,13 @@ _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, is_container: Callable[[Any], bool]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._is_container = is_container
         self.leaves: dict[int, tuple[int, Any]] = {}  # number and leaf, by its id
 
     def persistent_id(self, value: Any) -> int | None:
-        if type(value) in _PLAIN or _is_container(value):
+        if type(value) in _PLAIN or self._is_container(value):
             return None
         return self.leaves.setdefault(id(value), (len(self.leaves), value))[0]
 
@@ -342,23 +312,24 @@ class _Unpickler(pickle.Unpickler):
         return self._leaves[number]
 
 
-def _is_container(value: Any) -> bool:
+def is_container(value: Any) -> bool:
+    """Whether an argument, or what is in it, is copied for a recompute."""
     if isinstance(value, (torch.Tensor, nn.Module, type)) or is_cache(value):
         return False
     kind = type(value)
     return isinstance(value, _PICKLED) or dataclasses.is_dataclass(kind) or kind in PYTREE_NODES
 
 
-def taken_apart(value: Any, unit: str) -> tuple[bytes, list[Any]]:
+def taken_apart(value: Any, unit: str, is_container: Callable[[Any], bool]) -> tuple[bytes, list[Any]]:
     """Return the containers in `value` as they are now, and the leaves in them, each once."""
     file = io.BytesIO()
-    pickler = _Pickler(file)
+    pickler = _Pickler(file, is_container)
     try:
         pickler.dump(value)
     except Exception as error:
         raise UnsupportedError(
-            f"a recompute of unit `{unit}` needs a copy of its arguments, and a container among them cannot be copied "
-            f"({error}): pass its contents on their own, or leave the unit out of `units`"
+            f"a recompute of unit `{unit}` needs copies of the containers among its arguments and attributes, and one "
+            f"cannot be copied ({error}): pass its contents on their own, or leave the unit out of `units`"
         ) from error
     return file.getvalue(), [leaf for _, leaf in pickler.leaves.values()]
 

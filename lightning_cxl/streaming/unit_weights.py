@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,7 +34,9 @@ from lightning_cxl.torch_private import (
 # `UnitListener`: learns what happens to streamed units. Gradients are offloaded in step with it.
 
 
-class UnitListener(Protocol):
+class UnitListener:
+    """Ignores it: for units that are not trained."""
+
     def recompute_begins(self) -> None:
         """A unit is about to be recomputed, in the backward that it is a part of."""
 
@@ -43,15 +45,6 @@ class UnitListener(Protocol):
 
     def complete_for_access(self) -> None:
         """The user reads parameters through their modules. No update runs."""
-
-
-class NoListener:
-    """Of units that are not trained."""
-
-    def _ignore(self, unit: Any = None) -> None:
-        pass
-
-    recompute_begins = unit_is_over = complete_for_access = _ignore
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -235,7 +228,8 @@ class UnitWeights:
         self.readers: Sequence[Transfer] = ()
         """The latest copies to the device, which may still be in flight; those before them are done by then."""
         self._num_accesses = 0
-        self._listener: UnitListener = NoListener()
+        self.listener = UnitListener()
+        """Learns of accesses to the parameters."""
         self._update: Future[None] | None = None
         self._running: list[Future[None]] = []
         self._pid = os.getpid()
@@ -281,10 +275,6 @@ class UnitWeights:
     @property
     def memory_bytes(self) -> int:
         return sum(flat.numel() for _, flat, host in self.pieces if isinstance(host, InMemory))
-
-    def attach(self, listener: UnitListener) -> None:
-        """Tell `listener` of accesses to the parameters from now on."""
-        self._listener = listener
 
     def begin_update(self, update: "Future[None]") -> None:
         """Let readers of the weights wait for an update of them. See [Note: Awaited parameters].
@@ -340,7 +330,7 @@ class UnitWeights:
             self.unwatch()
             self.is_accessed = True
             self._num_accesses += 1  # in this order: see `ParamStreamer.fetch_ahead`
-        self._listener.complete_for_access()
+        self.listener.complete_for_access()
         self.wait_for_readers()  # what the device has still to compute, it computes with the weights of now
         for piece in self.pieces:
             piece.host.begin_access()
@@ -598,7 +588,7 @@ class ParamStreamer:
         if num_slots < MIN_SLOTS:
             raise ConfigError(f"{num_slots} slots: one unit computes while another is fetched, so give at least 2")
         self.phase = phase
-        self._listener: UnitListener = NoListener()
+        self._listener = UnitListener()
         self.num_fetches = self.num_late = 0
         """Copies started; and those of them that were not asked for before their unit was entered."""
         self._engine = engine
@@ -623,7 +613,7 @@ class ParamStreamer:
         self._attached = [_StreamedForward(self, unit) for unit in self._units]
         self._listener = listener
         for unit in self._units:
-            unit.attach(listener)
+            unit.listener = listener
 
     def stats(self) -> dict[str, int]:
         """Return ``num_units``, ``host_bytes`` of their weights in memory, ``slot_bytes`` on the device, and copies."""
@@ -728,7 +718,7 @@ class ParamStreamer:
                 exits.callback(self.exit, unit)
 
     def _let_go(self) -> None:
-        self._listener = NoListener()
+        self._listener = UnitListener()
         with self._lock:
             self._latest = None
             for slot in self._slots:
@@ -738,7 +728,7 @@ class ParamStreamer:
             self._attached.pop().remove()
         for unit in self._units:
             unit.unwatch()
-            unit.attach(self._listener)
+            unit.listener = self._listener
 
     def _occupy(self, unit: UnitWeights) -> Slot | None:
         if id(unit) in self._entered:

@@ -183,7 +183,7 @@ MUTATIONS = {
         Mutation("a recompute changes a copy of its input", "streaming: UnitInput.load", VALUE, "return", "tensor"),
         Mutation(
             "a recompute gets lists as they were",
-            "streaming: _is_container",
+            "streaming: is_container",
             VALUE,
             "return is_dataclass",
             "isinstance(value, tuple)",

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from lightning_cxl.gradients.guard import GradientHooks, GradientMeter
+from lightning_cxl.gradients.guard import Addition, GradientHooks, GradientMeter
 from lightning_cxl.optim import cpu_adam as clipping
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -39,11 +39,11 @@ def random(shape, dtype=torch.float32, seed=0):
 def test_copy_and_accumulate_measure_what_they_write(sweeps, dtype):
     meter = GradientMeter()
     source, home = random((37, 5), dtype), torch.empty(37, 5)
-    meter.copy(source, home)
+    meter.copy_all([(source, home)])
     assert torch.equal(home, source.float())
     assert meter.sums([home]) == pytest.approx([exact(home)], rel=1e-12)
     other = random((37, 5), dtype, seed=1)
-    meter.accumulate(other, home, key=0)
+    meter.accumulate_all([Addition(other, home, 0)])
     assert torch.equal(home, source.float() + other.float())
     assert meter.sums([home]) == pytest.approx([exact(home)], rel=1e-12)
     assert not sweeps, "both were measured as they were written"
@@ -157,8 +157,8 @@ def test_tensors_that_kernels_do_not_move(layout):
     ]
     home = torch.empty(6, 4)
     meter = GradientMeter()
-    meter.copy(source, home)
+    meter.copy_all([(source, home)])
     assert torch.equal(home, source.float())
-    meter.accumulate(source, home, key=0)
+    meter.accumulate_all([Addition(source, home, 0)])
     assert torch.equal(home, source.float() * 2)
     assert meter.sums([home]) == pytest.approx([exact(home)], rel=1e-12)

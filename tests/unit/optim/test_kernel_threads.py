@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_cxl import CPUAdam, OffloadConfig
-from lightning_cxl.gradients.guard import GradientMeter
+from lightning_cxl.gradients.guard import Addition, GradientMeter
 from lightning_cxl.native import _cpu
 from lightning_cxl.optim.kernels import kernel_threads
 
@@ -48,8 +48,8 @@ def run_kernels(num_threads: int) -> None:
     meter = GradientMeter(num_threads)
     weight = torch.nn.Parameter(torch.zeros(1 << 20))
     weight.grad = torch.zeros(1 << 20)
-    meter.copy(torch.ones(1 << 20), weight.grad)
-    meter.accumulate(torch.ones(1 << 20), weight.grad, 1)
+    meter.copy_all([(torch.ones(1 << 20), weight.grad)])
+    meter.accumulate_all([Addition(torch.ones(1 << 20), weight.grad, 1)])
     CPUAdam([weight], num_threads=num_threads).step()
 
 

@@ -62,8 +62,9 @@ def compare(model, offload, step, units="blocks.*", num_steps=3):
             optimizer.step()
         assert_same(results[0], results[1], f"step {index}")
         assert all(p.isfinite().all() for p in plain.parameters()), "the test itself diverges"
-    assert offload.stats()["peak_saved_bytes"] > 0
-    assert offload.stats()["saved_bytes"] == 0
+    assert offload.memory.peak_bytes > 0
+    offload.engine.synchronize()
+    assert offload.memory.live_bytes == 0
     return ours
 
 
@@ -259,7 +260,7 @@ def test_a_container_that_cannot_be_copied_is_refused(offload):
     for _ in range(600):
         deep = [deep]
     offload.attach([("block", block)])
-    with pytest.raises(UnsupportedError, match="a recompute of unit `block` needs a copy"):
+    with pytest.raises(UnsupportedError, match="a recompute of unit `block` needs copies"):
         block(deep)
 
 
@@ -310,7 +311,8 @@ def test_llama(offload):
     ours = compare(model, offload, step, units="auto", num_steps=2)
     assert [name for name, _ in find_units(ours)] == [f"model.layers.{i}" for i in range(4)]
     # 4 layers of 2 x 16 x 64 floats and what aligns them
-    assert 4 * 8192 <= offload.stats()["peak_saved_bytes"] < 4 * 8192 + 4 * 64
+    in_flight = 0 if offload.engine.computes_on_host else 2 * 8192  # of the step before
+    assert 4 * 8192 <= offload.memory.peak_bytes < 4 * 8192 + 4 * 64 + in_flight
 
 
 def test_several_backwards_over_one_graph(offload):
@@ -511,7 +513,8 @@ def test_one_tensor_given_to_several_units_is_stored_once(offload):
             return x
 
     compare(Net(Cross), offload, train)
-    assert offload.stats()["peak_saved_bytes"] < (3 + 1) * (4 * 8 * 4 + 64)
+    if offload.engine.computes_on_host:  # else some copies of the step before are in flight
+        assert offload.memory.peak_bytes < (3 + 1) * (4 * 8 * 4 + 64)
 
 
 def test_a_tensor_changed_between_two_units_is_stored_twice(offload):
@@ -583,7 +586,8 @@ def test_units_inside_units(offload):
         torch.manual_seed(1)
         train(each)
     assert_same(state_of(plain), state_of(ours))
-    assert offload.stats()["saved_bytes"] == 0
+    offload.engine.synchronize()
+    assert offload.memory.live_bytes == 0
 
 
 def test_a_unit_that_returns_its_input_unchanged(offload):

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cxl.devices.transfer import HostEngine
-from lightning_cxl.streaming.activations import HeldInput, SavedBytes, StoredInput, can_store
+from lightning_cxl.streaming.activations import HeldInput, StoredInput, can_store
 from tests import training_device
 from tests.fakes import RecyclingMemory
 
@@ -40,8 +40,8 @@ def layouts(draw):
 @settings(deadline=None)
 @given(layouts())
 def test_the_image_is_exact(tensor):
-    memory, saved, engine = RecyclingMemory(), SavedBytes(), HostEngine()
-    stored = StoredInput(tensor, engine, memory.allocate, "unit", saved)
+    memory, engine = RecyclingMemory(), HostEngine()
+    stored = StoredInput(tensor, engine, memory.allocate, "unit")
     image = stored.shape_like_source(stored.on_host())
     assert torch.equal(image, tensor) and image.stride() == tensor.stride() and image.dtype == tensor.dtype
     assert image.data_ptr() % 64 == tensor.data_ptr() % 64
@@ -49,16 +49,14 @@ def test_the_image_is_exact(tensor):
     destination, transfer = stored.fetch(engine)
     transfer.wait()
     assert torch.equal(stored.shape_like_source(destination), tensor)
-    assert saved.stats()["saved_bytes"] == memory.live_bytes == stored.nbytes
     del stored, image
-    assert saved.stats() == {"saved_bytes": 0, "peak_saved_bytes": memory.requests[0][0], "num_saved": 0}
     assert memory.live_bytes == 0
 
 
 def test_an_image_read_back_before_its_copy_is_done_waits_for_it(device_engine):
     training_device.make_late("to the host")
     tensor = grown(100)
-    stored = StoredInput(tensor, device_engine, RecyclingMemory().allocate, "unit", SavedBytes())
+    stored = StoredInput(tensor, device_engine, RecyclingMemory().allocate, "unit")
     destination, transfer = stored.fetch(device_engine)
     transfer.wait()
     assert torch.equal(stored.shape_like_source(destination), tensor)
@@ -66,7 +64,7 @@ def test_an_image_read_back_before_its_copy_is_done_waits_for_it(device_engine):
 
 def test_an_image_is_recognised_by_identity_and_version():
     tensor = grown(4)
-    stored = StoredInput(tensor, HostEngine(), RecyclingMemory().allocate, "unit", SavedBytes())
+    stored = StoredInput(tensor, HostEngine(), RecyclingMemory().allocate, "unit")
     assert stored.is_image_of(tensor)
     assert not stored.is_image_of(tensor.view(4))  # same memory, another tensor
     own = tensor.data
