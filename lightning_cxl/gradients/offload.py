@@ -63,7 +63,6 @@ from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.kernels import mix_key
 from lightning_cxl.optim.masters import WeightPair, is_on_host
 from lightning_cxl.shards import is_replicated, is_sharded, local, sharded_like
-from lightning_cxl.streaming.unit_weights import UnitListener
 from lightning_cxl.torch_private import at_end_of_backward, backward_id, plain_grad, set_plain_grad
 
 AllocateAll = Callable[[Sequence[tuple[Parameter, torch.dtype]], TensorRole], list[torch.Tensor]]
@@ -112,7 +111,7 @@ class GradientGroup:
             self.accumulate(self)
 
 
-class GradientOffload(UnitListener):
+class GradientOffload:
     """Receives the gradients of adopted parameters. See [Note: Life of a gradient].
 
     Args:

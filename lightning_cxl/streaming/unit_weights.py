@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,9 +34,7 @@ from lightning_cxl.torch_private import (
 # `UnitListener`: learns what happens to streamed units. Gradients are offloaded in step with it.
 
 
-class UnitListener:
-    """Ignores it: for units that are not trained."""
-
+class UnitListener(Protocol):
     def recompute_begins(self) -> None:
         """A unit is about to be recomputed, in the backward that it is a part of."""
 
@@ -45,6 +43,10 @@ class UnitListener:
 
     def complete_for_access(self) -> None:
         """The user reads parameters through their modules. No update runs."""
+
+
+class NoListener(UnitListener):
+    """Of units that are not trained."""
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -228,7 +230,7 @@ class UnitWeights:
         self.readers: Sequence[Transfer] = ()
         """The latest copies to the device, which may still be in flight; those before them are done by then."""
         self._num_accesses = 0
-        self.listener = UnitListener()
+        self.listener: UnitListener = NoListener()
         """Learns of accesses to the parameters."""
         self._update: Future[None] | None = None
         self._running: list[Future[None]] = []
@@ -588,7 +590,7 @@ class ParamStreamer:
         if num_slots < MIN_SLOTS:
             raise ConfigError(f"{num_slots} slots: one unit computes while another is fetched, so give at least 2")
         self.phase = phase
-        self._listener = UnitListener()
+        self._listener: UnitListener = NoListener()
         self.num_fetches = self.num_late = 0
         """Copies started; and those of them that were not asked for before their unit was entered."""
         self._engine = engine
@@ -718,7 +720,7 @@ class ParamStreamer:
                 exits.callback(self.exit, unit)
 
     def _let_go(self) -> None:
-        self._listener = UnitListener()
+        self._listener = NoListener()
         with self._lock:
             self._latest = None
             for slot in self._slots:
