@@ -45,8 +45,13 @@ class UnitListener(Protocol):
         """The user reads parameters through their modules. No update runs."""
 
 
-class NoListener(UnitListener):
+class NoListener:
     """Of units that are not trained."""
+
+    def _ignore(self, unit: Any = None) -> None:
+        pass
+
+    recompute_begins = unit_is_over = complete_for_access = _ignore
 
 
 # ----------------------------------------------------------------------------------------------------
