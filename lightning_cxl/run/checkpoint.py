@@ -493,13 +493,13 @@ def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[
     except pickle.UnpicklingError as error:
         if mmap and "weights_only" in str(error).lower():
             raise needs_code(path, error) from error  # a sound file with other types in it
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
     except CheckpointError:
         raise
     except (EOFError, RuntimeError, KeyError, zipfile.BadZipFile) as error:
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
     if not isinstance(loaded, dict):
-        raise _damaged(path, TypeError(f"it holds a {type(loaded).__name__}, not a dict"))
+        raise damaged(path, TypeError(f"it holds a {type(loaded).__name__}, not a dict"))
     return loaded
 
 
@@ -535,9 +535,9 @@ def _pages(path: str, nbytes: int) -> torch.UntypedStorage:
         raise CheckpointError(f"cannot map checkpoint `{path}`: {error.strerror or error}") from error
 
 
-def _damaged(path: Path, error: Exception) -> CheckpointError:
+def damaged(path: Path, error: BaseException) -> CheckpointError:
     text = str(error).strip().splitlines()
     return CheckpointError(
-        f"cannot read checkpoint `{path}`: {type(error).__name__}: {text[0] if text else 'file ends early'}. "
-        "The file is damaged or not a checkpoint: resume from another one."
+        f"cannot read checkpoint `{path}`: {type(error).__name__}: {text[0] if text else 'it ends early'}. "
+        "It is damaged or not a checkpoint: resume from another one."
     )

@@ -85,12 +85,7 @@ class PlacedMemory:
         heap: trimmed before memory for a gradient is given; None: the heap is never trimmed.
     """
 
-    def __init__(
-        self,
-        memory: HostMemory,
-        placements: Plan,
-        heap: HeapTrimmer | None,
-    ) -> None:
+    def __init__(self, memory: HostMemory, placements: Plan, heap: HeapTrimmer | None) -> None:
         self.memory = memory
         self.placements = placements
         self._heap = heap
@@ -108,7 +103,12 @@ class PlacedMemory:
         placement = self.placements.place(parameter, role, shard.numel() * dtype.itemsize)
         if role is TensorRole.MASTER_WEIGHTS and parameter.device.type != "cpu" and dtype is parameter.dtype:
             placement = replace(placement, pinned=True)
-        return mirror(shard, dtype, lambda count, dt: self.memory.tensor((count,), dt, placement, role))
+        return self._mirrored(shard, dtype, placement, role)
+
+    def _mirrored(
+        self, value: torch.Tensor, dtype: torch.dtype, placement: Placement, role: TensorRole
+    ) -> torch.Tensor:
+        return mirror(value, dtype, lambda count, each: self.memory.tensor((count,), each, placement, role))
 
     def like_all(self, wanted: Sequence[tuple[nn.Parameter, torch.dtype]], role: TensorRole) -> list[torch.Tensor]:
         """Return what `like` would for each parameter, those of one placement in one piece of memory."""
@@ -179,7 +179,7 @@ class PlacedMemory:
         placement = self.placements.place(parameters[0], TensorRole.COMPUTE_WEIGHTS, nbytes)
         if placement.tiers[0] == SSD:
             assert self.on_ssd is not None, "what belongs on the tier `ssd` is in the inventory"
-            return self.on_ssd.home(parameters[0])
+            return self.on_ssd.weight_record(parameters[0])
         buffer = self.memory.allocate(nbytes, placement, TensorRole.COMPUTE_WEIGHTS)
         return InMemory(buffer, is_inherited=not (placement.pinned and self.memory.pins))
 
@@ -188,14 +188,14 @@ class PlacedMemory:
         placement = self.placements.place(parameters[0], TensorRole.COMPUTE_WEIGHTS, 0)
         if placement.tiers[0] != SSD or self.on_ssd is None:
             return None
-        return self.on_ssd.home(parameters[0])
+        return self.on_ssd.weight_record(parameters[0])
 
     def weights(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor | None:
         role = TensorRole.COMPUTE_WEIGHTS
         placement = self.placements.place(parameter, role, tensor.nbytes)
         if self._is_placed(tensor, placement):
             return None
-        return mirror(tensor, tensor.dtype, lambda count, dtype: self.memory.tensor((count,), dtype, placement, role))
+        return self._mirrored(tensor, tensor.dtype, placement, role)
 
     def shard(self, parameter: nn.Parameter, shard: torch.Tensor, numel: int) -> torch.Tensor | None:
         """Return 1-D memory for the shard of a parameter's weights; None if it is where it belongs, or goes to SSD."""
@@ -221,7 +221,10 @@ class PlacedMemory:
                 shard = local(value)
                 if not _is_movable(shard) or self.memory.tier_at(shard.data_ptr()) is not None:
                     continue
-                state[key] = sharded_like(self._like_state(shard, compute_of(parameter)).copy_(shard), value)
+                role = TensorRole.MOMENTUM
+                placement = self.placements.place(compute_of(parameter), role, shard.nbytes)
+                # with its strides: fused kernels read it flat
+                state[key] = sharded_like(self._mirrored(shard, shard.dtype, placement, role).copy_(shard), value)
                 left_bytes += shard.nbytes
                 del value, shard
                 if left_bytes >= _TRIM_BYTES:
@@ -230,12 +233,6 @@ class PlacedMemory:
                     left_bytes = 0
         if left_bytes:
             (heap or HeapTrimmer()).trim_now()
-
-    def _like_state(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Return memory for a tensor of an optimizer's state, with its strides: fused kernels go through it flat."""
-        role = TensorRole.MOMENTUM
-        placement = self.placements.place(parameter, role, value.nbytes)
-        return mirror(value, value.dtype, lambda count, dtype: self.memory.tensor((count,), dtype, placement, role))
 
     def count_planned(self, inventory: Inventory) -> None:
         """Add the inventory to the planned bytes; inputs of units are in it where `batch_tokens` is given."""
@@ -488,15 +485,6 @@ def bring_to_host(model: nn.Module, device: torch.device) -> None:
         log.warning("after an error, weights stay on `%s`", device, exc_info=True)
 
 
-def count_parameters(model: nn.Module | None) -> dict[str, int]:
-    # without a look: updates may be running, or may have failed
-    parameters = [] if model is None else [p for p in {id(p): p for p in peek(model)}.values() if not is_lazy(p)]
-    return {
-        "num_parameters": sum(numel(p) for p in parameters),
-        "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),
-    }
-
-
 log = logging.getLogger(__name__)
 
 
@@ -709,11 +697,14 @@ class Run:
     def report(self) -> dict[str, Any]:
         """Return what was decided, and counts of this run, as JSON-able data."""
         kept = self._unplaced
+        # read without waiting: updates may be running, or may have failed
+        parameters = [p for p in {id(p): p for p in peek(self._model)}.values() if not is_lazy(p)]
         notes = [f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)"] if kept else []
         return {
             "planned_roles": self._plan.roles(),
             "reasons": self._plan.reasons(),
-            **count_parameters(self._model),
+            "num_parameters": sum(map(numel, parameters)),
+            "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),
             "units": list(self.units),
             "streamed": {} if self._streamer is None else self._streamer.stats(),
             "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],

@@ -21,7 +21,7 @@ The folder has its name only when everything is on the drive: [Note: Unfinished 
 import copy
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from datetime import timedelta
@@ -37,6 +37,7 @@ from lightning_cxl.memory.hook import ordinary_memory
 from lightning_cxl.optim.parameter_state import MOMENT_KEYS
 from lightning_cxl.optim.swapped_state import read_states
 from lightning_cxl.run.checkpoint import META, lying_at, put_in_place, unfinished
+from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.shards import first_element, is_sharded, local, sharded_like
 from lightning_cxl.torch_private import tree_leaves
@@ -118,6 +119,18 @@ def optimizer_tensors(optimizer: Optimizer, name_of: Callable[[torch.Tensor], st
                 states[name] = _saved_entry(entry, parameter)
         groups.append({**{key: value for key, value in group.items() if key != "param_names"}, "params": names})
     return {"state": states, "param_groups": groups}
+
+
+def tensors_of_folder(
+    weights: Mapping[str, Any] | None, states: Sequence[Mapping[str, Any]], own: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what `save` gets, with the master weights that our entry has; they are taken out of it. `own`: INOUT."""
+    tensors: dict[str, Any] = {f"optimizer_{index}": each for index, each in enumerate(states)}
+    if weights is not None:
+        tensors["state_dict"] = weights
+    if masters := own.pop("master_weights", None):
+        tensors[KEY] = {"master_weights": masters}
+    return tensors
 
 
 def _saved_entry(entry: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

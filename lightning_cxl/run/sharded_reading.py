@@ -23,7 +23,7 @@ from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.optim.parameter_state import MOMENT_KEYS, REMAINDER, of_this_shard
-from lightning_cxl.run.checkpoint import META, by_name, lying_at, needs_code, restore_masters
+from lightning_cxl.run.checkpoint import META, by_name, damaged, lying_at, needs_code, restore_masters
 from lightning_cxl.run.sharded_checkpoint import first_failure
 from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.shards import is_sharded, local, sharded_like
@@ -290,11 +290,7 @@ class ShardedCheckpoint:
             return CheckpointError(f"checkpoint `{self._path}` was not read: {error}. Reading it could run code")
         if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
             return needs_code(self._path, error)
-        text = str(error).strip().splitlines()
-        return CheckpointError(
-            f"cannot read checkpoint `{self._path}`: {type(error).__name__}: {text[0] if text else 'no reason given'}. "
-            "It is damaged or not a checkpoint: resume from another one."
-        )
+        return damaged(self._path, error)
 
     def _some(self) -> str:
         names = list(self._metadata.state_dict_metadata)

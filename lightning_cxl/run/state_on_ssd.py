@@ -125,7 +125,7 @@ class StateOnSsd:
         given.add((role, dtype))
         return self._record_of[id(parameter)].take(dtype, numel)
 
-    def home(self, first: torch.Tensor) -> WeightRecord:
+    def weight_record(self, first: torch.Tensor) -> WeightRecord:
         return self._weight_records[id(first)]
 
     @property
@@ -135,8 +135,8 @@ class StateOnSsd:
 
     def check_weights(self) -> None:
         """Read weights and compare checksums, before a checkpoint copies what windows show."""
-        for home in self._weight_records.values():
-            self._weights.swapper.verify(home.record)
+        for each in self._weight_records.values():
+            self._weights.swapper.verify(each.record)
 
     def refuse_state_of_earlier_run(self, optimizers: Iterable[Optimizer]) -> None:
         """Refuse optimizers whose state this run would overwrite while it copies that state.

@@ -28,7 +28,7 @@ from lightning_cxl.optim.parameter_state import plain
 from lightning_cxl.run.checkpoint import entry_of, load_optimizers, own_entry, restore_masters
 from lightning_cxl.run.run import Run, bring_to_host
 from lightning_cxl.run.session import Session, follow
-from lightning_cxl.run.sharded_checkpoint import optimizer_tensors
+from lightning_cxl.run.sharded_checkpoint import optimizer_tensors, tensors_of_folder
 from lightning_cxl.run.sharded_checkpoint import save as save_together
 from lightning_cxl.run.state_on_ssd import KEY, check_together
 from lightning_cxl.sharding.processes import on_all_ranks
@@ -293,21 +293,15 @@ class UserLoop:
         weights: bool = True,
     ) -> None:
         """Write a model and its optimizers, on all processes together."""
-        tensors: dict[str, Any] = {}
-        own: dict[str, Any] = {}
-        rest = rest or {}
-        for index, optimizer in enumerate(optimizers):
+        states, own, rest = [], {}, rest or {}
+        for optimizer in optimizers:
             run = self.run_of(optimizer)
             on_all_ranks(run.wait_for_updates)  # a drive of one may fail
             run.adopt_joined()
             check_together(run.on_ssd)
-            tensors[f"optimizer_{index}"] = optimizer_tensors(optimizer, run.masters.name_of)
+            states.append(optimizer_tensors(optimizer, run.masters.name_of))
             own = entry_of(optimizers, run.masters, run.num_received)
-        masters = own.pop("master_weights", None)
-        if masters:
-            tensors[KEY] = {"master_weights": masters}
-        if weights:
-            tensors["state_dict"] = model.state_dict()
+        tensors = tensors_of_folder(model.state_dict() if weights else None, states, own)
         save_together(path, tensors, {**rest, KEY: {**rest.get(KEY, {}), **own}})
 
     def load_folder(

@@ -45,7 +45,14 @@ from lightning_cxl.run import checkpoint as ckpt
 from lightning_cxl.run.checkpoint import remove
 from lightning_cxl.run.run import Host, Run
 from lightning_cxl.run.session import cut_for, cut_state, follow
-from lightning_cxl.run.sharded_checkpoint import TIED, AsyncSaves, is_sharded_checkpoint, optimizer_tensors, save
+from lightning_cxl.run.sharded_checkpoint import (
+    TIED,
+    AsyncSaves,
+    is_sharded_checkpoint,
+    optimizer_tensors,
+    save,
+    tensors_of_folder,
+)
 from lightning_cxl.run.state_on_ssd import KEY, StateOnSsd, check_together
 from lightning_cxl.run.user_loop import end_earlier_trainings, methods_of_others, put_back
 from lightning_cxl.sharding.processes import on_all_ranks
@@ -319,15 +326,12 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
     def _save_together(self, checkpoint: Mapping[str, Any], own: Mapping[str, Any], filepath: Any) -> None:
         """Write a checkpoint, each process its shards. See [Note: Sharded checkpoints]."""
         states = checkpoint.get("optimizer_states", [])
-        tensors = {"state_dict": checkpoint["state_dict"], **{f"optimizer_{i}": each for i, each in enumerate(states)}}
         assert isinstance(self.lightning_module, nn.Module)
         names_of: dict[nn.Parameter, list[str]] = {}
         for name, parameter in self.lightning_module.named_parameters(remove_duplicate=False):
             names_of.setdefault(parameter, []).append(name)
         entry = {**own, TIED: [names for names in names_of.values() if len(names) > 1]}
-        masters = entry.pop("master_weights", None)
-        if masters:
-            tensors[KEY] = {"master_weights": masters}
+        tensors = tensors_of_folder(checkpoint["state_dict"], states, entry)
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         check_together(None if self._session.run is None else self._session.run.on_ssd, state=bool(states))
         begin = save if self._saves is None else self._saves.save
