@@ -81,7 +81,7 @@ class PlacedMemory:
     """Gives memory for parameters and units by role.
 
     Args:
-        placements: of the model; gets the bytes of `count_planned`.
+        placements: of the model.
         heap: trimmed before memory for a gradient is given; None: the heap is never trimmed.
     """
 
@@ -213,7 +213,7 @@ class PlacedMemory:
         """
         if isinstance(optimizer, CPUAdam):
             return  # keeps to the memory it was given
-        heap, left_bytes = None, 0
+        heap, left_bytes = HeapTrimmer(), 0
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if not isinstance(value, torch.Tensor):
@@ -228,16 +228,10 @@ class PlacedMemory:
                 left_bytes += shard.nbytes
                 del value, shard
                 if left_bytes >= _TRIM_BYTES:
-                    heap = heap or HeapTrimmer()
                     heap.trim_now()
                     left_bytes = 0
         if left_bytes:
-            (heap or HeapTrimmer()).trim_now()
-
-    def count_planned(self, inventory: Inventory) -> None:
-        """Add the inventory to the planned bytes; inputs of units are in it where `batch_tokens` is given."""
-        for each in inventory.tensors:
-            self.placements.count(each.role, each.nbytes, self.placements.of(each))
+            heap.trim_now()
 
     def _is_placed(self, tensor: torch.Tensor, placement: Placement) -> bool:
         return is_ordinary(tensor) and self.memory.is_placed(tensor.data_ptr(), placement)
@@ -263,7 +257,6 @@ class Host:
         device: torch.device,
         topology: Topology | None = None,
         policy: PlanningPolicy | None = None,
-        engine: TransferEngine | None = None,
         binding: RankBinding | None = None,
     ) -> None:
         self.config = config
@@ -282,7 +275,7 @@ class Host:
         self.memory = HostMemory(self.topology, budgets=budgets, room=room, on_tier_full=full, pin=pin)
         self.policy = RunPolicy(config, self.topology, device, policy)
         self.placer = Placer(self.topology, self.memory.free_bytes, cpu_computes=self.policy.cpu_computes)
-        self.engine = make_engine(device) if engine is None else engine
+        self.engine = make_engine(device)
 
     @property
     def streams_weights(self) -> bool:
@@ -522,7 +515,8 @@ class Run:
         self.guard = OverflowGuard(config.on_overflow, config.max_overflows, self.masters.name_of, self.meter)
         """Keeps optimizers from gradients that are not finite."""
         self.optimizers: list[Optimizer] = []
-        self._placed.count_planned(inventory)
+        for each in inventory.tensors:  # inputs of units are among them where `batch_tokens` is given
+            decision.count(each.role, each.nbytes, decision.of(each))
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
             self.on_ssd = self._open_ssd(inventory, cleanup)
             """Optimizer state and weights that do not lie in memory; None where all of it does."""
