@@ -4,7 +4,7 @@ import io
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -114,8 +114,7 @@ class ShardedCheckpoint:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a whole tensor by its full name, in new memory."""
-        value = self.empty(name, device="cpu")
-        self.read({name: value})
+        value: torch.Tensor = self.read({name: None})[name]
         return value
 
     def is_tensor(self, name: str) -> bool:
@@ -162,12 +161,18 @@ class ShardedCheckpoint:
         return [name[len(start) :] for name in self._metadata.state_dict_metadata if name.startswith(start)]
 
     def read(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Read into tensors, of any cut and floating point type; return them, and what is no tensor anew."""
+        """Read into tensors, of any cut and floating point type; return them.
+
+        Args:
+            tensors: by full name; None for new ones, whole, and for what is no tensor.
+        """
         wanted = dict(tensors)
-        for name, value in wanted.items():
+        for name, value in tensors.items():
             known = self._metadata.state_dict_metadata.get(name)
             if known is None:
                 raise CheckpointError(f"checkpoint `{self._path}` has no `{name}`; it has {self._some()}")
+            if value is None and isinstance(known, TensorStorageMetadata):
+                wanted[name] = self.empty(name, device="cpu")
             shape = tuple(known.size) if isinstance(known, TensorStorageMetadata) else None
             if shape is not None and isinstance(value, torch.Tensor) and shape != tuple(value.shape):
                 raise CheckpointError(
@@ -184,7 +189,8 @@ class ShardedCheckpoint:
 
     def read_weights(self, model: nn.Module, *, strict: bool) -> list[str]:
         """Read the weights and buffers of a model into the memory they have; return what the checkpoint lacks."""
-        own, saved = model.state_dict(), {str(path[1]) for path in self._below("state_dict")}
+        paths = self._below("state_dict")
+        own, saved = model.state_dict(), {str(path[1]) for path in paths.values()}
         missing, unknown = sorted(own.keys() - saved), sorted(saved - own.keys())
         if strict and (missing or unknown):
             raise CheckpointError(
@@ -194,11 +200,9 @@ class ShardedCheckpoint:
         tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
         self.read({f"state_dict.{name}": value for name, value in tensors.items() if name in saved})
         torch.autograd.graph.increment_version([p for p in model.parameters() if is_sharded(p)])
-        others = {path: None for path in self._below("state_dict") if path[1] in own.keys() - tensors.keys()}
+        others = {name: path[1:] for name, path in paths.items() if path[1] in own.keys() - tensors.keys()}
         if others:  # what modules keep beside tensors
-            model.load_state_dict(
-                _nested({path[1:]: value for path, value in self._read(others).items()}), strict=False
-            )
+            model.load_state_dict(self._read(others), strict=False)
         return missing
 
     def load_optimizers(
@@ -218,15 +222,15 @@ class ShardedCheckpoint:
         prefix = f"optimizer_{index}"
         if not self.names(prefix):
             raise CheckpointError(f"checkpoint `{self._path}` has no state of optimizer {index}; it has {self._some()}")
-        paths_of: dict[str, list[_Path]] = {}
-        for path in self._below(prefix, "state"):
-            paths_of.setdefault(str(path[2]), []).append(path)
+        paths_of: dict[str, dict[str, _Path]] = {}
+        for full_name, path in self._below(prefix, "state").items():
+            paths_of.setdefault(str(path[2]), {})[full_name] = path[3:]
         entries: dict[str, dict[str, Any]] = {}
         names = [[name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
         groups = self._groups(prefix, names)
         for group, own in zip(optimizer.param_groups, names, strict=True):
             for parameter, name in zip(group["params"], own, strict=True):
-                entry = self._entry(paths_of.pop(name, []), parameter)
+                entry = self._entry(paths_of.pop(name, {}), parameter)
                 if isinstance(optimizer, CPUAdam):
                     optimizer.load_parameter(parameter, name, entry)
                 elif entry:
@@ -243,10 +247,9 @@ class ShardedCheckpoint:
 
     def _groups(self, prefix: str, names: list[list[str]]) -> list[dict[str, Any]]:
         """Return saved groups in the order of this optimizer's, whose parameters have these names."""
-        values = self._read(dict.fromkeys(self._below(prefix, "param_groups")))
         found = [
             {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
-            for group in _nested({path[2:]: value for path, value in values.items()})
+            for group in self._read({name: path[2:] for name, path in self._below(prefix, "param_groups").items()})
         ]
         for group, own in zip(found, names, strict=False):  # DCP has no entry for an empty list
             group.setdefault("params", own)
@@ -254,35 +257,27 @@ class ShardedCheckpoint:
         ordered: list[dict[str, Any]] = by_name({"param_groups": found}, saved, names)["param_groups"]
         return ordered
 
-    def _entry(self, paths: Iterable[_Path], parameter: torch.Tensor) -> dict[str, Any]:
-        wanted: dict[_Path, Any] = {}
-        for path in paths:
-            known = self._metadata.state_dict_metadata[_name(path)]
-            if not isinstance(known, TensorStorageMetadata):
-                wanted[path] = None
+    def _entry(self, paths: Mapping[str, _Path], parameter: torch.Tensor) -> dict[str, Any]:
+        tensors: dict[str, torch.Tensor] = {}
+        for name, path in paths.items():
+            if not self.is_tensor(name):
                 continue
-            dtype: torch.dtype = known.properties.dtype
-            if known.size == parameter.shape and parameter.shape:
-                shard = torch.empty_like(local(parameter.detach()), dtype=dtype, device="cpu")
-                wanted[path] = sharded_like(shard, parameter)
-            else:
-                whole = torch.empty(known.size, dtype=dtype)
-                of_codes = str(path[3]).startswith(_OF_CODES)
-                wanted[path] = whole if of_codes else _whole(whole, parameter)
-        entry: dict[str, Any] = _nested({path[3:]: value for path, value in self._read(wanted).items()})
+            whole = self.empty(name)
+            if whole.shape == parameter.shape and parameter.shape:
+                shard = torch.empty_like(local(parameter.detach()), dtype=whole.dtype, device="cpu")
+                tensors[name] = sharded_like(shard, parameter)
+            elif not str(path[0]).startswith(_OF_CODES):
+                tensors[name] = _whole(torch.empty_like(whole, device="cpu"), parameter)
+        entry: dict[str, Any] = self._read(paths, tensors)
         return of_this_shard(entry, parameter) if MOMENT_KEYS[0].codes in entry else entry
 
-    def _below(self, *start: str) -> list[_Path]:
-        return [path for path in self._paths.values() if path[: len(start)] == start]
+    def _below(self, *start: str) -> dict[str, _Path]:
+        return {name: path for name, path in self._paths.items() if path[: len(start)] == start}
 
-    def _read(self, tensors: Mapping[_Path, Any]) -> dict[_Path, Any]:
-        """Do what `read` does, by paths; tensors for which None is given are new ones, whole."""
-        wanted = {_name(path): value for path, value in tensors.items()}
-        for name, value in wanted.items():
-            if value is None and self.is_tensor(name):
-                wanted[name] = self.empty(name, device="cpu")
-        found = self.read(wanted)
-        return {path: found[_name(path)] for path in tensors}
+    def _read(self, paths: Mapping[str, _Path], tensors: Mapping[str, Any] | None = None) -> Any:
+        """Return values by their paths in dicts and lists; `tensors` are those that have memory already."""
+        found = self.read({**dict.fromkeys(paths), **(tensors or {})})
+        return _nested({path: found[name] for name, path in paths.items()})
 
     def _damaged(self, error: BaseException) -> CheckpointError:
         error = first_failure(error)
@@ -295,10 +290,6 @@ class ShardedCheckpoint:
     def _some(self) -> str:
         names = list(self._metadata.state_dict_metadata)
         return ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def _name(path: _Path) -> str:
-    return ".".join(map(str, path))
 
 
 def _nested(values: Mapping[_Path, Any]) -> Any:
