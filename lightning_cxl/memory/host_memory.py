@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from bisect import bisect_right, insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,7 +73,6 @@ class _Count:
 class _Account:
     nbytes: int
     spans: tuple[Span, ...]
-    tiers: tuple[tuple[str, int], ...]  # bytes by tier
     role: TensorRole
     split: SplitKey | None
 
@@ -98,10 +97,7 @@ class Ledger(MemoryResource):
         Args:
             split: how it was meant to be divided over tiers; None when it was not possible.
         """
-        counts = Counter[str]()
-        for span in inner.spans:
-            counts[span.tier] += span.nbytes
-        entry = _Account(inner.nbytes, inner.spans, tuple(counts.items()), role, split)
+        entry = _Account(inner.nbytes, inner.spans, role, split)
         with self._lock:
             self._settle()
             self._entries[inner.address] = entry
@@ -171,9 +167,9 @@ class Ledger(MemoryResource):
             return start, entry if entry is not None and address < start + entry.nbytes else None
 
     def _count(self, entry: _Account, sign: int) -> None:
-        for tier, nbytes in entry.tiers:
-            self._tiers.setdefault(tier, _Count()).add(sign * nbytes)
-            self._roles.setdefault((entry.role, tier), _Count()).add(sign * nbytes)
+        for span in entry.spans:
+            self._tiers.setdefault(span.tier, _Count()).add(sign * span.nbytes)
+            self._roles.setdefault((entry.role, span.tier), _Count()).add(sign * span.nbytes)
 
     def _settle(self) -> None:
         while self._dead:

@@ -522,10 +522,8 @@ class BudgetResource(PageSource):
 #
 # Pin after placing: see [Note: Placing Pages Safely]. A long-term pin moves pages out of a zone of movable memory,
 # which CXL memory often is, silently to another node; so the kernel is asked again afterwards.
-
-# One copy must not cross the border of two registrations, so a chunk is larger than any sane tensor; the driver fails
-# above 128 GiB, where the size of its page tables no longer fits an int (open-gpu-kernel-modules, PR 1234).
-_CHUNK_BYTES = 16 * 2**30
+# One copy must not cross the border of two registrations, so a buffer is one. The driver fails above 128 GiB, where the
+# size of its page tables no longer fits an int (open-gpu-kernel-modules, PR 1234); no tensor is as large.
 
 
 class PinnedResource(MemoryResource):
@@ -545,7 +543,6 @@ class PinnedResource(MemoryResource):
         *,
         required: bool = False,
         where: PageNodes | None = page_nodes,
-        chunk_bytes: int = _CHUNK_BYTES,
     ) -> None:
         self.failure = ""
         """Why memory stays pageable from now on; empty as long as it is page-locked."""
@@ -554,8 +551,6 @@ class PinnedResource(MemoryResource):
         self._register = register
         self._unregister = unregister
         self._where = where
-        self._chunk_bytes = chunk_bytes
-        self._chunks: dict[int, list[int]] = {}  # buffer address -> addresses registered
         self._pid = os.getpid()
 
     def allocate(self, nbytes: int, *, alignment: int = PAGE_BYTES) -> Buffer:
@@ -574,29 +569,21 @@ class PinnedResource(MemoryResource):
 
     def deallocate(self, buffer: Buffer) -> None:
         """Unregister a dying buffer; `upstream` gets its own buffer back afterwards by itself."""
-        for address in self._chunks.pop(buffer.address, ()):
-            if os.getpid() == self._pid:  # a forked child has neither the memory nor the driver
-                self._unregister(address)
+        if os.getpid() == self._pid:  # a forked child has neither the memory nor the driver
+            self._unregister(buffer.address)
 
     def _allocate_pinned(self, nbytes: int, alignment: int) -> Buffer:
         inner = self._upstream.allocate(nbytes, alignment=max(alignment, PAGE_BYTES))
-        # from here on the new buffer's death unregisters what was registered
-        chunks = self._chunks[inner.address] = []
-        buffer = Buffer(inner.address, nbytes, inner.spans, self, inner)
-        for offset in range(0, nbytes, self._chunk_bytes):
-            self._register_chunk(buffer.address + offset, min(self._chunk_bytes, nbytes - offset), nbytes)
-            chunks.append(buffer.address + offset)
-        self._check_nodes(buffer)
-        return buffer
-
-    def _register_chunk(self, address: int, nbytes: int, whole: int) -> None:
         try:
-            self._register(address, nbytes)
+            self._register(inner.address, nbytes)
         except PinnedMemoryError as error:
             raise PinnedMemoryError(
-                f"cannot page-lock {format_bytes(whole)} for the device: {error}. Raise the limit `ulimit -l` (of a "
+                f"cannot page-lock {format_bytes(nbytes)} for the device: {error}. Raise the limit `ulimit -l` (of a "
                 "container `--ulimit memlock=-1`) or the memory of the container or of WSL, or set pin_memory=False."
             ) from error
+        buffer = Buffer(inner.address, nbytes, inner.spans, self, inner)
+        self._check_nodes(buffer)
+        return buffer
 
     def _check_nodes(self, buffer: Buffer) -> None:
         """Check that a buffer that has been page-locked lies where it did before."""
@@ -706,42 +693,36 @@ class BlockList:
 # The pool.
 
 
-class _Slabs:
-    """Cuts requests from the tightest free block of any slab; neighbours that come back are one block again.
-
-    Not thread-safe.
-    """
+class _Slabs(BlockList):
+    """Cuts requests from the tightest free block of any slab; offsets are addresses."""
 
     def __init__(self) -> None:
-        self._blocks = BlockList()  # offsets are addresses
+        super().__init__()
         self._slabs: dict[int, Buffer] = {}  # by address
         self._starts: list[int] = []  # sorted
 
     def add(self, slab: Buffer) -> None:
         self._slabs[slab.address] = slab
         insort(self._starts, slab.address)
-        self._blocks.add_range(slab.address, slab.nbytes)
+        self.add_range(slab.address, slab.nbytes)
 
     def take(self, nbytes: int, alignment: int, resource: MemoryResource) -> Buffer | None:
         """Return a buffer of `nbytes` that goes back to `resource`; None where no free block is large enough."""
-        address = self._blocks.allocate(nbytes, alignment)
+        address = self.allocate(nbytes, alignment)
         if address is None:
             return None
         slab = self._slabs[self._starts[bisect_right(self._starts, address) - 1]]
         return Buffer(address, nbytes, cut_spans(slab.spans, address - slab.address, nbytes), resource)
 
-    def take_back(self, address: int) -> None:
-        self._blocks.free(address)
-
     def drop_largest(self) -> int:
         """Let go of the largest slab of which nothing is in use and return its size; 0 where there is none."""
-        free = self._blocks.free_ranges()
+        free = self.free_ranges()
         if not free:
             return 0
         address = max(free, key=lambda address: self._slabs[address].nbytes)
         self._starts.remove(address)
         del self._slabs[address]
-        return self._blocks.drop_range(address)
+        return self.drop_range(address)
 
 
 _SLACK_FRACTION = 0.125
@@ -825,7 +806,7 @@ class PoolResource(MemoryResource):
         while self._dead:
             address, nbytes = self._dead.popleft()
             self._used_bytes -= nbytes
-            (self._large if nbytes >= self._large_bytes else self._small).take_back(address)
+            (self._large if nbytes >= self._large_bytes else self._small).free(address)
 
     def _new_shared_slab(self, nbytes: int, alignment: int) -> Buffer:
         for size in (self._slab_bytes, self._large_bytes):

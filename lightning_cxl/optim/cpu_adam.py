@@ -51,8 +51,9 @@ from lightning_cxl.optim.parameter_state import (
     scalars_of,
 )
 from lightning_cxl.optim.saved_state import StateLoading, check_moments, parameter_name
-from lightning_cxl.optim.swapped_state import AddressedRecord, InBuffers, StateSwapper, read_states
+from lightning_cxl.optim.swapped_state import InBuffers, StateSwapper, read_states
 from lightning_cxl.shards import first_element, local, sums_over_processes
+from lightning_cxl.storage.swap import Swappable
 from lightning_cxl.torch_private import keeps_mark, mark_as_called, share_hooks
 
 # ----------------------------------------------------------------------------------------------------
@@ -343,15 +344,15 @@ class AdamStep:
 
 def _parts(
     updates: Sequence[Update], swapper: StateSwapper
-) -> tuple[list[Update], list[tuple[list[AddressedRecord], list[Update]]]]:
+) -> tuple[list[Update], list[tuple[list[Swappable], list[Update]]]]:
     """Return the updates that need no record, and the others with the records that they need.
 
     A record is needed by one part only: what it is read for first would be lost where it is read again.
     """
     in_memory: list[Update] = []
-    part_of: dict[AddressedRecord, tuple[list[AddressedRecord], list[Update]]] = {}
+    part_of: dict[Swappable, tuple[list[Swappable], list[Update]]] = {}
     for update in updates:
-        records: list[AddressedRecord] = [] if update.kept.record is None else [update.kept.record]
+        records: list[Swappable] = [] if update.kept.record is None else [update.kept.record]
         for weights in (update.parameter, update.compute):
             record = None if weights is None else swapper.find([weights])
             if record is not None:
@@ -359,7 +360,7 @@ def _parts(
         if not records:
             in_memory.append(update)
             continue
-        own: tuple[list[AddressedRecord], list[Update]] = ([], [])
+        own: tuple[list[Swappable], list[Update]] = ([], [])
         for record in records:
             other = part_of.get(record)
             if other is None:

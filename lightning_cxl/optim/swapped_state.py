@@ -19,7 +19,7 @@ works on the record in a host buffer ([Note: Swapping]). One update::
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,12 +41,6 @@ _METADATA |= {"requires_grad", "shape", "size"}
 def taken_nbytes(nbytes: int) -> int:
     """Return the bytes that a tensor of `nbytes` takes of a record."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-class AddressedRecord(Swappable, Protocol):
-    """A record whose tensors have addresses, by which the kernel finds them in a buffer."""
-
-    window: Buffer
 
 
 class InBuffers(NamedTuple):
@@ -195,9 +189,9 @@ class StateSwapper:
 
     def __init__(self, swapper: Swapper) -> None:
         self.swapper = swapper
-        self._by_address: list[AddressedRecord] = []  # their windows do not overlap
+        self._by_address: list[Swappable] = []  # their windows do not overlap
         self._own: list[StateRecord] = []
-        self._weights: list[AddressedRecord] = []
+        self._weights: list[Swappable] = []
 
     def reserve(self, name: str, nbytes: int) -> StateRecord:
         """Return a new record of `nbytes` bytes, in which each tensor takes `taken_nbytes`."""
@@ -206,28 +200,28 @@ class StateSwapper:
         insort(self._by_address, record, key=_address)
         return record
 
-    def include(self, record: AddressedRecord) -> None:
+    def include(self, record: Swappable) -> None:
         """Let a record of weights be updated from now on."""
         self._weights.append(record)
         insort(self._by_address, record, key=_address)
 
-    def find(self, tensors: Iterable[torch.Tensor]) -> AddressedRecord | None:
+    def find(self, tensors: Iterable[torch.Tensor]) -> Swappable | None:
         """Return the record in which some of the tensors lie; None where all are in memory."""
         found = {record for tensor in tensors if (record := self._at(tensor.data_ptr())) is not None}
         assert len(found) <= 1, "state of one parameter lies in several records"
         return next(iter(found), None)
 
-    def _at(self, address: int) -> AddressedRecord | None:
+    def _at(self, address: int) -> Swappable | None:
         index = bisect_right(self._by_address, address, key=_address) - 1
         record = self._by_address[index] if index >= 0 else None
         return record if record is not None and is_in(record.window, address) else None
 
-    def expect(self, records: Sequence[AddressedRecord]) -> None:
+    def expect(self, records: Sequence[Swappable]) -> None:
         """Prefetch records that are updated next, in this order."""
         self.swapper.expect([each.record for each in records])
 
     @contextmanager
-    def use(self, records: Sequence[AddressedRecord]) -> Iterator[InBuffers]:
+    def use(self, records: Sequence[Swappable]) -> Iterator[InBuffers]:
         """Return a region in which records are in buffers, which are written back when it ends."""
         with self.swapper.use(records) as buffers:
             yield InBuffers(list(zip([record.window for record in records], buffers, strict=True)))
@@ -279,5 +273,5 @@ class StateSwapper:
             record.clean()
 
 
-def _address(record: AddressedRecord) -> int:
+def _address(record: Swappable) -> int:
     return record.window.address

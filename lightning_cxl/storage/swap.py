@@ -125,6 +125,8 @@ class Swappable(Protocol):
     """A record with bytes that its drives may not have yet."""
 
     record: Record
+    window: Buffer
+    """The addresses by which tensors of the record are found in a buffer."""
 
     def fill(self, buffer: Buffer) -> None:
         """Bring what is newer than the drives to a buffer, which has what is on the drives."""

@@ -44,9 +44,7 @@ def striped(topology: Topology) -> StripedResource:
 
 
 def pin(upstream: MemoryResource) -> PinnedResource:
-    return PinnedResource(
-        upstream, register=lambda address, nbytes: None, unregister=lambda address: None, chunk_bytes=3 * MIB
-    )
+    return PinnedResource(upstream, register=lambda address, nbytes: None, unregister=lambda address: None)
 
 
 def make_split(topology: Topology) -> Case:

@@ -38,22 +38,19 @@ def upstream(budget: Budget) -> BudgetResource:
     return BudgetResource(NumaResource("dram", 0, Topology.fake(dram=("1GiB",), cxl=())), budget)
 
 
-def test_memory_is_registered_in_chunks_and_unregistered_before_it_goes_back(upstream, budget) -> None:
+def test_memory_is_registered_as_a_whole_and_unregistered_before_it_goes_back(upstream, budget) -> None:
     driver = Driver()
     order = []
     resource = PinnedResource(
         upstream,
         register=driver.register,
         unregister=lambda address: (driver.unregister(address), order.append(budget.held_bytes)),
-        chunk_bytes=4 * MIB,
     )
     buffer = resource.allocate(10 * MIB)
-    start = buffer.address
-
-    assert driver.calls == [(start, 4 * MIB), (start + 4 * MIB, 4 * MIB), (start + 8 * MIB, 2 * MIB)]
+    assert driver.calls == [(buffer.address, 10 * MIB)]
     del buffer
     assert driver.ranges == {}
-    assert order == [10 * MIB] * 3  # still held while it was unregistered
+    assert order == [10 * MIB]  # still held while it was unregistered
     assert budget.held_bytes == 0
 
 
@@ -67,9 +64,9 @@ def test_a_forked_child_leaves_registrations_to_its_parent(upstream, monkeypatch
     assert driver.ranges == {address: MIB}
 
 
-def test_failure_half_way_is_undone_and_falls_back_to_pageable_with_one_warning(upstream, budget) -> None:
+def test_failure_falls_back_to_pageable_with_one_warning(upstream, budget) -> None:
     driver = Driver(limit=6 * MIB)
-    resource = PinnedResource(upstream, register=driver.register, unregister=driver.unregister, chunk_bytes=4 * MIB)
+    resource = PinnedResource(upstream, register=driver.register, unregister=driver.unregister)
 
     with pytest.warns(LightningCXLWarning, match=r"page-lock 10\.0 MiB.*ulimit -l.*memlock=-1.*pageable") as caught:
         first = resource.allocate(10 * MIB)
@@ -85,9 +82,7 @@ def test_failure_half_way_is_undone_and_falls_back_to_pageable_with_one_warning(
 
 def test_failure_is_raised_when_pinning_is_required(upstream, budget) -> None:
     driver = Driver(limit=6 * MIB)
-    resource = PinnedResource(
-        upstream, required=True, register=driver.register, unregister=driver.unregister, chunk_bytes=4 * MIB
-    )
+    resource = PinnedResource(upstream, required=True, register=driver.register, unregister=driver.unregister)
 
     with pytest.raises(PinnedMemoryError, match="locked-memory limit"):
         resource.allocate(10 * MIB)

@@ -19,7 +19,7 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Mapping
 from lightning_cxl.optim.cpu_adam import AdamStep, CPUAdam
 from lightning_cxl.optim.swapped_state import OnSsd as StandIn
-from lightning_cxl.optim.swapped_state import StateRecord, StateSwapper, taken_nbytes
+from lightning_cxl.optim.swapped_state import StateRecord, StateSwapper
 from lightning_cxl.storage.drive import StorageTransfer, System
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
@@ -297,18 +297,6 @@ def test_state_that_a_user_has_put_there_is_taken_over(tmp_path) -> None:
     own.close()
 
 
-def test_schedulers_and_hooks_go_on(tmp_path) -> None:
-    own, seen = one_step(tmp_path), []
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(own.optimizer, 4)
-    own.optimizer.register_state_dict_post_hook(lambda _, found: seen.append(len(found["state"])))
-    give_gradients(own.parameters, 1)
-    own.optimizer.step()
-    scheduler.step()
-    own.optimizer.load_state_dict(own.optimizer.state_dict())
-    assert seen == [len(SHAPES)] and own.optimizer.param_groups[0]["lr"] < 1e-3
-    own.close()
-
-
 def test_state_outlives_the_store_as_memory(tmp_path) -> None:
     own = OnSsd(tmp_path, make_parameters(torch.float32))
     plain_parameters = make_parameters(torch.float32)
@@ -326,10 +314,6 @@ def test_state_outlives_the_store_as_memory(tmp_path) -> None:
     plain.step()
     assert_equal_runs(own, plain, plain_parameters)
     assert state_of(copied)[0]["step"] == 2
-
-
-def test_what_a_tensor_takes_is_aligned() -> None:
-    assert [taken_nbytes(nbytes) for nbytes in (1, 64, 65)] == [64, 64, 128]
 
 
 def test_reads_begin_behind_writes_of_their_buffers(tmp_path) -> None:

@@ -100,18 +100,6 @@ def test_short_transfers_go_on_where_they_stopped(tmp_path):
     drive.close()
 
 
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("kind", ["read", "write"])
-def test_a_call_that_moves_nothing_is_an_error_and_no_endless_loop(tmp_path, monkeypatch, kind):
-    system = System()
-    drive = Drive(tmp_path / "file", system, make=True)
-    monkeypatch.setattr(system, "preadv", lambda *args: 0)
-    monkeypatch.setattr(system, "pwritev", lambda *args: 0)
-    with pytest.raises(StorageError, match="EIO"):
-        getattr(drive, kind)([memoryview(bytearray(BLOCK))], 0)
-    drive.close()
-
-
 def test_more_pieces_than_one_system_call_takes(engine):
     memory = memory_of(1200 * BLOCK)
     contents = fill(memory, 1)

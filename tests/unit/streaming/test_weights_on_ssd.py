@@ -324,16 +324,6 @@ def test_a_request_that_is_interrupted_copies_nothing(tmp_path, monkeypatch):
     made.close()
 
 
-def test_windows_outlive_everything(tmp_path):
-    made = Weights(tmp_path)
-    made.close()
-    made.swapper.close()
-    for index, value in enumerate(made.values):
-        assert torch.equal(made.shown(index), value)
-        made.shown(index).add_(1)
-        assert torch.equal(made.shown(index), value + 1)
-
-
 class Unit:
     """What a slot wants of a unit of one piece."""
 
