@@ -314,11 +314,9 @@ class AdamStep:
             return
         in_memory, parts = _parts(updates, swapper)
         if in_memory:
-            swapper.expect([record for records, _ in parts for record in records])  # read behind what is updated now
             self._apply(in_memory, scale, None)
-        for index, (records, part) in enumerate(parts):
+        for records, part in parts:
             with swapper.use(records) as swapped:
-                swapper.expect([record for following, _ in parts[index + 1 :] for record in following])
                 self._apply(part, scale, swapped)
 
     def _apply(self, updates: Sequence[Update], scale: float, swapped: InBuffers | None) -> None:

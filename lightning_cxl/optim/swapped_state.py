@@ -216,10 +216,6 @@ class StateSwapper:
         record = self._by_address[index] if index >= 0 else None
         return record if record is not None and is_in(record.window, address) else None
 
-    def expect(self, records: Sequence[Swappable]) -> None:
-        """Prefetch records that are updated next, in this order."""
-        self.swapper.expect([each.record for each in records])
-
     @contextmanager
     def use(self, records: Sequence[Swappable]) -> Iterator[InBuffers]:
         """Return a region in which records are in buffers, which are written back when it ends."""

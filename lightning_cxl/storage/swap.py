@@ -4,8 +4,8 @@
 A swapper has one piece of host memory with a hard cap, and cuts buffers of exact sizes from it. Optimizer state,
 weights and saved inputs have a swapper each. A buffer is used in one of two ways:
 
-* `use`. The caller works in it: on state, on weights that are updated. The record has been prefetched or is read now;
-  its write-back runs behind what the caller does next.
+* `use`. The caller works in it: on state, on weights that are updated. The record has been prefetched, if the one used
+  before it was so the last time, or is read now; its write-back runs behind what the caller does next.
 * `submit`. A job has it, in a thread of the swapper, from its first transfer to its last: from the drive to the device,
   or from the device to the drive.
 
@@ -152,7 +152,6 @@ class _Held(NamedTuple):
     """That had begun before the read."""
 
 
-_MAX_AHEAD = 2  # uses, besides the present one
 _MAX_THREADS = 16  # of jobs: each has a buffer, and there are few, but where images are small
 
 
@@ -427,9 +426,7 @@ class Swapper:
         self._latest = first
         found: dict[Record, None] = {}
         following = self._next.get(first)
-        for _ in range(_MAX_AHEAD):
-            if following is None or following[0] is first or following[0] in found:
-                break
+        while following is not None and following[0] is not first and following[0] not in found:
             found |= dict.fromkeys(following)
             following = self._next.get(following[0])
         return list(found)
