@@ -172,7 +172,6 @@ class Swapper:
         begin_thread: Callable[[], None] = lambda: None,
     ) -> None:
         self.num_late = 0  # reads of records that were not expected before their use
-        self.num_uses = 0  # of records, each by itself
         self.store = store
         self._pool = pool
         self._before_write = before_write
@@ -419,7 +418,6 @@ class Swapper:
 
     def _learn(self, records: Sequence[Record]) -> list[Record]:
         """Note that these are used now, and return those that were used after them the last time."""
-        self.num_uses += len(records)
         first = records[0]
         if self._latest is not None:
             self._next[self._latest] = tuple(records)
