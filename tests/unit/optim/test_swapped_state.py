@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import errno
 import os
 import pickle
 import threading
@@ -16,7 +15,6 @@ import torch
 from lightning_cxl.errors import StorageError, UnsupportedError
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.native._numa import Mapping
 from lightning_cxl.optim.cpu_adam import AdamStep, CPUAdam
 from lightning_cxl.optim.swapped_state import OnSsd as StandIn
 from lightning_cxl.optim.swapped_state import StateRecord, StateSwapper
@@ -24,6 +22,7 @@ from lightning_cxl.storage.drive import StorageTransfer, System
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from tests.faulty_system import FaultySystem
+from tests.storage_cases import Gate, memory_of
 
 SHAPES = [(96, 64), (64,), (33, 130), (128, 64), (64, 128), (7,), (5000,)]
 NUM_RECORDS = 3  # the parameters after those of the records are in memory
@@ -50,8 +49,7 @@ class OnSsd:
 
     def allocate(self, nbytes: int) -> Buffer:
         self.allocated += nbytes
-        mapping = Mapping(nbytes)
-        return Buffer(mapping.address, nbytes, (), None, mapping)
+        return memory_of(nbytes)
 
     def flat(self, parameter, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
         index = next(i for i, p in enumerate(self.parameters) if p is parameter) // 2
@@ -328,16 +326,11 @@ def test_reads_begin_behind_writes_of_their_buffers(tmp_path) -> None:
     own.close()
 
 
-class SlowWrites(System):
-    """Writes take so long that whatever does not wait for them comes first."""
-
-    def pwritev(self, *args):
-        time.sleep(0.02)
-        return super().pwritev(*args)
-
-
 def test_reads_behind_slow_writes_find_what_was_written(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=3.4, system=SlowWrites())
+    """Writes take so long that whatever does not wait for them comes first."""
+    gate = Gate()
+    gate.write_seconds = 0.02
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=3.4, system=gate)
     plain_parameters = make_parameters(torch.float32)
     plain = CPUAdam(plain_parameters)
     for step in range(3):
@@ -545,20 +538,10 @@ def test_float32_state_that_is_loaded_into_8_bit_counts(tmp_path) -> None:
     own.close()
 
 
-class FailingWrites(System):
-    fails = False
-
-    def pwritev(self, *args):
-        if not self.fails:
-            return super().pwritev(*args)
-        time.sleep(0.05)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
 def test_closing_after_several_failed_writes_raises_the_first_error(tmp_path) -> None:
-    system = FailingWrites()
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=9, system=system)
-    system.fails = True
+    gate = Gate()
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=9, system=gate)
+    gate.fails, gate.write_seconds = "write", 0.05
     for record in own.records[:2]:
         with own.state.use([record]):
             pass

@@ -9,20 +9,14 @@ import pytest
 import torch
 
 from lightning_cxl.devices.transfer import HostEngine
-from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.native._numa import Mapping
 from lightning_cxl.optim.swapped_state import StateSwapper
 from lightning_cxl.storage.store import Area, Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.streaming.on_ssd import InputsOnSsd, WeightsOnSsd
+from tests.storage_cases import memory_of
 
 NBYTES = 64 << 10
 NUM_RECORDS = 3  # more than there are buffers
-
-
-def memory_of(nbytes: int) -> Buffer:
-    mapping = Mapping(nbytes)
-    return Buffer(mapping.address, nbytes, (), None, mapping)
 
 
 class Updates:

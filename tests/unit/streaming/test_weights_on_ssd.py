@@ -9,14 +9,12 @@ import torch
 from lightning_cxl.devices.transfer import HostEngine
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.host_memory import has_private_pages
-from lightning_cxl.memory.resource import Buffer
-from lightning_cxl.native._numa import Mapping
 from lightning_cxl.storage.drive import StorageTransfer
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.streaming.on_ssd import WeightsOnSsd
 from lightning_cxl.streaming.unit_weights import InMemory, Slot, WeightPiece
-from tests.storage_cases import Gate
+from tests.storage_cases import Gate, memory_of
 
 SIZES = [8192, 20_000, 4096, 12_288, 20_000]
 LARGEST = 20_480
@@ -27,9 +25,8 @@ class Weights:
 
     def __init__(self, folder, num_buffers=2.0, engine=None):
         self.gate = Gate()
-        self.allocated = []
         self.store = Store([folder], budget_bytes=1 << 30, system=self.gate)
-        self.swapper = Swapper(self.store, BufferPool(self.allocate, int(num_buffers * LARGEST)))
+        self.swapper = Swapper(self.store, BufferPool(memory_of, int(num_buffers * LARGEST)))
         self.weights = WeightsOnSsd(self.swapper, engine or HostEngine())
         self.homes = [self.weights.reserve(f"unit {index}", nbytes) for index, nbytes in enumerate(SIZES)]
         self.values = []
@@ -38,11 +35,6 @@ class Weights:
             with home.filling() as slot:
                 slot.tensor((nbytes,), torch.uint8).copy_(value)
             self.values.append(value)
-
-    def allocate(self, nbytes):
-        self.allocated.append(nbytes)
-        mapping = Mapping(nbytes)
-        return Buffer(mapping.address, nbytes, (), None, mapping)
 
     def shown(self, index):
         return self.homes[index].buffer.tensor((SIZES[index],), torch.uint8)
@@ -163,7 +155,7 @@ def test_what_an_update_brings_is_not_written_back(two):
 
 def test_settled_is_what_was_written_last(two):
     two.gate.is_open.clear()
-    slot = two.allocate(LARGEST)
+    slot = memory_of(LARGEST)
     slot.tensor((SIZES[0],), torch.uint8).fill_(55)
     two.store.write(two.homes[0].record, slot)
     into, fetch = two.fetch(0)
@@ -340,7 +332,7 @@ def test_a_late_copy_does_not_overwrite_the_next_unit(two):
     slot = Slot(HostEngine(), SIZES[1])
     slot.fetch(Unit(two.shown(1), two.homes[1]), ())
     other = torch.full((SIZES[1],), 99, dtype=torch.uint8)
-    slot.fetch(Unit(other, InMemory(two.allocate(4096))), ())
+    slot.fetch(Unit(other, InMemory(memory_of(4096))), ())
     two.gate.is_open.set()
     two.swapper.close()
     slot.wait()
@@ -376,7 +368,7 @@ def test_what_is_written_back_is_not_older_than_an_update(two):
     two.homes[0].begin_access()
     two.shown(0).fill_(5)
     two.gate.is_open.clear()
-    slot = two.allocate(LARGEST)
+    slot = memory_of(LARGEST)
     slot.tensor((SIZES[0],), torch.uint8).fill_(55)
     two.store.write(two.homes[0].record, slot)
     over = threading.Thread(target=two.homes[0].end_access)
