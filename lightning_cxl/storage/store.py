@@ -407,13 +407,14 @@ class Store:
     def _check_free(self, folder: Folder) -> None:
         """Refuse a folder with a part of a generation, which is of another run: this one has found no manifest."""
         part, main = folder.read(PART), self._folders[0]
-        if part is None and (folder is main or folder.read(MANIFEST) is None):
+        is_main_of_another = folder is not main and folder.read(MANIFEST) is not None
+        if part is None and not is_main_of_another:
             return
         try:
             home = folder.path if part is None else Path(json.loads(part)["home"])
         except (ValueError, KeyError, TypeError):
             home = folder.path
-        if folder is not main and home == main.path.resolve():
+        if folder is not main and not is_main_of_another and home == main.path.resolve():
             return  # left by a run that was killed before its first manifest was there
         is_there = os.path.exists(home / MANIFEST)
         missing = ", which is missing: mount its drive, or put it back from a backup"
