@@ -188,7 +188,8 @@ MUTATIONS = {
             "return is_dataclass",
             "isinstance(value, tuple)",
         ),
-        Mutation("a recompute gets a cache in a dict as it was", "streaming: _UnitCall._loaded", NEVER, "is_cache"),
+        Mutation("a recompute gets a cache in a dict as it was", "streaming: _UnitCall._keep", NEVER, "is_cache"),
+        Mutation("each recompute has its own copy of a cache", "streaming: _UnitCall._loaded", NEVER, "is_cache"),
         Mutation("a recompute draws the random numbers of its forward", "streaming: _Draws.replay", DELETE, "_start"),
     ),
     "unit/streaming/test_saved_inputs.py unit/streaming/test_activations_lifetime.py": (
