@@ -158,12 +158,12 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _stored(state: Mapping[str, Any]) -> list[CheckpointTensor]:
     """Return the tensors of a file that torch has mapped."""
-    return [_of_tensor(name, value.detach()) for name, value in state.items() if isinstance(value, Tensor)]
-
-
-def _of_tensor(name: str, value: Tensor) -> CheckpointTensor:
-    memory = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride())
-    return CheckpointTensor(name, tuple(value.shape), value.dtype, lambda: value, memory)
+    found = []
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            memory = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride())
+            found.append(CheckpointTensor(name, tuple(value.shape), value.dtype, value.detach, memory))
+    return found
 
 
 def _of_safetensors(weight: WeightSource) -> CheckpointTensor:

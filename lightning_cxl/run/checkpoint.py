@@ -121,7 +121,7 @@ def load_optimizers(
         if isinstance(optimizer, CPUAdam):
             if on_ssd is not None:
                 ordered = ssd_checkpoint.resolve(ordered, optimizer)
-            CPUAdam.load_state_dict(optimizer, ordered)  # it may have one that calls this function
+            type(optimizer).load_state_dict(optimizer, ordered)  # its own attribute may call this function
         else:
             load_plain(optimizer, ordered, current)
 
