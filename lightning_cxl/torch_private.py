@@ -242,10 +242,6 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in _BACKWARD_HOOKS) or any(_hooks_of_all_backwards)
 
 
-def forward_pre_hooks(module: nn.Module) -> list[Any]:
-    return list(module._forward_pre_hooks.values())
-
-
 _set = find("torch.nn.utils.parametrize", "_maybe_set", "see whether a parametrization writes to a weight")
 
 

@@ -108,9 +108,6 @@ class Ledger(MemoryResource):
     def deallocate(self, buffer: Buffer) -> None:
         self._dead.append(buffer.address)
 
-    def tier_at(self, address: int) -> str | None:
-        return next(self.tiers_of(address, 1))[0]
-
     def tiers_of(self, address: int, nbytes: int) -> Iterator[tuple[str | None, int]]:
         """Yield (tier, bytes) of neighbouring parts that are ``[address, address + nbytes)`` together.
 
