@@ -18,35 +18,32 @@ from lightning_cxl.inventory.dry_run import dry_run, estimate
 from lightning_cxl.inventory.tensors import Workload
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.units import find_units
+from tests.fakes import RecyclingMemory
 from tests.integration.llama import tiny_llama
 from tests.models import TinyTransformer
 
 MIN_BYTES = 1 << 10
 
 
-class HostBytes:
+class NumpyBytes:
+    """Not from torch's allocator, which is watched."""
+
     def __init__(self, nbytes):
-        self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        self._memory = torch.from_numpy(np.empty(nbytes, np.uint8))
 
     def tensor(self, shape, dtype):
         count = torch.Size(shape).numel()
         return self._memory[: count * dtype.itemsize].view(dtype).view(shape)
 
 
-class NumpyBytes(HostBytes):
-    """Not from torch's allocator, which is watched."""
-
-    def __init__(self, nbytes):
-        self._memory = torch.from_numpy(np.empty(nbytes, np.uint8))
-
-
 def really_stored(model, tokens):
     """What the engine's own offload has stored when the forward of a real model is over."""
-    offload = ActivationOffload(HostEngine(), lambda nbytes, unit: HostBytes(nbytes), min_bytes=MIN_BYTES)
+    memory = RecyclingMemory()
+    offload = ActivationOffload(HostEngine(), memory.allocate, min_bytes=MIN_BYTES)
     offload.attach(find_units(model), model)
     output = model(tokens)
     loss = (output if isinstance(output, torch.Tensor) else output.logits).sum()
-    stored = offload.stats()["saved_bytes"]
+    stored = memory.live_bytes
     loss.backward()
     offload.detach()
     return stored
