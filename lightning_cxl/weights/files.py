@@ -559,62 +559,53 @@ def open_weights(source: Source) -> Iterator[list[TensorFile]]:
 def _files_of(source: Source) -> tuple[list[Path], dict[str, str]]:
     """Return the files, and which of them holds which tensor, where an index says so."""
     if not isinstance(source, (str, PathLike)):
-        paths = [Path(fspath(path)) for path in source]
-        if not paths:
+        if not source:
             raise CheckpointError("an empty list of files holds no weights; name at least one")
-        return paths, {}
+        return [Path(fspath(path)) for path in source], {}
     path = Path(fspath(source))
     if path.is_dir():
-        path = _main_file(path)
-    return _files_of_index(path) if path.suffix == ".json" else ([path], {})
-
-
-def _main_file(folder: Path) -> Path:
-    for name in (SINGLE_FILE, INDEX_FILE):  # in the order in which transformers looks
-        if (folder / name).is_file():
-            return folder / name
-    found = sorted(path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pt", ".pth"))
-    text = f"it has {', '.join(found[:5])}" if found else "it has no weights of any kind"
-    raise CheckpointError(
-        f"the folder `{folder}` has neither {SINGLE_FILE} nor {INDEX_FILE}; {text}. Name safetensors files of other "
-        "names one by one; convert .bin files with `save_pretrained` of transformers."
-    )
-
-
-def _files_of_index(path: Path) -> tuple[list[Path], dict[str, str]]:
+        folder = path
+        path = folder / (SINGLE_FILE if (folder / SINGLE_FILE).is_file() else INDEX_FILE)  # as transformers chooses
+        if not path.is_file():
+            found = sorted(
+                path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pt", ".pth")
+            )
+            text = f"it has {', '.join(found[:5])}" if found else "it has no weights of any kind"
+            raise CheckpointError(
+                f"the folder `{folder}` has neither {SINGLE_FILE} nor {INDEX_FILE}; {text}. Name safetensors files of "
+                "other names one by one; convert .bin files with `save_pretrained` of transformers."
+            )
+    if path.suffix != ".json":
+        return [path], {}
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
-        _check_map(weight_map)
+        index = json.loads(path.read_bytes())["weight_map"]
+        if not isinstance(index, dict) or not index:
+            raise ValueError("its weight_map is no table of names, or empty")
+        for file in index.values():
+            if not isinstance(file, str) or Path(file).name != file or "\\" in file or file == "..":
+                raise ValueError(f"its weight_map names {file!r}, which is not a file beside it")
     except OSError as error:
         raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}.") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"`{path}` is not an index of safetensors files ({type(error).__name__}: {error}). Download it again."
         ) from error
-    return [path.parent / name for name in dict.fromkeys(weight_map.values())], weight_map
-
-
-def _check_map(weight_map: Any) -> None:
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError("its weight_map is no table of names, or empty")
-    for file in weight_map.values():
-        if not isinstance(file, str) or Path(file).name != file or "\\" in file or file == "..":
-            raise ValueError(f"its weight_map names {file!r}, which is not a file beside it")
+    return [path.parent / name for name in dict.fromkeys(index.values())], index
 
 
 def _check_names(files: Iterable[TensorFile], index: dict[str, str]) -> None:
-    holder: dict[str, TensorFile] = {}
+    holder: dict[str, Path] = {}
     for file in files:
         for name in file.entries:
             if name in holder:
                 raise CheckpointError(
-                    f"tensor {name!r} is in `{holder[name].path}` and in `{file.path}`: they are files of different "
+                    f"tensor {name!r} is in `{holder[name]}` and in `{file.path}`: they are files of different "
                     "models, or an old one was left behind. Name the right files."
                 )
-            holder[name] = file
+            holder[name] = file.path
     for name, path in index.items():
-        if name not in holder or holder[name].path.name != path:
-            where = f"is in `{holder[name].path.name}`" if name in holder else "is in none of its files"
+        if name not in holder or holder[name].name != path:
+            where = f"is in `{holder[name].name}`" if name in holder else "is in none of its files"
             raise CheckpointError(
                 f"the index says that tensor {name!r} is in `{path}`, but it {where}: index and files are not of the "
                 "same save. Download or save the model again."

@@ -652,12 +652,11 @@ def require_model(name: str, nor: str = "", *, weights_for: str = "") -> None:
             f"{name!r} is a shape that `plan` knows, without weights, and `{weights_for}` needs weights: use "
             f"{SHAPES[name.lower()].hub_id}"
         )
-    if _is_hub_id(name):
-        problem = _ask_hub(name)
-    else:
-        problem = f"no hub id, which names the owner too, such as {SHAPES['qwen2.5-0.5b'].hub_id}"
+    problem = _ask_hub(name)
     if problem is not None:
-        raise ConfigError(f"there is no model {name!r}{_similar(name)} It is no folder{nor}, and {problem}")
+        found = [f"{each} ({SHAPES[each].hub_id})" for each in nearest(name)]
+        similar = f": did you mean {' or '.join(found)}?" if found else "."
+        raise ConfigError(f"there is no model {name!r}{similar} It is no folder{nor}, and {problem}")
 
 
 def is_cached(name: str) -> bool:
@@ -671,21 +670,14 @@ def is_cached(name: str) -> bool:
         return False
 
 
-def _is_hub_id(name: str) -> bool:
-    owner, slash, rest = name.partition("/")
-    return bool(slash and rest) and "/" not in rest and owner not in (".", "..", "~", "")
-
-
-def _similar(name: str) -> str:
-    found = [f"{each} ({SHAPES[each].hub_id})" for each in nearest(name)]
-    return f": did you mean {' or '.join(found)}?" if found else "."
-
-
 def _ask_hub(name: str) -> str | None:
     """Return what speaks against a hub id, None where the hub does not deny it."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
+    owner, _, rest = name.partition("/")
+    if not rest or "/" in rest or owner in (".", "..", "~", ""):
+        return f"no hub id, which names the owner too, such as {SHAPES['qwen2.5-0.5b'].hub_id}"
     why = "HF_HUB_OFFLINE is set"
     if not constants.HF_HUB_OFFLINE:
         try:

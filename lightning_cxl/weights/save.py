@@ -34,12 +34,6 @@ class LaterValues(NamedTuple):
     read: Callable[[], torch.Tensor]
 
 
-class _File(NamedTuple):
-    partial: Path
-    final: Path
-    tensors: Sequence[NamedTensor]
-
-
 def save_weights(
     model: nn.Module,
     target: str | PathLike[str],
@@ -111,14 +105,34 @@ def named_tensors(
 
 
 def save_tensors(tensors: Sequence[NamedTensor], path: Path, max_shard_bytes: int | str) -> list[Path]:
-    files, index = _files(path, tensors, _positive(max_shard_bytes))
-    folder = files[0].final.parent
+    """Write files, and an index where there are several. See [Note: Saving straight]."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    max_bytes, is_folder = _positive(max_shard_bytes), path.suffix != ".safetensors" or path.is_dir()
+    if is_folder and path.exists() and not path.is_dir():
+        raise ConfigError(f"`{path}` is a file: give a folder, or a file name that ends in .safetensors")
+    files, index = {path / SINGLE_FILE if is_folder else path: list(tensors)}, None
+    if is_folder and tensors:
+        by_name = {tensor.name: tensor for tensor in tensors}
+        if len(by_name) < len(tensors):
+            raise CheckpointError("two tensors of the model would have one name in the files; rename one")
+        split = split_state_dict_into_shards_factory(
+            by_name,
+            get_storage_size=lambda tensor: tensor.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_bytes,
+        )
+        files = {path / file: [by_name[name] for name in own] for file, own in split.filename_to_tensors.items()}
+        if split.is_sharded:
+            num_parameters = sum(each.tensor.numel() for each in tensors if isinstance(each.tensor, nn.Parameter))
+            metadata = {**split.metadata, "total_parameters": num_parameters}
+            index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        (path if is_folder else path.parent).mkdir(parents=True, exist_ok=True)
         with ordinary_memory():
-            for file in files:
-                write_tensors(file.partial, file.tensors, _METADATA)
-        _rename(files, index, folder, is_folder=folder == path)
+            for final, own in files.items():
+                write_tensors(_partial(final), own, _METADATA)
+        _rename(list(files), index, path if is_folder else None)
     except OSError as error:
         nbytes = sum(tensor.nbytes for tensor in tensors)
         raise CheckpointError(
@@ -126,9 +140,9 @@ def save_tensors(tensors: Sequence[NamedTensor], path: Path, max_shard_bytes: in
             "there or save elsewhere."
         ) from error
     finally:
-        for file in files:
-            file.partial.unlink(missing_ok=True)
-    return [file.final for file in files]
+        for final in files:
+            _partial(final).unlink(missing_ok=True)
+    return list(files)
 
 
 def _positive(size: int | str) -> int:
@@ -181,65 +195,30 @@ def _kept_name(weight: ModelWeight, declared: Sequence[str], ignored: set[str]) 
     return next(iter([*kept, *names]), None)
 
 
-def _files(path: Path, tensors: Sequence[NamedTensor], max_bytes: int) -> tuple[list[_File], dict[str, Any] | None]:
-    if path.suffix == ".safetensors" and not path.is_dir():
-        return [_File(_partial(path), path, tensors)], None
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"`{path}` is a file: give a folder, or a file name that ends in .safetensors")
-    shards = _shards(tensors, max_bytes)
-    if len(shards) == 1:
-        return [_File(_partial(path / SINGLE_FILE), path / SINGLE_FILE, shards[0])], None
-    files = []
-    for number, shard in enumerate(shards, 1):
-        final = path / f"model-{number:05}-of-{len(shards):05}.safetensors"
-        files.append(_File(_partial(final), final, shard))
-    index = {
-        "metadata": {
-            "total_parameters": sum(item.tensor.numel() for item in tensors if isinstance(item.tensor, nn.Parameter)),
-            "total_size": sum(item.nbytes for item in tensors),
-        },
-        "weight_map": {item.name: file.final.name for file in files for item in file.tensors},
-    }
-    return files, index
-
-
-def _shards(tensors: Sequence[NamedTensor], max_bytes: int) -> list[list[NamedTensor]]:
-    """Cut into runs of at most `max_bytes`; a larger tensor has one of its own."""
-    shards: list[list[NamedTensor]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if shards[-1] and size + tensor.nbytes > max_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(tensor)
-        size += tensor.nbytes
-    return shards
-
-
 def _partial(final: Path) -> Path:
     return final.with_name(f".{final.name}.{os.getpid()}.partial")
 
 
-def _rename(files: Sequence[_File], index: Mapping[str, Any] | None, folder: Path, *, is_folder: bool) -> None:
-    """Give complete files their names and take away what they replace. See [Note: Saving straight]."""
-    partial_index = _partial(folder / INDEX_FILE)
+def _rename(files: Sequence[Path], index: Mapping[str, Any] | None, folder: Path | None) -> None:
+    """Give complete files their names, and remove what they replace in a folder. See [Note: Saving straight]."""
+    if folder is None:
+        os.replace(_partial(files[0]), files[0])
+        sync_folder(files[0].parent)
+        return
+    index_file = folder / INDEX_FILE
     try:
         if index is not None:
-            partial_index.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        if is_folder:
-            keep = {file.final.name for file in files}
-            for stale in (INDEX_FILE, SINGLE_FILE):
-                if stale not in keep:
-                    (folder / stale).unlink(missing_ok=True)
-            sync_folder(folder)
+            _partial(index_file).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        for stale in {index_file, folder / SINGLE_FILE}.difference(files):
+            stale.unlink(missing_ok=True)
+        sync_folder(folder)
         for file in files:
-            os.replace(file.partial, file.final)
+            os.replace(_partial(file), file)
         if index is not None:
-            os.replace(partial_index, folder / INDEX_FILE)
-        if is_folder:
-            for old in folder.iterdir():
-                if _SHARD.fullmatch(old.name) and old.name not in keep:
-                    old.unlink()
+            os.replace(_partial(index_file), index_file)
+        for old in folder.iterdir():
+            if _SHARD.fullmatch(old.name) and old not in files:
+                old.unlink()
         sync_folder(folder)
     finally:
-        partial_index.unlink(missing_ok=True)
+        _partial(index_file).unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
 from lightning_cxl.weights import save as saving
+from lightning_cxl.weights.files import NamedTensor
 from lightning_cxl.weights.load import empty_weights
 from lightning_cxl.weights.save import save_weights
 from tests.models import TinyConvNet, TinyTransformer
@@ -126,6 +127,14 @@ class OwnState(nn.Linear):
 
     def set_extra_state(self, state):
         pass
+
+
+def test_two_tensors_of_one_name_are_refused_and_no_tensor_is_a_file(tmp_path):
+    twins = [NamedTensor("a", torch.full((2,), float(number)), torch.float32) for number in range(2)]
+    with pytest.raises(CheckpointError, match="one name"):
+        saving.save_tensors(twins, tmp_path, 8)
+    assert not files(tmp_path)
+    assert save_weights(nn.Identity(), tmp_path) == [tmp_path / "model.safetensors"] and loaded(tmp_path) == {}
 
 
 def test_state_that_is_no_tensor_is_said_not_to_be_saved(tmp_path):
