@@ -651,9 +651,13 @@ def _materialise(read: Read, dtype: torch.dtype | None, mapped: bool | None, sta
         weight.put(_quantised(read.source, meta, wanted, weight.spec))
         return
     is_deferred = mapped is None and weight.is_parameter and is_reading_deferred()
-    tensor = _pages_like(meta, wanted, read) if mapped or is_deferred else None
-    if tensor is None and is_deferred:
-        tensor = _unread(meta, wanted, read)
+    tensor = None
+    # pages of files may stand for new memory that would have their layout, and be on the host
+    if (mapped or is_deferred) and meta.is_contiguous() and torch.get_default_device().type == "cpu":
+        tensor = read.source.mapped() if read.source.dtype == wanted else None
+        reader = read.source.reader() if is_deferred and tensor is None else None
+        if reader is not None:
+            tensor = UnreadWeight(meta, wanted, reader)
     if tensor is None:
         tensor = new_weight(meta, wanted, weight.spec)
         with ordinary_memory():
@@ -662,24 +666,6 @@ def _materialise(read: Read, dtype: torch.dtype | None, mapped: bool | None, sta
         tensor = nn.Parameter(tensor, requires_grad=meta.requires_grad)
     tensor.__dict__.update(meta.__dict__)
     weight.put(tensor)
-
-
-def _pages_like(meta: Tensor, dtype: torch.dtype, read: Read) -> Tensor | None:
-    """Return the pages of the file, if they are what new memory would be filled with."""
-    if read.source.dtype != dtype or not _is_shown(meta):
-        return None
-    return read.source.mapped()
-
-
-def _unread(meta: Tensor, dtype: torch.dtype, read: Read) -> Tensor | None:
-    """Return a weight that is read when it is used, if its files can be mapped."""
-    reader = read.source.reader() if _is_shown(meta) else None
-    return None if reader is None else UnreadWeight(meta, dtype, reader)
-
-
-def _is_shown(meta: Tensor) -> bool:
-    """Whether pages of files may stand for new memory: it would have their layout, and be on the host."""
-    return meta.is_contiguous() and torch.get_default_device().type == "cpu"
 
 
 def _check_tied(first: Read, read: Read) -> None:
