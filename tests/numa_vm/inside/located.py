@@ -4,7 +4,8 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_cxl import Placement, TensorRole, Topology
+from lightning_cxl import Topology
+from lightning_cxl.memory.placement import Placement, TensorRole
 from lightning_cxl.memory.resource import HUGE_PAGE_BYTES, Buffer
 from lightning_cxl.native._numa import page_nodes
 

@@ -5,9 +5,10 @@ import warnings
 import pytest
 import torch
 
-from lightning_cxl import Placement, SpillWarning, TensorRole, TierFullError
+from lightning_cxl import SpillWarning, TierFullError
 from lightning_cxl.machine.topology import read_meminfo
 from lightning_cxl.memory.host_memory import HostMemory
+from lightning_cxl.memory.placement import Placement, TensorRole
 from lightning_cxl.memory.resource import PAGE_BYTES, NumaResource
 from tests.numa_vm.inside.located import bytes_by_tier, check_spans
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from lightning_cxl import Placement, TensorRole
 from lightning_cxl.memory.host_memory import HostMemory
+from lightning_cxl.memory.placement import Placement, TensorRole
 from lightning_cxl.native._numa import page_nodes
 from tests.numa_vm.inside.located import STRIPE_BYTES, bytes_by_tier, check_placement, check_spans
 

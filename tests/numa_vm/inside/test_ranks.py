@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import lightning_cxl
-from lightning_cxl import CPUAdam, OffloadConfig, Placement, TensorRole, Topology
+from lightning_cxl import CPUAdam, OffloadConfig, Topology
 from lightning_cxl.devices import device_type
 from lightning_cxl.machine.binding import bind_rank
 from lightning_cxl.memory.host_memory import HostMemory
+from lightning_cxl.memory.placement import Placement, TensorRole
 from lightning_cxl.native._numa import page_nodes
 from lightning_cxl.run.run import Host
 
