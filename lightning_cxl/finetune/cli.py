@@ -125,6 +125,8 @@ class ShortErrors(LightningArgumentParser):
         if found := _UNKNOWN.search(message):
             near = difflib.get_close_matches(f"--{found[1] or found[2]}", options, n=1)
             shown += [f"did you mean `{each}`?" for each in near]
+        if 'Parser key "model"' in message and "Unable to load config" in message:
+            shown.append("`--model` takes a file with options: write `--model.name_or_path` for a folder or a hub id")
         super().error("\n".join(shown), ex)
         raise AssertionError("the parser goes on after an error")
 

@@ -208,7 +208,7 @@ def test_a_bug_in_a_module_keeps_its_traceback(command, monkeypatch):
     ("option", "message"),
     [
         ("model.lrr", "did you mean `--model.lr`?"),
-        ("model", "Unable to load config"),
+        ("model", "write `--model.name_or_path` for a folder or a hub id"),
         ("model.num_heads", "Expected a"),
     ],
 )
