@@ -38,7 +38,7 @@ from lightning_cxl.commands.plan import loss_on_meta
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.inventory.dry_run import measure
-from lightning_cxl.inventory.inventory import list_tensors
+from lightning_cxl.inventory.plan import list_tensors
 from lightning_cxl.inventory.tensors import Workload
 from lightning_cxl.planning.job import model_job
 

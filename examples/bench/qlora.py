@@ -36,7 +36,7 @@ import lightning_cxl
 from lightning_cxl.commands.plan import loss_on_meta
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.inventory.dry_run import measure
-from lightning_cxl.inventory.inventory import list_tensors
+from lightning_cxl.inventory.plan import list_tensors
 from lightning_cxl.inventory.tensors import Workload
 from lightning_cxl.planning.job import model_job
 from lightning_cxl.streaming.unit_weights import tensors_by_parameter

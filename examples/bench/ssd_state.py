@@ -163,7 +163,7 @@ def train(kind: str, state: str, size: str, steps: int, folder: Path, *, compute
 def move(state: str, size: str, steps: int, folder: Path) -> None:
     """Write and read records, as large as those of the run, in turn."""
     from lightning_cxl.config import OffloadConfig
-    from lightning_cxl.inventory.inventory import list_tensors
+    from lightning_cxl.inventory.plan import list_tensors
     from lightning_cxl.inventory.tensors import Workload, records_of
     from lightning_cxl.memory.resource import Buffer
     from lightning_cxl.native._numa import Mapping

@@ -17,7 +17,7 @@ from lightning_cxl.config import SSD, OffloadConfig, read_ssd_options
 from lightning_cxl.devices.device_type import devices_apart
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.inventory.dry_run import DryRun, measure
-from lightning_cxl.inventory.inventory import list_tensors
+from lightning_cxl.inventory.plan import list_tensors
 from lightning_cxl.inventory.tensors import Mesh, Workload
 from lightning_cxl.machine.speeds import Machine, MachineSsd, load_machine, machine_of, machine_without_speeds
 from lightning_cxl.machine.topology import TierKind, Topology
@@ -133,12 +133,12 @@ class PlannedModel:
         if key not in self._measured:
             compute_loss = loss_on_meta(model, load.batch, load.sequence, chunked=settings.loss == "chunked")
             self._measured[key] = measure(model, config, load, compute_loss)
-        inventory = list_tensors(model, None, config, load, measured=self._measured[key])
-        job = model_job(self.name, inventory)
+        plan = list_tensors(model, None, config, load, measured=self._measured[key])
+        job = model_job(self.name, plan)
         if machine.ssd is not None:
             room = with_working_memory(job, machine)
             free = FreeMemory({tier.name: tier.capacity_bytes for tier in room.tiers}, room.memory_bytes)
-            job = model_job(self.name, settle_state(inventory, free.usable_bytes, machine.ssd, "spill"))
+            job = model_job(self.name, settle_state(plan, free.usable_bytes, machine.ssd, "spill"))
         note = wide_experts(model)
         return replace(job, notes=(*job.notes, note)) if note else job
 

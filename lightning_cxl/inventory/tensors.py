@@ -1,4 +1,4 @@
-"""`HostTensor`, a row of the inventory; `PlannedRecord`, rows that are one record on the tier `ssd`; gradients."""
+"""`PlannedTensor`, a row of the inventory; `PlannedRecord`, rows that are one record on the tier `ssd`; gradients."""
 
 import heapq
 import math
@@ -131,7 +131,7 @@ class Workload:
 GRADIENTS = (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS)
 
 
-class HostTensor(NamedTuple):
+class PlannedTensor(NamedTuple):
     """A tensor that a run keeps in host memory.
 
     Args:
@@ -193,24 +193,24 @@ def grouped(parameters: Iterable[nn.Parameter], key: Callable[[nn.Parameter], Ha
     return list(groups.values())
 
 
-def offload_groups(tensors: Iterable[HostTensor]) -> list[list[HostTensor]]:
+def offload_groups(tensors: Iterable[PlannedTensor]) -> list[list[PlannedTensor]]:
     """Return the gradients among the tensors in groups as they leave the device, the largest group first."""
-    groups: dict[object, list[HostTensor]] = {}
+    groups: dict[object, list[PlannedTensor]] = {}
     for each in tensors:
         if each.role in GRADIENTS:
             groups.setdefault(each.unit or id(each.parameter), []).append(each)
     return sorted(groups.values(), key=parameter_bytes, reverse=True)
 
 
-def parameter_bytes(group: Iterable[HostTensor]) -> int:
+def parameter_bytes(group: Iterable[PlannedTensor]) -> int:
     """Return the bytes of the parameters themselves, each in its own type."""
     return sum(each.parameter_nbytes for each in group)
 
 
-def gradients_at_once(tensors: Iterable[HostTensor]) -> list[HostTensor]:
+def gradients_at_once(tensors: Iterable[PlannedTensor]) -> list[PlannedTensor]:
     """Return the tensors, of the gradients of units only those that exist at a time when updates run in backward."""
-    kept: list[HostTensor] = []
-    of_unit: dict[str, list[HostTensor]] = {}
+    kept: list[PlannedTensor] = []
+    of_unit: dict[str, list[PlannedTensor]] = {}
     for each in tensors:
         (of_unit.setdefault(each.unit, []) if each.unit and each.role in GRADIENTS else kept).append(each)
     largest = heapq.nlargest(
@@ -219,14 +219,14 @@ def gradients_at_once(tensors: Iterable[HostTensor]) -> list[HostTensor]:
     return kept + [each for group in largest for each in group]
 
 
-def widened_gradients(tensors: Iterable[HostTensor]) -> list[HostTensor]:
+def widened_gradients(tensors: Iterable[PlannedTensor]) -> list[PlannedTensor]:
     """Return the largest first gradients of a step that are still there while sums become wider (`GradientOffload`)."""
     wider = [each for each in tensors if each.nbytes > each.parameter_nbytes]
     largest = next(iter(offload_groups(wider)), [])
     return [each._replace(nbytes=each.parameter_nbytes) for each in largest]
 
 
-def staged_gradients(tensors: Iterable[HostTensor], workload: Workload) -> tuple[list[HostTensor], int]:
+def staged_gradients(tensors: Iterable[PlannedTensor], workload: Workload) -> tuple[list[PlannedTensor], int]:
     """Return the gradients that are in staging memory at a time, as `GradientOffload` has it, and bytes of a step.
 
     All gradients of a step are staged but the first, unless it widens. If the host computes, only those of units that
@@ -244,13 +244,15 @@ def staged_gradients(tensors: Iterable[HostTensor], workload: Workload) -> tuple
     return [each._replace(role=TensorRole.STAGING) for group in groups for each in group], total
 
 
-def of_machine(tensors: Iterable[HostTensor], streamed: Iterable[StreamedUnit], mesh: Mesh) -> tuple[HostTensor, ...]:
+def of_machine(
+    tensors: Iterable[PlannedTensor], streamed: Iterable[StreamedUnit], mesh: Mesh
+) -> tuple[PlannedTensor, ...]:
     """Return the tensors as large as all shards of one machine together; inputs of units stay as they are."""
     if not mesh.is_sharded:
         return tuple(tensors)
     pieces: dict[int, list[Tensor]] = {id(group[0]): [*group] for unit in streamed for group in unit.groups}
 
-    def part(each: HostTensor) -> HostTensor:
+    def part(each: PlannedTensor) -> PlannedTensor:
         if each.parameter is None:
             return each
         whole = (
@@ -283,11 +285,11 @@ class PlannedRecord:
 
     name: str
     owner: str
-    tensors: tuple[HostTensor, ...]
+    tensors: tuple[PlannedTensor, ...]
 
     @property
     def tier(self) -> str | None:
-        """The tier of its tensors; see `HostTensor`."""
+        """The tier of its tensors; see `PlannedTensor`."""
         return self.tensors[0].tier
 
     @property
@@ -348,13 +350,13 @@ def record_names(model: nn.Module, blocks: NamedUnits, streamed: Sequence[Stream
     return found
 
 
-def records_of(tensors: Iterable[HostTensor], record_of: Mapping[int, str]) -> tuple[PlannedRecord, ...]:
+def records_of(tensors: Iterable[PlannedTensor], record_of: Mapping[int, str]) -> tuple[PlannedRecord, ...]:
     """Return what may lie on the tier `ssd`, in records: weights of streamed units, inputs of units, then state.
 
     The tensors of a record have one tier. Each piece of weights is a record of its own.
     """
     weights, inputs = [], []
-    state: dict[tuple[str, str | None], list[HostTensor]] = {}
+    state: dict[tuple[str, str | None], list[PlannedTensor]] = {}
     num_pieces: dict[str, int] = {}
     for each in tensors:
         if each.role is TensorRole.COMPUTE_WEIGHTS and each.unit:
@@ -371,13 +373,13 @@ def records_of(tensors: Iterable[HostTensor], record_of: Mapping[int, str]) -> t
 
 
 def with_slots(
-    tensors: Iterable[HostTensor], record_of: Mapping[int, str], num_drives: int = 1, num_devices: int = 1
-) -> tuple[HostTensor, ...]:
+    tensors: Iterable[PlannedTensor], record_of: Mapping[int, str], num_drives: int = 1, num_devices: int = 1
+) -> tuple[PlannedTensor, ...]:
     """Return the tensors with the host memory that records of the tier `ssd` visit, as much as they need now."""
     others = tuple(each for each in tensors if each.owner != SLOTS_OWNER)
     records = [record for record in records_of(others, record_of) if record.tier == SSD]
     nbytes = slot_bytes(records, num_drives, num_devices)
-    return (*others, HostTensor(None, TensorRole.STAGING, nbytes, SLOTS_OWNER)) if nbytes else others
+    return (*others, PlannedTensor(None, TensorRole.STAGING, nbytes, SLOTS_OWNER)) if nbytes else others
 
 
 def slot_bytes(records: Sequence[PlannedRecord], num_drives: int = 1, num_devices: int = 1) -> int:

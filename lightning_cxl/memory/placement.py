@@ -67,6 +67,17 @@ class Placement:
             return {self.tiers[0]: 1.0}
         return {tier: share for tier, share in zip(self.tiers, self.shares, strict=True) if share > 0}
 
+    def split_bytes(self, nbytes: int) -> dict[str, int]:
+        """Return what each tier gets of a tensor, whole bytes that add up to `nbytes`."""
+        sizes: dict[str, int] = {}
+        before, share_before = 0, 0.0
+        for tier, share in self.split().items():
+            share_before += share
+            end = min(nbytes, round(nbytes * share_before))
+            sizes[tier], before = end - before, end
+        sizes[tier] += nbytes - before  # shares may add up to a millionth less than 1
+        return sizes
+
     def describe(self) -> str:
         """Return e.g. ``"cxl, else dram, pinned (decorator on LlamaDecoderLayer)"`` or ``"dram 80 %, cxl 20 %"``."""
         split = self.split()

@@ -1,6 +1,6 @@
-"""`decide`: where everything of a run goes, before any of it is allocated. See [Note: One inventory].
+"""`decide`: where everything of a run goes, before any of it is allocated. See [Note: One plan].
 
-A policy sees the whole inventory as one job and splits every role over tiers; `Placer` answers tensor by tensor from
+A policy sees the tensors of the plan as one job and splits every role over tiers; `Placer` answers for each tensor from
 that. A run that does not fit is refused here.
 """
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_cxl.config import SSD, OffloadConfig, OnTierFull
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, SpillWarning, TierFullError
-from lightning_cxl.inventory.inventory import Inventory
-from lightning_cxl.inventory.tensors import HostTensor, PlannedRecord, records_of, slot_bytes, with_slots
+from lightning_cxl.inventory.plan import Plan
+from lightning_cxl.inventory.tensors import PlannedRecord, records_of, slot_bytes, with_slots
 from lightning_cxl.machine.speeds import MachineSsd, check_split, machine_of, machine_without_speeds, with_new_tiers
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.host_memory import HostMemory, anonymous_bytes, is_ordinary
@@ -29,7 +29,7 @@ from lightning_cxl.streaming.unit_weights import tensors_by_parameter
 from lightning_cxl.text import format_bytes
 
 # ----------------------------------------------------------------------------------------------------
-# `settle_state`: which state and weights lie on the tier `ssd`, settled in the inventory before any policy decides.
+# `settle_state`: which state and weights lie on the tier `ssd`, settled in the plan before any policy decides.
 #
 # State that decorators and rules ask for is there already. Where memory cannot hold the rest, more state goes there:
 # that of as many whole units as needed, evenly spread over their order, so that reading and writing it hides behind the
@@ -37,11 +37,11 @@ from lightning_cxl.text import format_bytes
 # than the largest unit last of all, because each of the slots in memory must hold the largest. Where that is not
 # enough, weights of streamed units go, evenly spread again: they are read twice in every micro-batch. Those that no
 # step writes go first. The last are inputs of units, where their sizes are known: those of the first units of a
-# forward, which wait longest. State that is asked for on another tier stays there. All later readers of the inventory
+# forward, which wait longest. State that is asked for on another tier stays there. All later readers of the plan
 # see the same: policies, the check whether a run fits, `plan`, and the run.
 
 MEMORY_LEFT_FREE = 0.15
-"""Part of memory, for what no inventory lists: temporaries of torch, gaps in the C library's heap. More state on drives
+"""Part of memory, for what no plan lists: temporaries of torch, gaps in the C library's heap. More state on drives
 costs less than a run that the kernel kills."""
 
 
@@ -50,28 +50,28 @@ NO_ROOM = "does not fit in memory"
 
 
 def settle_state(
-    inventory: Inventory,
+    plan: Plan,
     memory_bytes: int,
     ssd: MachineSsd,
     on_tier_full: OnTierFull,
     left_free: float = MEMORY_LEFT_FREE,
-) -> Inventory:
-    """Return the inventory with state and weights on the tier `ssd` as they will be in the run."""
+) -> Plan:
+    """Return the plan with state and weights on the tier `ssd` as they will be in the run."""
     if on_tier_full == "error":
-        check_on_ssd(inventory, ssd)
+        check_on_ssd(plan, ssd)
     else:
-        inventory = _as_ssd_can_hold(inventory, ssd)
-    chosen = _without_room(inventory, memory_bytes, ssd, left_free)
-    return _placed(inventory, chosen, SSD, NO_ROOM, ssd.num_drives) if chosen else inventory
+        plan = _as_ssd_can_hold(plan, ssd)
+    chosen = _without_room(plan, memory_bytes, ssd, left_free)
+    return _placed(plan, chosen, SSD, NO_ROOM, ssd.num_drives) if chosen else plan
 
 
-def check_on_ssd(inventory: Inventory, ssd: MachineSsd) -> None:
-    ssd.check_bytes(sum(record.stored_bytes(ssd) for record in inventory.ssd_records))
+def check_on_ssd(plan: Plan, ssd: MachineSsd) -> None:
+    ssd.check_bytes(sum(record.stored_bytes(ssd) for record in plan.ssd_records))
 
 
-def memory_bytes_of(inventory: Inventory) -> int:
-    """Return the bytes of memory that an inventory takes, what lies on the tier `ssd` left out."""
-    return sum(each.nbytes * inventory.copies_of(each.role) for each in inventory.tensors if each.tier != SSD)
+def memory_bytes_of(plan: Plan) -> int:
+    """Return the bytes of memory that an plan takes, what lies on the tier `ssd` left out."""
+    return sum(each.nbytes * plan.copies_of(each.role) for each in plan.tensors if each.tier != SSD)
 
 
 def evenly_spread(count: int, of: int) -> list[int]:
@@ -79,47 +79,45 @@ def evenly_spread(count: int, of: int) -> list[int]:
     return [(2 * index + 1) * of // (2 * count) for index in range(count)]
 
 
-def _as_ssd_can_hold(inventory: Inventory, ssd: MachineSsd) -> Inventory:
+def _as_ssd_can_hold(plan: Plan, ssd: MachineSsd) -> Plan:
     left, refused = ssd.capacity_bytes, []
-    for record in inventory.ssd_records:
+    for record in plan.ssd_records:
         if record.stored_bytes(ssd) > left:
             refused.append(record)
         else:
             left -= record.stored_bytes(ssd)
     if not refused:
-        return inventory
+        return plan
     kinds = {"weights" if r.is_weights else "activations" if r.is_inputs else "optimizer state" for r in refused}
     warnings.warn(
-        f"{' and '.join(sorted(kinds))} of {len(refused)} of {len(inventory.ssd_records)} records stays in memory "
+        f"{' and '.join(sorted(kinds))} of {len(refused)} of {len(plan.ssd_records)} records stays in memory "
         f"({format_bytes(sum(record.nbytes for record in refused))}): tier `ssd` has "
         f"{format_bytes(ssd.capacity_bytes)}. Raise its budget, or set on_tier_full='error' to refuse instead.",
         SpillWarning,
         stacklevel=2,
     )
-    return _placed(inventory, refused, None, "tier ssd is full", ssd.num_drives)
+    return _placed(plan, refused, None, "tier ssd is full", ssd.num_drives)
 
 
-def _without_room(
-    inventory: Inventory, memory_bytes: int, ssd: MachineSsd, left_free: float
-) -> Sequence[PlannedRecord]:
+def _without_room(plan: Plan, memory_bytes: int, ssd: MachineSsd, left_free: float) -> Sequence[PlannedRecord]:
     """Return the records that go to the tier `ssd` so that the others fit; where none do, those that leave least."""
-    needed = memory_bytes_of(inventory)
+    needed = memory_bytes_of(plan)
     if needed <= memory_bytes:
         return []
-    there = inventory.ssd_records
+    there = plan.ssd_records
     room = ssd.capacity_bytes - sum(record.stored_bytes(ssd) for record in there)
-    num_devices = inventory.workload.mesh.num_devices
+    num_devices = plan.workload.mesh.num_devices
     without_slots = needed - slot_bytes(there, ssd.num_drives, num_devices)
     enough = memory_bytes * (1 - left_free)
     best: Sequence[PlannedRecord] = []
-    for choices in _choices(inventory):
+    for choices in _choices(plan):
         before = best
         for more in choices:
             chosen = [*before, *more]
             if sum(record.stored_bytes(ssd) for record in chosen) > room:
                 continue
             slots = slot_bytes([*there, *chosen], ssd.num_drives, num_devices)
-            in_memory = sum(record.tensor_bytes * inventory.copies_of(record.tensors[0].role) for record in chosen)
+            in_memory = sum(record.tensor_bytes * plan.copies_of(record.tensors[0].role) for record in chosen)
             left = without_slots - in_memory + slots
             if left < needed:
                 best, needed = chosen, left
@@ -130,11 +128,11 @@ def _without_room(
     return best
 
 
-def _choices(inventory: Inventory) -> list[Iterator[Sequence[PlannedRecord]]]:
+def _choices(plan: Plan) -> list[Iterator[Sequence[PlannedRecord]]]:
     """Return what nobody asks a tier for: state, weights, inputs, each as lists that grow from choice to choice."""
-    parameters, taken = {*inventory.asked.names.values()}, {record.name for record in inventory.ssd_records}
-    order = {name: index for index, name in enumerate(dict.fromkeys(inventory.record_of.values()))}
-    free = [record for record in records_of(inventory.tensors, inventory.record_of) if record.tier is None]
+    parameters, taken = {*plan.asked.names.values()}, {record.name for record in plan.ssd_records}
+    order = {name: index for index, name in enumerate(dict.fromkeys(plan.record_of.values()))}
+    free = [record for record in records_of(plan.tensors, plan.record_of) if record.tier is None]
     state = [record for record in free if record.is_state and record.name in order and record.name not in taken]
     units = sorted((r for r in state if r.name not in parameters), key=lambda record: order[record.name])
     largest = max((record.nbytes for record in units), default=0)
@@ -155,14 +153,12 @@ def _evenly(records: Sequence[PlannedRecord]) -> Iterator[Sequence[PlannedRecord
         yield [records[index] for index in evenly_spread(count, len(records))]
 
 
-def _placed(
-    inventory: Inventory, records: Sequence[PlannedRecord], tier: str | None, source: str, num_drives: int
-) -> Inventory:
-    """Return the inventory with all of some records on a tier, and slots for what is on `ssd` now."""
+def _placed(plan: Plan, records: Sequence[PlannedRecord], tier: str | None, source: str, num_drives: int) -> Plan:
+    """Return the plan with all of some records on a tier, and slots for what is on `ssd` now."""
     moved = {id(each) for record in records for each in record.tensors}
-    tensors = [each._replace(tier=tier, source=source) if id(each) in moved else each for each in inventory.tensors]
-    num_devices = inventory.workload.mesh.num_devices
-    return replace(inventory, tensors=with_slots(tensors, inventory.record_of, num_drives, num_devices))
+    tensors = [each._replace(tier=tier, source=source) if id(each) in moved else each for each in plan.tensors]
+    num_devices = plan.workload.mesh.num_devices
+    return replace(plan, tensors=with_slots(tensors, plan.record_of, num_drives, num_devices))
 
 
 log = logging.getLogger(__name__)
@@ -217,18 +213,6 @@ def free_for(model: nn.Module, memory: HostMemory) -> FreeMemory:
     return FreeMemory(tiers, topology.host_available_bytes() + sum(freed.values()) + sum(own.values()))
 
 
-def split_bytes(nbytes: int, placement: Placement) -> dict[str, int]:
-    """Return what each tier gets of a tensor, whole bytes that add up to `nbytes`."""
-    sizes: dict[str, int] = {}
-    before, share_before = 0, 0.0
-    for tier, share in placement.split().items():
-        share_before += share
-        end = min(nbytes, round(nbytes * share_before))
-        sizes[tier], before = end - before, end
-    sizes[tier] += nbytes - before  # shares may add up to a millionth less than 1
-    return sizes
-
-
 def check_fits(
     requests: Sequence[tuple[TensorRole, int, Placement]],
     free: Mapping[str, int],
@@ -266,7 +250,7 @@ def _where_it_fits(
     nbytes: int, placement: Placement, left: Mapping[str, int], on_tier_full: OnTierFull
 ) -> dict[str, int] | None:
     """Return what each tier gets, as `HostMemory` divides a tensor; None when it fits nowhere."""
-    sizes = split_bytes(nbytes, placement)
+    sizes = placement.split_bytes(nbytes)
     over = sum(max(0, size - left.get(tier, 0)) for tier, size in sizes.items())
     if not over:
         return sizes
@@ -281,73 +265,6 @@ def _where_it_fits(
         sizes[tier] = min(size, room) + more
         over -= more
     return sizes
-
-
-class Plan:
-    """The placement of every tensor of one model, and the bytes of every tier."""
-
-    def __init__(self, inventory: Inventory, placer: Placer, *, pin: bool = False) -> None:
-        self.asked = inventory.asked
-        self.placer = placer
-        self._pin = pin
-        self._settled: dict[tuple[int | str, TensorRole, bool], tuple[str | None, str]] = {}
-        self._decided: dict[tuple[int | str, TensorRole, bool], Placement] = {}
-        self._bytes: dict[str, dict[str, int]] = {}
-        self._reasons: dict[str, dict[str, None]] = {}  # an ordered set per role
-        for each in inventory.tensors:
-            self._settled[self._key(each.owner, each.role, each.in_state)] = each.tier, each.source
-        for group in (group for unit in (*inventory.streamed, *inventory.gathered) for group in unit.groups):
-            keys = [self._key(parameter, TensorRole.COMPUTE_WEIGHTS, False) for parameter in group]
-            self._settled |= dict.fromkeys(keys, self._settled[keys[0]])
-
-    def _key(self, owner: Tensor | str, role: TensorRole, in_state: bool) -> tuple[int | str, TensorRole, bool]:
-        # by name where it has one: some modules make new parameters when they move
-        return (owner if isinstance(owner, str) else self.asked.names.get(id(owner), id(owner))), role, in_state
-
-    def count(self, role: TensorRole, nbytes: int, placement: Placement) -> None:
-        """Add `nbytes` of a role to the planned bytes of the tiers of its placement, by their shares."""
-        tiers = self._bytes.setdefault(role.value, {})
-        for tier, size in split_bytes(nbytes, placement).items():
-            tiers[tier] = tiers.get(tier, 0) + size
-        self._reasons.setdefault(role.value, {})[placement.describe()] = None
-
-    def roles(self) -> dict[str, dict[str, int]]:
-        return {role: dict(tiers) for role, tiers in self._bytes.items()}
-
-    def reasons(self) -> dict[str, list[str]]:
-        """Return, by role, why its bytes go where they go."""
-        return {role: list(reasons) for role, reasons in self._reasons.items()}
-
-    def of(self, tensor: HostTensor) -> Placement:
-        return self.place(tensor.owner, tensor.role, tensor.nbytes, in_state=tensor.in_state)
-
-    def place(self, owner: Tensor | str, role: TensorRole, nbytes: int, *, in_state: bool = False) -> Placement:
-        """Return the placement of the tensor that plays `role` for its owner; decided at the first call.
-
-        Args:
-            owner: a parameter of the model; for inputs of a unit, the name of the unit.
-            in_state: see `HostTensor`; only such a tensor, weights, or inputs of units may be placed on the tier `ssd`.
-        """
-        key = self._key(owner, role, in_state)
-        if key not in self._decided:
-            of_units = role in (TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS)
-            may_be_on_ssd = in_state or role is TensorRole.ACTIVATIONS
-            tier, source = self._settled.get(key) or self.asked.lookup(owner, role, may_be_on_ssd=may_be_on_ssd)
-            if tier == SSD and of_units:
-                self._decided[key] = Placement((tier,), reason=source)
-            else:
-                self._decided[key] = self._in_memory(role, nbytes, tier, source)
-        return self._decided[key]
-
-    def in_memory(self, nbytes: int) -> Placement:
-        """Return where an input of a unit goes that belongs on the tier `ssd` and has no room there."""
-        return self._in_memory(TensorRole.ACTIVATIONS, nbytes, None, "tier ssd is full")
-
-    def _in_memory(self, role: TensorRole, nbytes: int, tier: str | None, source: str) -> Placement:
-        placement = self.placer.place(role, nbytes, tier=tier, source=source)
-        if tier is None and source:
-            placement = replace(placement, reason=f"{placement.reason}; {source}")
-        return replace(placement, pinned=True) if self._pin and role.is_copied else placement
 
 
 class RunPolicy:
@@ -387,14 +304,14 @@ class RunPolicy:
         # one process drives one of its devices
         self._machine = machine and replace(machine, device=replace(machine.device, count=1))
 
-    def decide(self, inventory: Inventory, free: FreeMemory) -> Decision:
+    def decide(self, plan: Plan, free: FreeMemory) -> Decision:
         """Return what the policy decides about a run; nothing where every role has its home.
 
         The topology gets the tier ``cxl`` where the policy names it and there is none.
         """
         if self._planning is None or self._machine is None:
             return Decision({}, {})
-        job = model_job(type(inventory.model).__name__, inventory)
+        job = model_job(type(plan.model).__name__, plan)
         if TensorRole.ACTIVATIONS not in job.free_classes():
             # how large they are may not be known yet; where they go is decided now
             unknown = MemoryClass(role=TensorRole.ACTIVATIONS, nbytes=0)
@@ -422,22 +339,22 @@ class RunPolicy:
 
 
 def decide(
-    inventory: Inventory,
+    plan: Plan,
     policy: RunPolicy,
     memory: HostMemory,
     on_tier_full: OnTierFull,
     ssd: MachineSsd | None = None,
 ) -> Plan:
-    """Return the plan of a run: where every tensor of its inventory goes."""
-    free = free_for(inventory.model, memory)
-    decision, on_cpu = policy.decide(inventory, free), policy.cpu_computes
+    """Return the plan with a placement for each of its tensors."""
+    free = free_for(plan.model, memory)
+    decision, on_cpu = policy.decide(plan, free), policy.cpu_computes
     splits, reasons = decision.splits, decision.reasons
     placer = Placer(memory.topology, memory.free_bytes, cpu_computes=on_cpu, splits=splits, reasons=reasons)
-    plan = Plan(inventory, placer, pin=memory.pins)
-    requests = [(each.role, each.nbytes, plan.of(each)) for each in inventory.tensors]
+    plan = replace(plan, placer=placer, pins=memory.pins)
+    requests = [(each.role, each.nbytes, plan.of(each)) for each in plan.tensors]
     if set(memory.topology.names) - set(free.tiers):  # the policy has asked for one tier more
-        free = free_for(inventory.model, memory)
+        free = free_for(plan.model, memory)
     check_fits(requests, free.tiers, on_tier_full, most=free.together)
     if ssd is not None:
-        check_on_ssd(inventory, ssd)
+        check_on_ssd(plan, ssd)
     return plan

@@ -53,8 +53,8 @@ from torch.nn.parameter import is_lazy
 from lightning_cxl.config import SSD
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.dry_run import known_parameters
-from lightning_cxl.inventory.inventory import Inventory
-from lightning_cxl.inventory.tensors import GRADIENTS, HostTensor, Mesh, Overlap, offload_groups, parameter_bytes
+from lightning_cxl.inventory.plan import Plan
+from lightning_cxl.inventory.tensors import GRADIENTS, Mesh, Overlap, PlannedTensor, offload_groups, parameter_bytes
 from lightning_cxl.machine.speeds import Machine, MachineTier, Split, check_split
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.streaming.quantised import numel
@@ -231,21 +231,21 @@ def exchanges(
     return tuple(each for each in found if each.peer_bytes or each.network_bytes or each.steps)
 
 
-def model_job(name: str, inventory: Inventory) -> Job:
-    workload, run, mesh = inventory.workload, inventory.measured, inventory.workload.mesh
-    parts, n = _device_parts(inventory), workload.num_micro_batches
-    groups = groups_of(inventory.model, inventory.units, mesh)
+def model_job(name: str, plan: Plan) -> Job:
+    workload, run, mesh = plan.workload, plan.measured, plan.workload.mesh
+    parts, n = _device_parts(plan), workload.num_micro_batches
+    groups = groups_of(plan.model, plan.units, mesh)
     return Job(
         name=name,
-        classes=_classes(inventory),
-        num_parameters=sum(numel(p) for p in known_parameters(inventory.model)),
-        num_units=max(1, len(inventory.units)),
-        num_records=sum(not record.is_inputs for record in inventory.ssd_records),
-        num_swaps=len({each.owner for each in inventory.ssd_records if each.is_updated}),
+        classes=_classes(plan),
+        num_parameters=sum(numel(p) for p in known_parameters(plan.model)),
+        num_units=max(1, len(plan.units)),
+        num_records=sum(not record.is_inputs for record in plan.ssd_records),
+        num_swaps=len({each.owner for each in plan.ssd_records if each.is_updated}),
         num_tokens=workload.batch * workload.sequence * n * mesh.num_ranks,
         forward_flops=run.forward_flops * n,
         backward_flops=run.backward_flops * n,
-        overlap=inventory.overlap,
+        overlap=plan.overlap,
         device_bytes=sum(parts.values()) if run.device_peak_bytes else None,
         exchanges=exchanges(groups, mesh, n, no_sync=workload.no_sync),
         device_parts=parts,
@@ -254,21 +254,21 @@ def model_job(name: str, inventory: Inventory) -> Job:
     )
 
 
-def _classes(inventory: Inventory) -> tuple[MemoryClass, ...]:
+def _classes(plan: Plan) -> tuple[MemoryClass, ...]:
     """Return a class per role and tier that is asked for; each has its part of the role's moves."""
-    of_class: dict[tuple[TensorRole, str | None], list[HostTensor]] = {}
-    for each in inventory.tensors:
+    of_class: dict[tuple[TensorRole, str | None], list[PlannedTensor]] = {}
+    for each in plan.tensors:
         of_class.setdefault((each.role, each.tier), []).append(each)
-    moves_of = {role: _moves(inventory, role) for role, _ in of_class}
+    moves_of = {role: _moves(plan, role) for role, _ in of_class}
     classes = []
     for (role, tier), tensors in of_class.items():
         nbytes = sum(each.nbytes for each in tensors)
-        part = nbytes / max(1, inventory.bytes_of(role))
+        part = nbytes / max(1, plan.bytes_of(role))
         moves = tuple(move._replace(nbytes=move.nbytes * part) for move in moves_of[role])
-        nbytes *= inventory.copies_of(role)
+        nbytes *= plan.copies_of(role)
         if tier == SSD:
             updated = sum(each.nbytes for each in tensors if each.is_updated)
-            moves += _moves_of_drives(role, nbytes, updated, inventory.workload.num_micro_batches)
+            moves += _moves_of_drives(role, nbytes, updated, plan.workload.num_micro_batches)
         classes.append(MemoryClass(role=role, nbytes=nbytes, tier=tier, moves=moves))
     return tuple(classes)
 
@@ -285,33 +285,33 @@ def _moves_of_drives(role: TensorRole, nbytes: int, updated_bytes: int, num_micr
     return tuple(move for move in moves if move.nbytes)
 
 
-def _moves(inventory: Inventory, role: TensorRole) -> tuple[Move, ...]:
+def _moves(plan: Plan, role: TensorRole) -> tuple[Move, ...]:
     """Return the moves of all bytes of a role; the rules are in the module's docstring."""
-    workload, mesh, nbytes = inventory.workload, inventory.workload.mesh, inventory.bytes_of(role)
+    workload, mesh, nbytes = plan.workload, plan.workload.mesh, plan.bytes_of(role)
     n, num_arrivals = workload.num_micro_batches, workload.num_arrivals
     if role is TensorRole.ACTIVATIONS:
         return Move("forward", "d2h", float(n * nbytes)), Move("backward", "h2d", float(n * nbytes))
     all_on_host = workload.computes_on_host or mesh.is_sharded
-    separate = [each for each in inventory.gradients if each.role is TensorRole.MASTER_GRADS]
+    separate = [each for each in plan.gradients if each.role is TensorRole.MASTER_GRADS]
     on_host = [each for each in separate if each.unit or all_on_host]
     if role is TensorRole.COMPUTE_WEIGHTS:
-        parameters = known_parameters(inventory.model)
+        parameters = known_parameters(plan.model)
         trained = sum(p.nbytes for p in parameters if p.requires_grad) / max(1, sum(p.nbytes for p in parameters))
         # the update reads compute weights where they are masters, or the upper halves of them
         update = round(nbytes * trained) * (1 if on_host else 2)
         root = 0  # of several ranks, weights outside of units stay on the device until the backward ends
         if mesh.is_sharded and not workload.computes_on_host:
-            root = sum(each.nbytes for each in inventory.tensors if each.role is role and not each.unit)
+            root = sum(each.nbytes for each in plan.tensors if each.role is role and not each.unit)
         read, again = n * nbytes / mesh.num_devices, n * (nbytes - root) / mesh.num_devices
         return Move("forward", "h2d", read), Move("backward", "h2d", again), Move("update", "cpu", float(update))
-    staged = inventory.staged_bytes
+    staged = plan.staged_bytes
     if role is TensorRole.STAGING:
         return Move("backward", "d2h", staged / mesh.num_devices), Move("backward", "cpu", float(staged))
     if role in GRADIENTS:
-        own = [each for each in inventory.gradients if each.role is role]
-        part = parameter_bytes(own) / max(1, parameter_bytes(inventory.gradients))
-        of_all = [each.parameter for each in inventory.gradients if each.parameter is not None]
-        arriving = round(part * mesh.machine_bytes(parameter_bytes(inventory.gradients), of_all))
+        own = [each for each in plan.gradients if each.role is role]
+        part = parameter_bytes(own) / max(1, parameter_bytes(plan.gradients))
+        of_all = [each.parameter for each in plan.gradients if each.parameter is not None]
+        arriving = round(part * mesh.machine_bytes(parameter_bytes(plan.gradients), of_all))
         staged, kept = round(part * staged), sum(each.nbytes for each in own)
         once = num_arrivals == 1
         # measured where it lies, and copied out of staging memory; or added to sums
@@ -329,36 +329,36 @@ def _moves(inventory: Inventory, role: TensorRole) -> tuple[Move, ...]:
     return (in_place,)
 
 
-def _device_parts(inventory: Inventory) -> dict[str, int]:
+def _device_parts(plan: Plan) -> dict[str, int]:
     """Return device memory at the peak by what it is for; see the module's docstring."""
-    model, on_host = inventory.model, inventory.workload.computes_on_host
-    if inventory.workload.mesh.is_sharded:
-        return _parts_of_rank(inventory)
-    streamed = inventory.unit_of
+    model, on_host = plan.model, plan.workload.computes_on_host
+    if plan.workload.mesh.is_sharded:
+        return _parts_of_rank(plan)
+    streamed = plan.unit_of
     unit_bytes: dict[str, int] = {}
-    for each in inventory.tensors:
+    for each in plan.tensors:
         if each.unit and each.role is TensorRole.COMPUTE_WEIGHTS:
             unit_bytes[each.unit] = unit_bytes.get(each.unit, 0) + each.nbytes
     buffers = sum(buffer.nbytes for buffer in model.buffers() if not is_lazy(buffer))
     tensors = tensors_by_parameter(model)
     rest = sum(t.nbytes for p in known_parameters(model) if id(p) not in streamed for t in tensors[id(p)])
-    leaving = offload_groups(inventory.gradients)[:2]  # one is copied, one is computed
+    leaving = offload_groups(plan.gradients)[:2]  # one is copied, one is computed
     parts = {
         "weights that stay on the device": 0 if on_host else rest + buffers,
         f"{NUM_SLOTS} slots for weights that stream": NUM_SLOTS * max(unit_bytes.values(), default=0),
-        "activations, logits and loss at their peak": inventory.measured.device_peak_bytes,
+        "activations, logits and loss at their peak": plan.measured.device_peak_bytes,
         "gradients on their way to the host": 0 if on_host else sum(map(parameter_bytes, leaving)),
     }
     return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
 
-def _parts_of_rank(inventory: Inventory) -> dict[str, int]:
+def _parts_of_rank(plan: Plan) -> dict[str, int]:
     """Return memory of one of several ranks on its device, or where the CPU computes, what it works in."""
-    workload = inventory.workload
-    *units, root = [*groups_of(inventory.model, inventory.units, Mesh()), UnitShards("", 0, 0)]
+    workload = plan.workload
+    *units, root = [*groups_of(plan.model, plan.units, Mesh()), UnitShards("", 0, 0)]
     if units and not units[-1].name:
         root = units.pop()
-    buffers = sum(buffer.nbytes for buffer in inventory.model.buffers() if not is_lazy(buffer))
+    buffers = sum(buffer.nbytes for buffer in plan.model.buffers() if not is_lazy(buffer))
     largest = max((unit.shard_bytes for unit in units), default=0)
     reduced = sorted((group.reduced_bytes for group in (*units, root)), reverse=True)
     kept = workload.num_micro_batches > 1 and workload.num_arrivals == 1
@@ -366,7 +366,7 @@ def _parts_of_rank(inventory: Inventory) -> dict[str, int]:
     parts = {
         "weights outside of units, and buffers": buffers + root.shard_bytes,
         f"{NUM_SLOTS} units that are gathered": NUM_SLOTS * (largest + shards),
-        "activations, logits and loss at their peak": inventory.measured.device_peak_bytes,
+        "activations, logits and loss at their peak": plan.measured.device_peak_bytes,
         "gradients that are reduced and leave": sum(reduced[:2]),
         "gradients that wait for the last micro-batch": sum(reduced) if kept else 0,
         # FSDP2 keeps the shards that machines have reduced, of every unit, until the backward ends

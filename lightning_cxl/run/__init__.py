@@ -1,1 +1,1 @@
-"""One run: construction from inventory and decision, teardown, checkpoints, and the report."""
+"""One run: construction from a plan, teardown, checkpoints, and the report."""

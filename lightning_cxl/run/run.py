@@ -1,7 +1,7 @@
-"""`Run`: one training run, built from inventory and decision. Knows no framework.
+"""`Run`: one training run, built from a plan. Knows no framework.
 
 [Note: Order of life]
-Built: the host (topology, memory, policy, engine); then, with the model, the inventory and the decision; then the run
+Built: the host (topology, memory, policy, engine); then, with the model, the plan; then the run
 places the weights and builds what receives gradients, streams weights and offloads inputs; then it adopts optimizers.
 Torn down in the opposite order by `Run.close` and `Host.close`, which may be called at any moment, any number of times.
 The user's own tensors outlive both: the weights stay where they are, inside the model, and optimizer state stays
@@ -31,7 +31,7 @@ from lightning_cxl.errors import LightningCXLError, LightningCXLWarning, SpillWa
 from lightning_cxl.gradients.guard import GradientMeter, OverflowGuard
 from lightning_cxl.gradients.offload import GradientOffload, attach_zero_grad, detach_zero_grad
 from lightning_cxl.gradients.step import Adoption, Updates, describe_optimizer, why_after_backward
-from lightning_cxl.inventory.inventory import AskedTiers, Inventory, list_tensors, precisions_of
+from lightning_cxl.inventory.plan import AskedTiers, Plan, list_tensors, precisions_of
 from lightning_cxl.inventory.tensors import SLOTS_OWNER, Loop, StreamedUnit, Workload
 from lightning_cxl.machine.binding import RankBinding
 from lightning_cxl.machine.speeds import ssd_of
@@ -51,7 +51,7 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.kernels import kernel_threads
 from lightning_cxl.optim.masters import MasterWeights
-from lightning_cxl.planning.decide import Plan, RunPolicy, decide, free_for, settle_state
+from lightning_cxl.planning.decide import RunPolicy, decide, free_for, settle_state
 from lightning_cxl.planning.policies import PlanningPolicy
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.sharding.fsdp import place_shards, pooled_exchanges
@@ -71,7 +71,7 @@ from lightning_cxl.streaming.unit_weights import HostCopy, InMemory, ParamStream
 from lightning_cxl.streaming.units import owners_in
 
 # ----------------------------------------------------------------------------------------------------
-# `PlacedMemory`: host memory for the tensors of one model, each where the decision says.
+# `PlacedMemory`: host memory for the tensors of one model, each where the plan says.
 
 _TRIM_BYTES = 64 * 2**20  # of state that has moved
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
@@ -138,7 +138,7 @@ class PlacedMemory:
         if placement.tiers[0] == SSD and numel == 0:  # other processes have all of it
             return torch.empty(0, dtype=dtype)
         if placement.tiers[0] == SSD:
-            assert self.on_ssd is not None, "what belongs on the tier `ssd` is in the inventory"
+            assert self.on_ssd is not None, "what belongs on the tier `ssd` is in the plan"
             name = self.placements.asked.names.get(id(parameter), "unnamed")
             return self.on_ssd.flat(parameter, name, role, dtype, numel)
         return self.memory.tensor((numel,), dtype, placement, role)
@@ -151,7 +151,7 @@ class PlacedMemory:
     def activation(self, nbytes: int, unit: str) -> Buffer:
         placement = self.placements.place(unit, TensorRole.ACTIVATIONS, nbytes)
         if placement.tiers[0] == SSD:  # which is full
-            placement = self.placements.in_memory(nbytes)
+            placement = self.placements.in_memory(TensorRole.ACTIVATIONS, nbytes, None, "tier ssd is full")
         return self.memory.allocate(nbytes, placement, TensorRole.ACTIVATIONS)
 
     def activation_on_ssd(self, nbytes: int, unit: str) -> InputOnSsd | None:
@@ -178,7 +178,7 @@ class PlacedMemory:
         self.memory.trim()
         placement = self.placements.place(parameters[0], TensorRole.COMPUTE_WEIGHTS, nbytes)
         if placement.tiers[0] == SSD:
-            assert self.on_ssd is not None, "what belongs on the tier `ssd` is in the inventory"
+            assert self.on_ssd is not None, "what belongs on the tier `ssd` is in the plan"
             return self.on_ssd.weight_record(parameters[0])
         buffer = self.memory.allocate(nbytes, placement, TensorRole.COMPUTE_WEIGHTS)
         return InMemory(buffer, is_inherited=not (placement.pinned and self.memory.pins))
@@ -289,7 +289,7 @@ class Host:
         """Return a region in which torch's host tensors are placed as compute weights."""
         return HostAllocationMode(self.memory, self.placer, role=TensorRole.COMPUTE_WEIGHTS)
 
-    def inventory(self, model: nn.Module, optimizers: Sequence[Optimizer], loop: Loop) -> Inventory:
+    def plan(self, model: nn.Module, optimizers: Sequence[Optimizer], loop: Loop) -> Plan:
         tiers = resolve(model.named_modules(remove_duplicate=False), self.config.tier_rules, self.topology)
         objection = why_after_backward(loop.needs_whole_step, optimizers)
         workload = Workload(
@@ -299,19 +299,19 @@ class Host:
             computes_on_host=self.engine.computes_on_host,
             updates_in_backward=objection is None,
         )
-        inventory = list_tensors(model, optimizers, self.config, workload, asked=AskedTiers(model, tiers))
-        if optimizers and inventory.overlap == "forward":
+        plan = list_tensors(model, optimizers, self.config, workload, asked=AskedTiers(model, tiers))
+        if optimizers and plan.overlap == "forward":
             log.info(f"the optimizer's step runs behind the next forward, not behind the backward: {objection}")
         if self.ssd is not None:
-            _warn_of_weights_that_stay(inventory)
+            _warn_of_weights_that_stay(plan)
             room = free_for(model, self.memory).usable_bytes
-            inventory = settle_state(inventory, room, self.ssd, self.config.on_tier_full)
-            if inventory.ssd_records and inventory.units and not self.config.batch_tokens:
+            plan = settle_state(plan, room, self.ssd, self.config.on_tier_full)
+            if plan.ssd_records and plan.units and not self.config.batch_tokens:
                 log.info("no memory is kept for activations: with `batch_tokens`, more goes to the tier ssd instead")
-        return inventory
+        return plan
 
-    def decide(self, inventory: Inventory) -> Plan:
-        return decide(inventory, self.policy, self.memory, self.config.on_tier_full, self.ssd)
+    def decide(self, plan: Plan) -> Plan:
+        return decide(plan, self.policy, self.memory, self.config.on_tier_full, self.ssd)
 
     def report(self, state: str, on_ssd: StateOnSsd | None) -> dict[str, Any]:
         """Return measured bytes of all tiers as JSON-able data."""
@@ -341,14 +341,14 @@ class Host:
             cleanup.callback(self.engine.close)
 
 
-def _warn_of_weights_that_stay(inventory: Inventory) -> None:
+def _warn_of_weights_that_stay(plan: Plan) -> None:
     """Say it where weights are asked for on the tier `ssd` and none can lie there: memory has to hold all of them."""
     role = TensorRole.COMPUTE_WEIGHTS
-    weights = [each for each in inventory.tensors if each.role is role]
+    weights = [each for each in plan.tensors if each.role is role]
     if any(each.tier == SSD for each in weights):
         return
     rows = {id(each.parameter): (each.tier, each.source) for each in weights}
-    wishes = (rows.get(id(p)) or inventory.asked.lookup(p, role) for p in inventory.model.parameters())
+    wishes = (rows.get(id(p)) or plan.asked.lookup(p, role) for p in plan.model.parameters())
     why = next((why for tier, why in wishes if tier is None and why), None)
     if why is not None:
         warnings.warn(
@@ -494,9 +494,9 @@ class Run:
     min_activation_bytes = DEFAULT_MIN_BYTES
     """Inputs of units smaller than this stay where they are."""
 
-    def __init__(self, host: Host, inventory: Inventory, decision: Plan, loop: Loop) -> None:
-        config, engine, model = host.config, host.engine, inventory.model
-        if config.activation_offload and not inventory.units:
+    def __init__(self, host: Host, plan: Plan, loop: Loop) -> None:
+        config, engine, model = host.config, host.engine, plan.model
+        if config.activation_offload and not plan.units:
             log.info(
                 "no repeated blocks found: activations are not offloaded; name the blocks in `units` if there are some"
             )
@@ -504,28 +504,26 @@ class Run:
         self._loop = loop
         self._ended_by_error = False
         self._model = model
-        self.units = tuple(name for name, _ in inventory.units)
-        self._heap = HeapTrimmer() if inventory.units else None  # only where the user trades time for memory anyway
-        self._plan = decision
-        self._placed = PlacedMemory(host.memory, decision, self._heap)
-        self.masters = MasterWeights(decision.asked.names, self._placed.like, engine)
+        self.units = tuple(name for name, _ in plan.units)
+        self._heap = HeapTrimmer() if plan.units else None  # only where the user trades time for memory anyway
+        self._plan = plan
+        self._placed = PlacedMemory(host.memory, plan, self._heap)
+        self.masters = MasterWeights(plan.asked.names, self._placed.like, engine)
         """The master weights; `wait_for_updates` before their values are read."""
         self.meter = GradientMeter(kernel_threads(config, engine.computes_on_host))
         self.meter.trusts_versions = not loop.edits_gradients
         self.guard = OverflowGuard(config.on_overflow, config.max_overflows, self.masters.name_of, self.meter)
         """Keeps optimizers from gradients that are not finite."""
         self.optimizers: list[Optimizer] = []
-        for each in inventory.tensors:  # inputs of units are among them where `batch_tokens` is given
-            decision.count(each.role, each.nbytes, decision.of(each))
+        for each in plan.tensors:  # inputs of units are among them where `batch_tokens` is given
+            plan.count(each.role, each.nbytes, plan.of(each))
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
-            self.on_ssd = self._open_ssd(inventory, cleanup)
+            self.on_ssd = self._open_ssd(plan, cleanup)
             """Optimizer state and weights that do not lie in memory; None where all of it does."""
             self._streamer: ParamStreamer | None = None
             cleanup.callback(self._detach_streamer)
-            units, self._unplaced = place_model(
-                model, self._placed, engine, inventory.streamed, inventory.gathered, cleanup
-            )
-            decision.asked.read(model)  # some modules make new parameters when they move
+            units, self._unplaced = place_model(model, self._placed, engine, plan.streamed, plan.gathered, cleanup)
+            plan.asked.read(model)  # some modules make new parameters when they move
             activations = ActivationOffload(
                 engine,
                 self._placed.activation,
@@ -533,7 +531,7 @@ class Run:
                 place_on_ssd=self._placed.activation_on_ssd,
             )
             streamer = self._streamer = ParamStreamer(engine, units, lambda: activations.phase) if units else None
-            overlaps = streamer is not None and inventory.overlap != "none"
+            overlaps = streamer is not None and plan.overlap != "none"
             worker = ThreadPoolExecutor(1, "lightning_cxl", engine.use_in_this_thread) if overlaps else None
             self._grads = GradientOffload(
                 engine,
@@ -543,17 +541,17 @@ class Run:
                 (lambda: None) if streamer is None else streamer.release,  # [Note: Which hooks stay]
                 {id(place.parameter): unit for unit in units for place in unit.places},
                 half_sums=config.accumulate == "bf16",
-                reserves_streamed=inventory.reserves_all_gradients,
+                reserves_streamed=plan.reserves_all_gradients,
                 are_read_early=loop.reads_gradients,
             )
             self._updates = Updates(
-                units, self.masters, self._grads, streamer, worker, in_backward=inventory.overlap == "backward"
+                units, self.masters, self._grads, streamer, worker, in_backward=plan.overlap == "backward"
             )
             cleanup.callback(self._grads.close)
             if streamer is not None:
                 streamer.attach(self._grads)
             cleanup.callback(activations.detach)
-            activations.attach(inventory.units, model)
+            activations.attach(plan.units, model)
             self._precisions = precisions_of(model, config)
             self._adoption = Adoption(
                 self._precisions,
@@ -575,8 +573,8 @@ class Run:
         if self._streamer is not None:
             self._streamer.detach()
 
-    def _open_ssd(self, inventory: Inventory, cleanup: ExitStack) -> StateOnSsd | None:
-        options, records = self._host.ssd_options, inventory.ssd_records
+    def _open_ssd(self, plan: Plan, cleanup: ExitStack) -> StateOnSsd | None:
+        options, records = self._host.ssd_options, plan.ssd_records
         if options is None or not records:
             return None
         budget_bytes = self._host.topology.tier(SSD).capacity_bytes
@@ -586,8 +584,10 @@ class Run:
         return on_ssd
 
     def activate(self) -> AbstractContextManager[Any]:
-        """Return a region in which `lightning_cxl.empty` and `host_allocation` follow this run's decision."""
-        return activate(self._host.memory, self._placed.placements.placer)
+        """Return a region in which `lightning_cxl.empty` and `host_allocation` follow this run's plan."""
+        placer = self._placed.placements.placer
+        assert placer is not None, "decided before"
+        return activate(self._host.memory, placer)
 
     # -- optimizers --------------------------------------------------------------------------------------------------
 

@@ -190,15 +190,15 @@ class Session:
         self.active.enter_context(host.activate())
 
     def start(self, model: nn.Module, optimizers: Sequence[Optimizer], loop: Loop) -> Run:
-        """List and decide everything, then build the run; optimizers are not adopted yet. See [Note: One inventory]."""
+        """List and decide everything, then build the run; optimizers are not adopted yet. See [Note: One plan]."""
         assert self.host is not None, "opened before"
         refuse_unready(model)
         if optimizers:
             self._finished = None  # its masters are of other optimizers; they make room
-        inventory = self.host.inventory(model, optimizers, loop)
+        plan = self.host.plan(model, optimizers, loop)
         if not self.runs:  # plans are of runs: while a model is made, tied weights are there twice until they are tied
             self.host.memory.begin()
-        run = Run(self.host, inventory, self.host.decide(inventory), loop)
+        run = Run(self.host, self.host.decide(plan), loop)
         self.runs.append(run)
         self.active.enter_context(run.activate())
         return run

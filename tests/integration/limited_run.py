@@ -16,7 +16,7 @@ import torch
 from lightning_cxl import TierFullError
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.inventory.dry_run import measure
-from lightning_cxl.inventory.inventory import list_tensors
+from lightning_cxl.inventory.plan import list_tensors
 from lightning_cxl.inventory.tensors import Workload
 from lightning_cxl.planning.job import model_job
 from tests.integration.training import make_trainer, offload

@@ -53,7 +53,7 @@ def planned(tmp_path):
         hosts.append(host)
         torch.manual_seed(0)
         model = TinyTransformer(depth=6, width=64)
-        inventory = host.inventory(model, [AdamW(model.parameters(), lr=1e-3)], Loop())
+        inventory = host.plan(model, [AdamW(model.parameters(), lr=1e-3)], Loop())
         return host, inventory, host.decide(inventory)
 
     yield plan

@@ -2,7 +2,7 @@
 
 [Note: Call order under Lightning]
 ``tensor_init_context`` (configure_model: weights land on their tiers) -> ``setup`` (the user's optimizers made,
-everything listed and decided, the run built, optimizers adopted: [Note: One inventory]) -> weights of a checkpoint were
+everything listed and decided, the run built, optimizers adopted: [Note: One plan]) -> weights of a checkpoint were
 loaded before ``setup``, optimizer state and masters after it -> per step: ``training_step``, ``backward`` (hooks
 collect gradients; ``post_backward`` waits for them if they may be read next), clipping and
 ``on_before_optimizer_step`` (they read ``.grad`` of the optimizer's parameters: host gradients), ``optimizer.step`` ->
@@ -162,7 +162,7 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
             raise
 
     def _setup_fit(self, trainer: Trainer) -> None:
-        """List and decide everything, then build the run and adopt the optimizers. See [Note: One inventory]."""
+        """List and decide everything, then build the run and adopt the optimizers. See [Note: One plan]."""
         assert isinstance(self.model, nn.Module)
         refuse_unready(self.model)
         self._cut_model()

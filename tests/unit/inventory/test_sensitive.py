@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from lightning_cxl.inventory.inventory import sensitive_parameters
+from lightning_cxl.inventory.plan import sensitive_parameters
 
 
 class RMSNormOfAFamily(nn.RMSNorm):

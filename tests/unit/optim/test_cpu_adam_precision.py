@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.inventory.inventory import sensitive_parameters
+from lightning_cxl.inventory.plan import sensitive_parameters
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.kernels import split
 from tests.unit.optim.adam_pairs import assert_close, bf16, half_gradients, masters, parameters, set_gradients

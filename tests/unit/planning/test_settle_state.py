@@ -1,6 +1,7 @@
 """Which state lies on the tier `ssd`: the same for every reader of the inventory."""
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch.optim import SGD, AdamW
 
 from lightning_cxl.config import OffloadConfig, SsdOptions
 from lightning_cxl.errors import SpillWarning, TierFullError, UnsupportedError
-from lightning_cxl.inventory.inventory import AskedTiers, list_tensors
+from lightning_cxl.inventory.plan import AskedTiers, list_tensors
 from lightning_cxl.inventory.tensors import (
     NUM_HOP_SLOTS,
     NUM_INPUT_SLOTS,
@@ -24,7 +25,7 @@ from lightning_cxl.inventory.tensors import (
 from lightning_cxl.machine.speeds import MachineSsd
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.placement import Placer, TensorRole, resolve
-from lightning_cxl.planning.decide import NO_ROOM, Plan, memory_bytes_of, settle_state
+from lightning_cxl.planning.decide import NO_ROOM, memory_bytes_of, settle_state
 from lightning_cxl.planning.job import model_job
 
 TOPOLOGY = Topology.fake(("1GiB",), ("1GiB",)).with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))
@@ -96,7 +97,7 @@ def weights_on_ssd(inventory):
 
 
 def placements(inventory):
-    return Plan(inventory, Placer(TOPOLOGY, lambda: {"dram": 1, "cxl": 1}))
+    return replace(inventory, placer=Placer(TOPOLOGY, lambda: {"dram": 1, "cxl": 1}))
 
 
 def test_what_fits_in_memory_stays_there():

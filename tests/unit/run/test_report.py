@@ -1,14 +1,16 @@
 """Planned bytes by tier, and what is refused before anything is allocated."""
 
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import TierFullError
+from lightning_cxl.inventory.plan import list_tensors
+from lightning_cxl.inventory.tensors import Workload
 from lightning_cxl.memory.placement import Placement, TensorRole
-from lightning_cxl.planning.decide import Plan, check_fits, split_bytes
+from lightning_cxl.planning.decide import check_fits
 
 ROLE = TensorRole.MOMENTUM
 SPLIT = Placement(("dram", "cxl"), shares=(0.8, 0.2))
@@ -16,7 +18,7 @@ SPILLING = Placement(("dram", "cxl", "far"), shares=(0.8, 0.2, 0.0))
 
 
 def test_a_plan_counts_every_tier_of_a_split() -> None:
-    plan = Plan(SimpleNamespace(asked=None, tensors=(), streamed=(), gathered=()), None)
+    plan = list_tensors(nn.Linear(1, 1), [], OffloadConfig(), Workload(batch=1, sequence=1))
     plan.count(ROLE, 1001, SPLIT)
     plan.count(ROLE, 10, Placement(("cxl", "dram")))
 
@@ -27,7 +29,7 @@ def test_a_plan_counts_every_tier_of_a_split() -> None:
 @given(st.integers(0, 2**50), st.lists(st.integers(1, 1000), min_size=1, max_size=5))
 def test_parts_add_up_to_the_whole_and_follow_the_shares(nbytes, weights) -> None:
     shares = tuple(weight / sum(weights) for weight in weights)
-    sizes = split_bytes(nbytes, Placement(tuple(f"t{i}" for i in range(len(weights))), shares=shares))
+    sizes = Placement(tuple(f"t{i}" for i in range(len(weights))), shares=shares).split_bytes(nbytes)
 
     assert sum(sizes.values()) == nbytes
     for size, share in zip(sizes.values(), shares, strict=True):

@@ -10,7 +10,7 @@ import torch
 from lightning_cxl.config import read_ssd_options
 from lightning_cxl.devices.transfer import HostEngine
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
-from lightning_cxl.inventory.tensors import HostTensor, PlannedRecord
+from lightning_cxl.inventory.tensors import PlannedRecord, PlannedTensor
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.swapped_state import OnSsd
 from lightning_cxl.run.checkpoint import save_file
@@ -145,7 +145,7 @@ def test_the_state_of_another_model_is_refused(begins, tmp_path):
     run.save(tmp_path / "a.ckpt")
     run.state.close()
     with pytest.raises(ConfigError, match="which has no record `other`"):
-        other = HostTensor(torch.empty(0), TensorRole.MOMENTUM, NBYTES, in_state=True)
+        other = PlannedTensor(torch.empty(0), TensorRole.MOMENTUM, NBYTES, in_state=True)
         begins(planned=[PlannedRecord("other", "other", (other,))])
 
 

@@ -9,7 +9,7 @@ import torch
 from lightning_cxl.config import OffloadConfig, SsdOptions
 from lightning_cxl.gradients.offload import MAX_STAGED
 from lightning_cxl.inventory.dry_run import measure
-from lightning_cxl.inventory.inventory import AskedTiers, list_tensors
+from lightning_cxl.inventory.plan import AskedTiers, list_tensors
 from lightning_cxl.inventory.tensors import Mesh, Workload
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.placement import TensorRole, resolve
@@ -49,7 +49,9 @@ def planned(precision, length, options, *, num_layers=3, accumulate=1, computes_
     )
     config = OffloadConfig(**options)
     seen = measure(model, config, load, lambda: model(input_ids=ids, labels=ids, use_cache=True).loss)
-    asked = None if tier_of is None else SimpleNamespace(lookup=lambda owner, role, **_: (tier_of(owner, role), ""))
+    asked = None
+    if tier_of is not None:
+        asked = SimpleNamespace(names={}, lookup=lambda owner, role, **_: (tier_of(owner, role), ""))
     return model_job("llama", list_tensors(model, None, config, load, asked=asked, measured=seen))
 
 

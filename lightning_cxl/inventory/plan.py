@@ -1,12 +1,13 @@
 """`list_tensors`: everything that a run keeps in host memory, listed before any of it exists.
 
-[Note: One inventory]
-There is one list. Policies decide about it, the check whether it fits adds it up, the report shows it as planned bytes,
-`plan` predicts steps from it, and the run builds its parts from it. So they cannot drift apart::
+[Note: One plan]
+There is one list, of `PlannedTensor`s. Policies decide about it, the check whether it fits adds it up, the report
+shows it as planned bytes, `plan` predicts steps from it, and the run builds its parts from it. So they always agree::
 
-    inventory = list_tensors(model, optimizers, config, workload)    which tensors, of which role, how large
-    decision  = decide(inventory, ...)                               which tier, or split over tiers, for each
-    run       = Run(host, inventory, decision, loop)                 places them, and trains
+    plan = list_tensors(model, optimizers, config, workload)    which tensors, of which role, how large
+    plan = settle_state(plan, ...)                              which of them lie on the tier `ssd`
+    plan = decide(plan, ...)                                    which tier, or split over tiers, for each of the others
+    run  = Run(host, plan, loop)                                places them, and trains
 
 Nothing needs to have values: the model may be on the meta device. The optimizers are those that the user made on the
 model as it is; they know which state there will be. Inputs of units are known where a dry run or ``batch_tokens`` tells
@@ -14,7 +15,7 @@ the size of a micro-batch; else the first forward of the run tells it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,9 +28,9 @@ from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.inventory.dry_run import DryRun, estimate, known_parameters, units_of
 from lightning_cxl.inventory.tensors import (
     GRADIENTS,
-    HostTensor,
     Overlap,
     PlannedRecord,
+    PlannedTensor,
     StreamedUnit,
     Workload,
     gradients_at_once,
@@ -42,7 +43,7 @@ from lightning_cxl.inventory.tensors import (
     widened_gradients,
     with_slots,
 )
-from lightning_cxl.memory.placement import ModuleTiers, TensorRole
+from lightning_cxl.memory.placement import ModuleTiers, Placement, Placer, TensorRole
 from lightning_cxl.optim.cpu_adam import Precisions
 from lightning_cxl.optim.masters import master_dtype, needs_master
 from lightning_cxl.shards import is_sharded, local
@@ -169,12 +170,12 @@ def state_tensors(
     *,
     accumulates: bool,
     on_host: Callable[[torch.Tensor], bool],
-) -> list[HostTensor]:
+) -> list[PlannedTensor]:
     """Return masters, gradients and, for CPUAdam, its state; each parameter and role once.
 
     Master weights of one parameter may be two tensors: a copy, and in `CPUAdam`'s state their lower halves.
     """
-    found: dict[tuple[int, TensorRole, bool], HostTensor] = {}
+    found: dict[tuple[int, TensorRole, bool], PlannedTensor] = {}
     for optimizer in optimizers:
         for group, parameter in ((each, p) for each in optimizer.param_groups for p in each["params"]):
             if is_lazy(parameter):
@@ -202,13 +203,16 @@ def state_tensors(
             for is_state, sizes in ((False, bytes_of), (True, in_state)):
                 for role, nbytes in sizes.items():
                     if nbytes:
-                        found[id(parameter), role, is_state] = HostTensor(parameter, role, nbytes, in_state=is_state)
+                        found[id(parameter), role, is_state] = PlannedTensor(parameter, role, nbytes, in_state=is_state)
     return list(found.values())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Inventory:
-    """The tensors that one run keeps in host memory. See [Note: One inventory]."""
+_Key = tuple[int | str, TensorRole, bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The tensors that one run keeps in host memory; with a placer, also their placements. See [Note: One plan]."""
 
     model: nn.Module
     workload: Workload
@@ -220,9 +224,9 @@ class Inventory:
     """Those of them whose weights stream."""
     gathered: tuple[StreamedUnit, ...]
     """Those of them whose shards may lie on the tier `ssd`: in each of several processes with a device apart."""
-    tensors: tuple[HostTensor, ...]
+    tensors: tuple[PlannedTensor, ...]
     """Tensors that exist at a time, in the order in which they are allocated."""
-    gradients: tuple[HostTensor, ...]
+    gradients: tuple[PlannedTensor, ...]
     """Gradients of all parameters, also where `tensors` has those of a few units only."""
     staged_bytes: int
     """Bytes of gradients that land in staging memory in one step."""
@@ -233,6 +237,24 @@ class Inventory:
     """Whether there must be room for the gradients of all streamed units at once."""
     record_of: Mapping[int, str]
     """Name of the record that the state of each parameter belongs to on the tier `ssd`, by the parameter's id."""
+    placer: Placer | None = None
+    """Answers for tensors in memory; None until `decide`."""
+    pins: bool = False
+    """What a device copies is page-locked."""
+    _tiers: dict[_Key, tuple[str | None, str]] = field(default_factory=dict, init=False, repr=False)
+    _placements: dict[_Key, Placement] = field(default_factory=dict, init=False, repr=False)
+    _bytes: dict[str, dict[str, int]] = field(default_factory=dict, init=False, repr=False)
+    _reasons: dict[str, dict[str, None]] = field(
+        default_factory=dict, init=False, repr=False
+    )  # an ordered set per role
+
+    def __post_init__(self) -> None:
+        """Note tiers and their sources by name: some modules make new parameters when they move."""
+        for each in self.tensors:
+            self._tiers[self._key(each.owner, each.role, each.in_state)] = each.tier, each.source
+        for group in (group for unit in (*self.streamed, *self.gathered) for group in unit.groups):
+            keys = [self._key(parameter, TensorRole.COMPUTE_WEIGHTS, False) for parameter in group]
+            self._tiers.update(dict.fromkeys(keys, self._tiers[keys[0]]))
 
     @property
     def unit_of(self) -> dict[int, str]:
@@ -254,6 +276,57 @@ class Inventory:
     def bytes_of(self, role: TensorRole) -> int:
         return sum(each.nbytes for each in self.tensors if each.role is role)
 
+    def _key(self, owner: Tensor | str, role: TensorRole, in_state: bool) -> _Key:
+        return (owner if isinstance(owner, str) else self.asked.names.get(id(owner), id(owner))), role, in_state
+
+    def of(self, tensor: PlannedTensor) -> Placement:
+        return self.place(tensor.owner, tensor.role, tensor.nbytes, in_state=tensor.in_state)
+
+    def place(self, owner: Tensor | str, role: TensorRole, nbytes: int, *, in_state: bool = False) -> Placement:
+        """Return the placement of the tensor that plays `role` for its owner; decided at the first call.
+
+        Args:
+            owner: a parameter of the model; for inputs of a unit, the name of the unit.
+            in_state: see `PlannedTensor`; only such a tensor, weights, or inputs of units may be on the tier `ssd`.
+        """
+        key = self._key(owner, role, in_state)
+        if key not in self._placements:
+            of_units = role in (TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS)
+            may_be_on_ssd = in_state or role is TensorRole.ACTIVATIONS
+            tier, source = self._tiers.get(key) or self.asked.lookup(owner, role, may_be_on_ssd=may_be_on_ssd)
+            if tier == SSD and of_units:
+                self._placements[key] = Placement((tier,), reason=source)
+            else:
+                self._placements[key] = self.in_memory(role, nbytes, tier, source)
+        return self._placements[key]
+
+    def in_memory(self, role: TensorRole, nbytes: int, tier: str | None, source: str) -> Placement:
+        """Return the placement of a tensor on a tier of memory, or on one that the policy chooses.
+
+        Args:
+            source: of the request for `tier`, or why the tier that is asked for cannot hold it.
+        """
+        assert self.placer is not None, "decided before"
+        placement = self.placer.place(role, nbytes, tier=tier, source=source)
+        if tier is None and source:
+            placement = replace(placement, reason=f"{placement.reason}; {source}")
+        return replace(placement, pinned=True) if self.pins and role.is_copied else placement
+
+    def count(self, role: TensorRole, nbytes: int, placement: Placement) -> None:
+        """Add `nbytes` of a role to the planned bytes of the tiers of its placement, by their shares."""
+        tiers = self._bytes.setdefault(role.value, {})
+        for tier, size in placement.split_bytes(nbytes).items():
+            tiers[tier] = tiers.get(tier, 0) + size
+        self._reasons.setdefault(role.value, {})[placement.describe()] = None
+
+    def roles(self) -> dict[str, dict[str, int]]:
+        """Return the planned bytes by role and tier."""
+        return {role: dict(tiers) for role, tiers in self._bytes.items()}
+
+    def reasons(self) -> dict[str, list[str]]:
+        """Return, by role, why its bytes go where they go."""
+        return {role: list(reasons) for role, reasons in self._reasons.items()}
+
 
 def list_tensors(
     model: nn.Module,
@@ -263,8 +336,8 @@ def list_tensors(
     *,
     asked: AskedTiers | None = None,
     measured: DryRun | None = None,
-) -> Inventory:
-    """Return what a run of a model keeps. See [Note: One inventory].
+) -> Plan:
+    """Return what a run of a model keeps. See [Note: One plan].
 
     Args:
         optimizers: as the user made them, empty where nothing is trained; one AdamW over all trained parameters when
@@ -332,7 +405,7 @@ def list_tensors(
     trained = [each.parameter for each in gradients if each.parameter is not None]
     blocks = units if config.activation_offload else find_units(model, config.units)
     record_of = record_names(model, blocks, (*streamed, *gathered))
-    return Inventory(
+    return Plan(
         model=model,
         workload=workload,
         asked=asked,
@@ -377,32 +450,32 @@ def _weights(
     stays: Set[int],
     *,
     all_on_host: bool,
-) -> list[HostTensor]:
+) -> list[PlannedTensor]:
     """Return the weights on the host: pieces of units, and all other weights where these are there, too."""
     role = TensorRole.COMPUTE_WEIGHTS
     in_units = units_by_parameter(streamed)
 
-    def piece(unit: StreamedUnit, group: list[nn.Parameter]) -> HostTensor:
+    def piece(unit: StreamedUnit, group: list[nn.Parameter]) -> PlannedTensor:
         may_be_on_ssd = not any(id(parameter) in stays for parameter in group)
         nbytes, updated = piece_nbytes(unit.module, group), is_updated(group[0])
-        return HostTensor(group[0], role, nbytes, unit.name, is_updated=updated, may_be_on_ssd=may_be_on_ssd)
+        return PlannedTensor(group[0], role, nbytes, unit.name, is_updated=updated, may_be_on_ssd=may_be_on_ssd)
 
     rest = [p for p in known_parameters(model) if (all_on_host or is_sharded(p)) and id(p) not in in_units]
     tensors = tensors_by_parameter(model) if rest else {}
     return [piece(unit, group) for unit in streamed for group in unit.groups] + [
-        HostTensor(parameter, role, sum(local(t).nbytes for t in tensors[id(parameter)])) for parameter in rest
+        PlannedTensor(parameter, role, sum(local(t).nbytes for t in tensors[id(parameter)])) for parameter in rest
     ]
 
 
-def _with_tier(each: HostTensor, asked: AskedTiers, why_not: str) -> HostTensor:
+def _with_tier(each: PlannedTensor, asked: AskedTiers, why_not: str) -> PlannedTensor:
     may_be_on_ssd = each.may_be_on_ssd or each.in_state or each.role is TensorRole.ACTIVATIONS
     tier, source = asked.lookup(each.owner, each.role, may_be_on_ssd=may_be_on_ssd, why_not=why_not)
     return each._replace(tier=tier, source=source, may_be_on_ssd=may_be_on_ssd)
 
 
-def _inputs(measured: DryRun, units: NamedUnits, asked: AskedTiers) -> list[HostTensor]:
+def _inputs(measured: DryRun, units: NamedUnits, asked: AskedTiers) -> list[PlannedTensor]:
     """Return the inputs of units; those without a known size where they are asked for on the tier `ssd`."""
     role, stored = TensorRole.ACTIVATIONS, dict(measured.stored_bytes)
     if not stored:
         stored = {name: 0 for name, _ in units if asked.lookup(name, role, may_be_on_ssd=True)[0] == SSD}
-    return [HostTensor(None, role, nbytes, unit, is_updated=False) for unit, nbytes in stored.items()]
+    return [PlannedTensor(None, role, nbytes, unit, is_updated=False) for unit, nbytes in stored.items()]
