@@ -53,7 +53,7 @@ class RefusedError(pickle.UnpicklingError):
     """A list of tensors asks for what no such list needs."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PATHS:
             return PosixPath  # of where it was written, which nobody needs: also from another system
@@ -68,7 +68,7 @@ class PlainReader(FileSystemReader):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         with open(path / ".metadata", "rb") as file:
-            found = _Unpickler(file).load()
+            found = _MetadataUnpickler(file).load()
         if not isinstance(found, Metadata):
             raise pickle.UnpicklingError(f"its list of tensors is a {type(found).__name__}")
         for each in (found.storage_data or {}).values():

@@ -291,7 +291,7 @@ _CACHES = ("DynamicCache",)
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
-class _Pickler(pickle.Pickler):
+class _ContainerPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, is_container: Callable[[Any], bool]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._is_container = is_container
@@ -303,7 +303,7 @@ class _Pickler(pickle.Pickler):
         return self.leaves.setdefault(id(value), (len(self.leaves), value))[0]
 
 
-class _Unpickler(pickle.Unpickler):
+class _ContainerUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, leaves: Sequence[Any]) -> None:
         super().__init__(file)
         self._leaves = leaves
@@ -323,7 +323,7 @@ def is_container(value: Any) -> bool:
 def taken_apart(value: Any, unit: str, is_container: Callable[[Any], bool]) -> tuple[bytes, list[Any]]:
     """Return the containers in `value` as they are now, and the leaves in them, each once."""
     file = io.BytesIO()
-    pickler = _Pickler(file, is_container)
+    pickler = _ContainerPickler(file, is_container)
     try:
         pickler.dump(value)
     except Exception as error:
@@ -336,7 +336,7 @@ def taken_apart(value: Any, unit: str, is_container: Callable[[Any], bool]) -> t
 
 def put_together(containers: bytes, leaves: Sequence[Any]) -> Any:
     """Return what `taken_apart` was given, in new containers."""
-    return _Unpickler(io.BytesIO(containers), leaves).load()
+    return _ContainerUnpickler(io.BytesIO(containers), leaves).load()
 
 
 def is_cache(value: Any) -> bool:
