@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_cxl.devices.device_type import device_type_of
-from lightning_cxl.memory.placement import Placement, TensorRole
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.memory.resource import PoolResource
 from tests import training_device
 from tests.apart.test_fork import in_child
@@ -117,17 +117,10 @@ def test_weights_are_page_locked_once_where_they_stay(registrations):
     assert all(registrations.cover(parameter) for parameter in streamed)
 
 
-class WithoutAWord:
-    """A policy that says nothing about pinning."""
-
-    def place(self, request, free):
-        return Placement(("dram",))
-
-
 @pytest.mark.parametrize("pin_memory", ["auto", False])
-def test_what_the_device_copies_is_page_locked_whatever_the_policy_says(pin_memory, registrations):
+def test_what_the_device_copies_is_page_locked(pin_memory, registrations):
     module = Task(TinyTransformer(width=64, depth=2, dropout=0.0), "adamw")
-    strategy = offload(policy=WithoutAWord(), pin_memory=pin_memory)
+    strategy = offload(pin_memory=pin_memory)
     seen = {}
 
     class Look(Callback):

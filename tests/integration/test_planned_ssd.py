@@ -10,7 +10,6 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.inventory.tensors import SLOTS_OWNER, Loop
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.placement import Placement
 from lightning_cxl.planning.decide import free_for, memory_bytes_of
 from lightning_cxl.run.run import Host
 from lightning_cxl.run.session import format_report
@@ -25,13 +24,6 @@ CPU = torch.device("cpu")
 
 class AllOnSsd:
     """A policy that asks for what no policy may."""
-
-    def place(self, request, free):
-        return Placement(("ssd",))
-
-
-class SplitOnSsd:
-    """The same of one that plans."""
 
     needs_speeds = False
 
@@ -86,10 +78,9 @@ def test_state_goes_there_and_every_policy_has_room_for_the_rest(planned, policy
     assert any(each.owner == SLOTS_OWNER for each in inventory.tensors)
 
 
-@pytest.mark.parametrize("policy", [AllOnSsd, SplitOnSsd])
-def test_a_policy_cannot_put_anything_there(planned, policy):
+def test_a_policy_cannot_put_anything_there(planned):
     with pytest.raises((UnsupportedError, ValueError), match="ssd"):
-        planned("1GiB", policy=f"{__name__}.{policy.__name__}")
+        planned("1GiB", policy=f"{__name__}.AllOnSsd")
 
 
 def test_a_run_that_does_not_fit_in_memory_trains_as_one_that_does(tmp_path):
