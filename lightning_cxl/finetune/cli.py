@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import inspect
 import logging
 import os
 import pickle
@@ -9,9 +10,12 @@ import re
 import resource
 import shlex
 import sys
+import textwrap
+import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Sequence
+from pydoc import locate
+from typing import IO, Any, NoReturn
 
 import datasets
 import transformers
@@ -26,7 +30,6 @@ from lightning_cxl.integrations.lightning.lightning_api import (
     LightningArgumentParser,
     LightningCLI,
     LightningModule,
-    MisconfigurationException,
     StrategyRegistry,
     Trainer,
 )
@@ -38,7 +41,12 @@ _NO_MODEL = """a model is needed: a hub id or a folder, or a file with options. 
   {program} --model.name_or_path Qwen/Qwen2.5-0.5B --data.text_files chats.jsonl
   {program} {example}"""
 _UNKNOWN = re.compile(r"unrecognized arguments: .*?--([\w.-]+)|does not accept option '([\w.-]+)'")
+_OF_CLASS = re.compile(r"( *)- Problem with given class_path '(?P<name>[\w.]+)':\n(?P<problem>(?:\1 .*\n?)+)")
 _MOST_LINES, _MOST_WIDTH = 12, 240
+_PARSERS = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "jsonargparse"}
+_READERS = {"torch", "fsspec", "yaml", *sys.stdlib_module_names}
+_FILES = re.compile(r"lightning_cxl\.(finetune|run\.checkpoint)")  # our code that opens files which options name
+_ACCIDENTS = (ArithmeticError, LookupError, AttributeError, AssertionError)  # say nothing about an option
 
 
 class FitSummary(Callback):
@@ -113,33 +121,82 @@ class FitSummary(Callback):
 
 
 class ShortErrors(LightningArgumentParser):
-    """A parser whose errors have a few lines, and the nearest option; ``--help`` shows all options."""
+    """A parser whose errors have a few lines, and the nearest name; ``--help`` shows all options."""
 
-    def print_usage(self, file: Any = None) -> None:
+    _file = "<unicode string>"
+
+    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        self._file = str(path)
+        return super().parse_path(path, *args, **kwargs)
+
+    def print_usage(self, file: IO[str] | None = None) -> None:
         pass
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        options = (getattr(ex, "subcommand_parser", None) or self)._option_string_actions
-        lines = [line if len(line) <= _MOST_WIDTH else f"{line[:_MOST_WIDTH]} ..." for line in message.splitlines()]
-        shown = [*lines[:_MOST_LINES], *(["..."] if len(lines) > _MOST_LINES else [])]
-        if found := _UNKNOWN.search(message):
-            near = difflib.get_close_matches(f"--{found[1] or found[2]}", options, n=1)
-            shown += [f"did you mean `{each}`?" for each in near]
-        if 'Parser key "model"' in message and "Unable to load config" in message:
-            shown.append("`--model` takes a file with options: write `--model.name_or_path` for a folder or a hub id")
-        super().error("\n".join(shown), ex)
+        parser: Any = getattr(ex, "subcommand_parser", None) or self
+        message = message.replace("<unicode string>", self._file)
+        super().error(_shortened(message) + _advice(message, parser._option_string_actions), ex)
         raise AssertionError("the parser goes on after an error")
 
 
+def _shortened(message: str) -> str:
+    """Return a message of jsonargparse without what it repeats of a file, and without all that would have been valid.
+
+    Where a class got wrong arguments, what stays is which, and what is wrong.
+    """
+    if not (found := list(_OF_CLASS.finditer(message))):
+        lines = [line if len(line) <= _MOST_WIDTH else f"{line[:_MOST_WIDTH]} ..." for line in message.splitlines()]
+        return "\n".join([*lines[:_MOST_LINES], *(["..."] if len(lines) > _MOST_LINES else [])])
+    problems = [message.splitlines()[0]]
+    for name, problem in (each.group("name", "problem") for each in found):
+        option, made = re.search(r"Option '(\w+)[\w.]*' is not accepted", problem), locate(name)
+        near = _near(option[1], inspect.signature(made).parameters) if option and callable(made) else ""
+        problems.append(f"{name}: {textwrap.dedent(problem).strip()}{near}")
+    return "\n".join(problems)
+
+
+def _near(typed: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(typed, known, n=1)
+    return f"\ndid you mean `{near[0]}`?" if near else ""
+
+
+def _advice(message: str, options: Iterable[str]) -> str:
+    if re.search(r'Parser key "model":\s+Unable to load config', message):
+        return "\n`--model` takes a file with options: write `--model.name_or_path` for a folder or a hub id"
+    found = _UNKNOWN.search(message)
+    return _near(f"--{found[1] or found[2]}", options) if found else ""
+
+
 @contextlib.contextmanager
-def option_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds, which options cause, into `ConfigError`; all others keep their traceback."""
+def option_errors() -> Iterator[None]:
+    """Turn errors that options cause into `ConfigError`; all others keep their traceback.
+
+    An option is the cause where Lightning or jsonargparse itself raises, or where a file cannot be read or written that
+    they opened, or our code for text, models and checkpoints. Errors of the user's modules, and of torch while it
+    computes, are let through.
+    """
     try:
         yield
-    except LightningCXLError:
+    except (LightningCXLError, ModuleNotFoundError):
         raise
-    except kinds as error:
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, LightningCXLError):
+            cause = cause.__cause__  # not __context__: a bug in what handles our error is no error of ours
+        if cause is not None:  # jsonargparse put our error into one of its own
+            raise cause from error
+        if not _is_about_options(error):
+            raise
         raise ConfigError(str(error).strip() or type(error).__name__) from error
+
+
+def _is_about_options(error: Exception) -> bool:
+    names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not isinstance(error, OSError | EOFError | UnicodeError | pickle.UnpicklingError):
+        return names[-1].split(".")[0] in _PARSERS and not isinstance(error, _ACCIDENTS)
+    while names[-1].split(".")[0] in _READERS:
+        names.pop()
+    return names[-1].split(".")[0] in _PARSERS or _FILES.match(names[-1]) is not None
 
 
 class FinetuneCLI(LightningCLI):
@@ -184,10 +241,6 @@ class FinetuneCLI(LightningCLI):
         if (config.trainer.max_epochs, config.trainer.max_steps, config.trainer.max_time) == (None, -1, None):
             config.trainer.max_epochs = 1
 
-    def instantiate_classes(self) -> None:
-        with option_errors(TypeError, ValueError, RuntimeError, OSError):
-            super().instantiate_classes()
-
     def after_fit(self) -> None:
         if self.trainer.is_global_zero:
             print(f"\n{self.summary.describe(self.trainer)}")
@@ -205,8 +258,5 @@ def main(arguments: Sequence[str]) -> None:
         transformers.utils.logging.disable_progress_bar()
     # torchrun repeats in its summary what `record` has noted of an error
     run = record(FinetuneCLI) if "TORCHELASTIC_ERROR_FILE" in os.environ else FinetuneCLI
-    # a checkpoint that is none, or not there; what fails while the run computes keeps its traceback
-    with option_errors(
-        MisconfigurationException, FileNotFoundError, IsADirectoryError, EOFError, pickle.UnpicklingError
-    ):
+    with option_errors():
         run()

@@ -12,7 +12,7 @@ import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -51,6 +51,10 @@ _RECIPE = 3  # part of the cache key of samples: change it when those of the sam
 _DOCUMENTS = 512  # that are packed together: what fills no block behind them is dropped
 _PROMPT_TOKENS = 16
 Batch = dict[str, Tensor]
+
+
+class LineError(ValueError):
+    """A line of a JSONL file is refused: `args` are the reason and the whole line."""
 
 
 class SampleLoader:
@@ -226,18 +230,21 @@ class TextData(LightningDataModule):
         texts, make = load_texts(files, by_line=bool(forms.keys() - {"text"})), cast(Any, pack)
         columns = {name: List(Value("int32")) for name in ("input_ids", "position_ids")}
         options: dict[str, Any] = {"seq_len": self.seq_len, "train_on": self.train_on, "recipe": _RECIPE}
-        if "conversations" in forms:
-            said = (plain_text(*read_conversation(line)) for line in _each(texts) if line.strip())
-            options["tokenizer"], make = with_template(self._tokenizer(texts, said)), tokenize
-            columns = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
-            columns |= {"length": Value("int64"), "scored": Value("int64")}
-        else:
-            if "documents" in forms:
-                texts = texts.map(_read_documents, batched=True, desc="Reading")
-            options["tokenizer"] = self._tokenizer(texts, _each(texts))
-        made = {"features": Features(columns), "fn_kwargs": options, "remove_columns": ["text"]}
-        shuffled = texts.shuffle(seed=_SPLIT_SEED)
-        samples = shuffled.map(make, batched=True, batch_size=_DOCUMENTS, desc="Tokenizing", **made)
+        try:
+            if "conversations" in forms:
+                said = (plain_text(*read_conversation(line)) for line in _each(texts) if line.strip())
+                options["tokenizer"], make = with_template(self._tokenizer(texts, said)), tokenize
+                columns = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
+                columns |= {"length": Value("int64"), "scored": Value("int64")}
+            else:
+                if "documents" in forms:
+                    texts = texts.map(_read_documents, batched=True, desc="Reading")
+                options["tokenizer"] = self._tokenizer(texts, _each(texts))
+            made = {"features": Features(columns), "fn_kwargs": options, "remove_columns": ["text"]}
+            shuffled = texts.shuffle(seed=_SPLIT_SEED)
+            samples = shuffled.map(make, batched=True, batch_size=_DOCUMENTS, desc="Tokenizing", **made)
+        except LineError as error:
+            raise located(error, files) from error
         return options["tokenizer"], samples.with_format("torch")
 
     def _tokenizer(self, rows: Dataset, texts: Iterable[str]) -> PreTrainedTokenizerBase:
@@ -261,8 +268,10 @@ def cut(sample: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 def stdlib_files(root: str | Path | None = None) -> list[Path]:
     """Return the ``.py`` files in UTF-8 of the interpreter's standard library, or of `root`, sorted."""
-    root = Path(root or sysconfig.get_path("stdlib"))
-    found = (path for path in root.rglob("*.py") if _SKIPPED.isdisjoint(path.relative_to(root).parts[:-1]))
+    root, found = Path(root or sysconfig.get_path("stdlib")), list[Path]()
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = set(subfolders) - _SKIPPED
+        found += (Path(folder, name) for name in names if name.endswith(".py"))
     if not (files := sorted(filter(_is_text, found))):
         raise ConfigError(
             f"no readable .py file in the standard library at `{root}`: this interpreter comes without sources. "
@@ -275,10 +284,10 @@ def user_files(patterns: str | Sequence[str]) -> list[Path]:
     """Return the files that `patterns` (paths or globs, ``**`` allowed) name, sorted, each once."""
     files: set[Path] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        found = (Path(name).resolve() for name in glob.glob(os.path.expanduser(pattern), recursive=True))
-        if not (own := set(filter(Path.is_file, found))):
+        found = {Path(name).resolve() for name in glob.glob(os.path.expanduser(pattern), recursive=True)}
+        if not (found := set(filter(Path.is_file, found))):
             raise ConfigError(f"text_files: {pattern!r} matches no file (looked from `{os.getcwd()}`)")
-        files |= own
+        files |= found
     if not files:
         raise ConfigError("text_files is empty: name a file, or leave it out to train on the standard library")
     if unreadable := [str(path) for path in sorted(files) if not _is_text(path)]:
@@ -326,20 +335,27 @@ def corpus_fingerprint(rows: Dataset) -> str:
 def form_of_file(path: Path) -> str:
     """Return what a file holds by its first line that is not empty: "text", "documents" or "conversations"."""
     with path.open(encoding="utf-8") as file:
-        first = next((line for line in file if line.strip()), "")
+        first = next((line for line in file if line.strip()), "").rstrip("\n")
     if path.suffix == ".json" and first.lstrip("\ufeff ").startswith("["):
         how = f"give its objects a line each, in a file such as `{path.stem}.jsonl` (jq -c '.[]' {path.name})"
         raise ConfigError(f"`{path}` is one JSON array, which would have to be read as a whole: {how}")
     try:
         return "documents" if _object(first)[1] == ("text",) else "conversations"
-    except ConfigError as error:
+    except LineError as error:
         if path.suffix in (".jsonl", ".ndjson"):
-            raise ConfigError(f"`{path}`: {error}") from None
+            raise located(error, [path]) from None
         return "text"
 
 
-def _refuse(line: str, reason: str) -> NoReturn:
-    raise ConfigError(f"{reason}; in the line {textwrap.shorten(line, 120, placeholder=' ...')}")
+def located(error: LineError, files: Sequence[Path]) -> ConfigError:
+    """Return the error with the first of `files` that has the line, and its number."""
+    reason, refused = error.args
+    for path in files:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.rstrip("\n") == refused:
+                    return ConfigError(f"`{path}`, line {number}: {reason}")
+    return ConfigError(f"{', '.join(map(str, files[:3]))}: {reason}")
 
 
 def _object(line: str, forms: Sequence[tuple[str, ...]] = _FORMS) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -347,17 +363,23 @@ def _object(line: str, forms: Sequence[tuple[str, ...]] = _FORMS) -> tuple[dict[
     try:
         row = json.loads(line.lstrip("\ufeff"))
     except (ValueError, RecursionError) as error:
-        _refuse(line, f"not JSON ({error}): {_EXPECTED}")
+        raise LineError(f"not JSON ({error}); {_EXPECTED}", line) from None
+    if not isinstance(row, dict):
+        raise LineError(f"{_shown(row)} is no JSON object; {_EXPECTED}", line)
     for keys in forms:
-        if isinstance(row, dict) and row.keys() >= set(keys):
+        if row.keys() >= set(keys):
             return row, keys
-    _refuse(line, _EXPECTED)
+    raise LineError(f"the object has the keys {sorted(row)}; {_EXPECTED}", line)
 
 
 def _string(row: dict[str, Any], key: str, line: str) -> str:
     if not isinstance(text := row[key], str):
-        _refuse(line, f"`{key}` must be a string")
+        raise LineError(f"`{key}` must be a string, not {_shown(text)}", line)
     return text
+
+
+def _shown(value: Any) -> str:
+    return textwrap.shorten(json.dumps(value, ensure_ascii=False), 60, placeholder="...")
 
 
 def _read_documents(batch: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -375,22 +397,23 @@ def read_conversation(line: str) -> tuple[list[dict[str, Any]], list[Any] | None
     messages, tools = row["messages"], row.get("tools")
     for name, value in (("messages", messages), ("tools", [] if tools is None else tools)):
         if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-            _refuse(line, f"`{name}` must be a list of objects")
+            raise LineError(f"`{name}` must be a list of objects, not {_shown(value)}", line)
     for number, message in enumerate(messages, 1):
         calls, content = message.get("role") == "assistant" and message.get("tool_calls"), message.get("content")
         if not isinstance(message.get("role"), str):
-            _refuse(line, f"message {number} needs a `role`: system, user, assistant or tool")
+            raise LineError(f"message {number} needs a `role`: system, user, assistant or tool", line)
         if not isinstance(content, str) and not (calls and content is None):
-            _refuse(line, f"the `content` of message {number} must be a string")
+            given = _shown(content) if "content" in message else "missing"
+            raise LineError(f"the `content` of message {number} must be a string, and is {given}", line)
         if message.get("weight", 1) != 1:
-            _refuse(line, f"message {number} has a `weight`, which is not supported: take it out")
+            raise LineError(f"message {number} has a `weight`, which is not supported: take it out", line)
         for call in calls if isinstance(calls, list) else []:  # OpenAI has arguments as text, templates expect objects
             function = call.get("function", call) if isinstance(call, dict) else {}
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
                 with contextlib.suppress(ValueError):
                     function["arguments"] = json.loads(function["arguments"])
     if not any(message["role"] == "assistant" for message in messages):
-        _refuse(line, "no message has the role assistant, so there is no answer to learn")
+        raise LineError("no message has the role assistant, so there is no answer to learn", line)
     return messages, tools or None
 
 
@@ -415,15 +438,16 @@ def samples_of(
     def shown(messages: list[dict[str, Any]], **options: Any) -> str:
         return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options) if messages else ""
 
-    def sample(text: str, *spans: tuple[int, int]) -> tuple[list[int], list[int]]:
+    def sample(text: str, spans: list[tuple[int, int]] | None) -> tuple[list[int], list[int]]:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        offsets = encoded["offset_mapping"]
-        said = [any(begin < stop and end > start for start, stop in spans) for begin, end in offsets]
+        said = [
+            spans is None or any(begin < stop and end > start for start, stop in spans)
+            for begin, end in encoded["offset_mapping"]
+        ]
         return encoded["input_ids"], _labels(encoded["input_ids"], said)
 
     if train_on_all:
-        ids = tokenizer(shown(messages), add_special_tokens=False, verbose=False)["input_ids"]
-        return [(ids, list(ids))]
+        return [sample(shown(messages), None)]
     if _MARKS.search(tokenizer.get_chat_template(tools=tools)):
         marked = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
         encoded = tokenizer.apply_chat_template(messages, tools=tools, **marked)
@@ -432,23 +456,27 @@ def samples_of(
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             earlier = messages[:index]
-            before, after = shown(earlier), shown([*earlier, message])
+            before, after, other = shown(earlier), shown([*earlier, message]), ""
+            opened, content = shown(earlier, add_generation_prompt=True), message.get("content")
+            # a template may open an answer with more than it shows later, such as "<think>", or have no opening: what
+            # the answer has in common with another one that begins with another letter is no part of it
+            if isinstance(content, str) and not (opened and after.startswith(opened)):
+                other = shown([*earlier, {**message, "content": "a" if content.lstrip().startswith("b") else "b"}])
+            common = [_common(text, after) for text in (opened, other) if text]
             if not after.startswith(before):
                 raise ValueError(
                     "it changes earlier messages when an answer follows, so the answer is not found in its text: mark "
                     "it in the template with {% generation %}, or train on all (data.train_on)"
                 )
-            header = shown(earlier, add_generation_prompt=True)
-            # a template may open an answer with more than it shows later, such as "<think>", or have no opening: what
-            # the answer has in common with another one that begins with another letter is no part of it
-            if not (header and after.startswith(header)):
-                other = "a" if str(message.get("content")).lstrip().startswith("b") else "b"
-                texts = header, shown([*earlier, {**message, "content": other}])
-                header = os.path.commonprefix([after, *filter(None, texts)])  # noqa: RUF071
-            answers.append((after, (max(len(before), len(header)), len(after))))
+            answers.append((after, (max(len(before), min(common, default=0)), len(after))))
     if all(whole.startswith(after) for after, _ in answers):
-        return [sample(whole, *(span for _, span in answers))]
-    return [sample(after, span) for after, span in answers]
+        return [sample(whole, [span for _, span in answers])]
+    return [sample(after, [span]) for after, span in answers]
+
+
+def _common(one: str, other: str) -> int:
+    differ = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
 
 
 def _labels(ids: Sequence[int], said: Sequence[int]) -> list[int]:
@@ -465,13 +493,16 @@ def tokenize(
         try:
             samples = samples_of(messages, tools, tokenizer, train_on_all=train_on == "all")
         except (TemplateError, TypeError, ValueError, KeyError) as error:
-            _refuse(line, f"the chat template refuses the conversation: {error}")
+            raise LineError(f"the chat template refuses the conversation: {error}", line) from error
         for ids, labels in samples:
-            kept = labels[:seq_len]
-            rows["input_ids"].append(ids[:seq_len])
-            rows["labels"].append(kept)
-            rows["length"].append(len(ids))
-            rows["scored"].append(sum(label != IGNORED for label in kept[1:]))
+            made = (
+                ids[:seq_len],
+                labels[:seq_len],
+                len(ids),
+                len(labels[1:seq_len]) - labels[1:seq_len].count(IGNORED),
+            )
+            for name, value in zip(rows, made, strict=True):
+                rows[name].append(value)
     return rows
 
 

@@ -204,21 +204,6 @@ def test_a_bug_in_a_module_keeps_its_traceback(command, monkeypatch):
         command("fit", "--config", EXAMPLE)
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("model.lrr", "did you mean `--model.lr`?"),
-        ("model", "write `--model.name_or_path` for a folder or a hub id"),
-        ("model.num_heads", "Expected a"),
-    ],
-)
-def test_errors_of_the_parser_are_short_and_name_the_nearest_option(command, capsys, option, message):
-    with pytest.raises(SystemExit):
-        command("fit", "--config", EXAMPLE, **{option: "gpt2"})
-    shown = capsys.readouterr().err
-    assert message in shown and len(shown.splitlines()) < 16
-
-
 @pytest.fixture
 def hub_is_off(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

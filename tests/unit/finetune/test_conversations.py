@@ -1,9 +1,10 @@
 import json
+import re
 
 import pytest
 
-from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.data import (
+    LineError,
     form_of_file,
     read_conversation,
 )
@@ -50,24 +51,24 @@ def test_arguments_of_calls_as_text_are_read():
     ("line", "reason"),
     [
         ("{", "not JSON"),
-        ('{"question": "Hi"}', "expected one JSON object per line"),
-        ('{"prompt": "Hi", "completion": 7}', "`completion` must be a string"),
-        ('{"messages": "Hi"}', "`messages` must be a list of objects"),
+        ('{"question": "Hi"}', r"keys \['question'\]; expected one JSON object per line"),
+        ('{"prompt": "Hi", "completion": 7}', "`completion` must be a string, not 7"),
+        ('{"messages": "Hi"}', '`messages` must be a list of objects, not "Hi"'),
         ('{"messages": [{"role": "user", "content": "Hi"}]}', "no message has the role assistant"),
-        ('{"messages": [{"role": "assistant"}]}', "`content` of message 1 must be a string"),
+        ('{"messages": [{"role": "assistant"}]}', "`content` of message 1 must be a string, and is missing"),
         (
             '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
-            "`content` of message 1 must be a string",
+            r'must be a string, and is \[\{"type": "image"\}\]',
         ),
-        ('{"messages": [{"role": "user", "content": null, "tool_calls": [1]}]}', "must be a string"),
+        ('{"messages": [{"role": "user", "content": null, "tool_calls": [1]}]}', "must be a string, and is null"),
         ('{"messages": [{"role": "assistant", "content": "Hi", "weight": 0}]}', "message 1 has a `weight`"),
         ('{"messages": [{"role": "assistant", "content": "Hi"}], "tools": {}}', "`tools` must be a list"),
     ],
 )
 def test_what_is_no_conversation_is_refused_with_what_is_expected(line, reason):
-    with pytest.raises(ConfigError, match=reason) as caught:
+    with pytest.raises(LineError) as caught:
         read_conversation(line)
-    assert line in str(caught.value)
+    assert re.search(reason, caught.value.args[0])
 
 
 @pytest.mark.parametrize(

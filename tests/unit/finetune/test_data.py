@@ -172,18 +172,14 @@ def test_documents_may_come_in_lines(write_lines, text_folder):
 @pytest.mark.parametrize(
     ("rows", "template", "message"),
     [
-        ([turns(1), "", turns(2), {"prompt": "Hi"}], CHATML, r'expected one .* in the line \{"prompt": "Hi"\}'),
-        ([turns(1), "{"], CHATML, r"not JSON .* in the line \{$"),
-        ([{"text": "a"}, {"text": 3}], CHATML, r'`text` must be a string; in the line \{"text": 3\}'),
-        ([turns(1), turns(2)], REWRITES, r"not found in its text.* in the line .*What is"),
-        (
-            [turns(1)],
-            "{{ raise_exception('must alternate') }}",
-            r"refuses the conversation: must alternate; in the line .*What is 1",
-        ),
+        ([turns(1), "", turns(2), {"prompt": "Hi"}], CHATML, r"chat\.jsonl`, line 4: the object has .* expected one"),
+        ([turns(1), "{"], CHATML, r"chat\.jsonl`, line 2: not JSON"),
+        ([{"text": "a"}, {"text": 3}], CHATML, r"chat\.jsonl`, line 2: `text` must be a string"),
+        ([turns(1), turns(2)], REWRITES, r"chat\.jsonl`, line \d: .*not found in its text"),
+        ([turns(1)], "{{ raise_exception('must alternate') }}", r"line 1: .* refuses the conversation: must alternate"),
     ],
 )
-def test_an_error_in_a_line_shows_the_line(write_lines, tmp_path, rows, template, message):
+def test_an_error_in_a_line_names_file_and_line(write_lines, tmp_path, rows, template, message):
     good = write_lines(*[turns(7)] * 2 if "text" not in rows[0] else [{"text": "b"}], name="a_good_one.jsonl")
     path = write_lines(*rows)
     byte_tokenizer(template).save_pretrained(tmp_path / "tokenizer")
