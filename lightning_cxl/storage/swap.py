@@ -24,9 +24,10 @@ Rules:
 [Note: Ctrl-C]
 Python raises ``KeyboardInterrupt`` in the main thread, between any two bytecodes: a buffer may have been taken and not
 be noted yet. So in calls that change buffers, lists and records (`uninterrupted`) Ctrl-C counts when they have
-returned; none of them waits for more than transfers in flight. The buffers of a region of code belong to an object,
-that is made before any is taken. They are given back when the region ends, and if Ctrl-C comes just before that, when
-the object dies.
+returned. They wait for transfers in flight, and for uses of the same records by other threads. Where that takes too
+long (a drive hangs), a second Ctrl-C counts at once, and may lose a buffer. The buffers of a region of code belong to
+an object that is made before any is taken. They are given back when the region ends, and if Ctrl-C comes just before
+that, when the object dies.
 """
 
 import os
@@ -49,7 +50,7 @@ _T = TypeVar("_T")
 
 
 def uninterrupted(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Return a function that Ctrl-C does not interrupt; it counts afterwards. See [Note: Ctrl-C]."""
+    """Return a function that the first Ctrl-C does not interrupt; it counts afterwards. See [Note: Ctrl-C]."""
 
     @wraps(function)
     def call(*args: _P.args, **options: _P.kwargs) -> _T:
@@ -57,7 +58,7 @@ def uninterrupted(function: Callable[_P, _T]) -> Callable[_P, _T]:
         if threading.current_thread() is not threading.main_thread() or not callable(handler):
             return function(*args, **options)
         came: list[int] = []  # without frames, which would keep what they hold
-        signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
+        signal.signal(signal.SIGINT, lambda number, frame: handler(number, frame) if came else came.append(number))
         try:
             return function(*args, **options)
         finally:

@@ -31,6 +31,7 @@ import io
 import pickle
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -287,6 +288,8 @@ def _bind(module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]
 
 _PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
 _PICKLED = (tuple, list, dict, set, collections.deque)
+_read_back: weakref.WeakSet[type] = weakref.WeakSet()
+"""Classes of containers that came back from a pickle once."""
 _CACHES = ("DynamicCache",)
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
@@ -296,9 +299,13 @@ class _ContainerPickler(pickle.Pickler):
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._is_container = is_container
         self.leaves: dict[int, tuple[int, Any]] = {}  # number and leaf, by its id
+        self.classes: set[type] = set()  # of containers
 
     def persistent_id(self, value: Any) -> int | None:
-        if type(value) in _PLAIN or self._is_container(value):
+        if type(value) in _PLAIN:
+            return None
+        if self._is_container(value):
+            self.classes.add(type(value))
             return None
         return self.leaves.setdefault(id(value), (len(self.leaves), value))[0]
 
@@ -326,12 +333,17 @@ def taken_apart(value: Any, unit: str, is_container: Callable[[Any], bool]) -> t
     pickler = _ContainerPickler(file, is_container)
     try:
         pickler.dump(value)
+        leaves = [leaf for _, leaf in pickler.leaves.values()]
+        # a class may be written and refuse to be read: better here than in the backward
+        if unknown := pickler.classes.difference(_CONTAINERS, _read_back):
+            put_together(file.getvalue(), leaves)
+            _read_back.update(unknown)
     except Exception as error:
         raise UnsupportedError(
             f"a recompute of unit `{unit}` needs copies of the containers among its arguments and attributes, and one "
             f"cannot be copied ({error}): pass its contents on their own, or leave the unit out of `units`"
         ) from error
-    return file.getvalue(), [leaf for _, leaf in pickler.leaves.values()]
+    return file.getvalue(), leaves
 
 
 def put_together(containers: bytes, leaves: Sequence[Any]) -> Any:

@@ -255,13 +255,31 @@ def test_containers_of_any_class_are_passed_on(offload, make, read):
     compare(Stack(Block, num_blocks=6), offload, step)
 
 
-def test_a_container_that_cannot_be_copied_is_refused(offload):
-    block, deep = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+class Marking(dict):
+    """Pickle gives it its items before its attributes."""
+
+    def __init__(self, *args):
+        self.written = []
+        super().__init__(*args)
+
+    def __setitem__(self, key, value):
+        self.written.append(key)
+        super().__setitem__(key, value)
+
+
+def nested(x):
     for _ in range(600):
-        deep = [deep]
+        x = [x]
+    return x
+
+
+@pytest.mark.parametrize("container", [nested, lambda x: Marking({"x": x})], ids=["deep", "not readable"])
+def test_a_container_that_cannot_be_copied_is_refused(offload, container):
+    block = nn.Linear(8, 8)
     offload.attach([("block", block)])
-    with pytest.raises(UnsupportedError, match="a recompute of unit `block` needs copies"):
-        block(deep)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="a recompute of unit `block` needs copies"):
+            block(container(torch.randn(4, 8, requires_grad=True)))
 
 
 def test_a_cache_in_a_container_grows_once(offload):

@@ -11,7 +11,7 @@ import torch
 from lightning_cxl.devices.transfer import HostEngine
 from lightning_cxl.optim.swapped_state import StateSwapper
 from lightning_cxl.storage.store import Area, Store
-from lightning_cxl.storage.swap import BufferPool, Swapper
+from lightning_cxl.storage.swap import BufferPool, Swapper, uninterrupted
 from lightning_cxl.streaming.on_ssd import InputsOnSsd, WeightsOnSsd
 from tests.storage_cases import memory_of
 
@@ -144,3 +144,19 @@ def test_ctrl_c_at_any_bytecode_loses_no_buffer(tmp_path, kind, stride):
         ends(store.close)
         at += stride
     assert at > 500
+
+
+def test_a_second_ctrl_c_ends_a_wait():
+    reached = []
+
+    @uninterrupted
+    def wait():
+        signal.raise_signal(signal.SIGINT)
+        reached.append("the first one waits")
+        signal.raise_signal(signal.SIGINT)
+        reached.append("the second one does not")
+
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    assert reached == ["the first one waits"] and signal.getsignal(signal.SIGINT) is handler
