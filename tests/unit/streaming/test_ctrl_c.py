@@ -130,7 +130,7 @@ def ends(function: Callable[[], None]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("stride", [401, pytest.param(1, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("stride", [401, pytest.param(5, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
 @pytest.mark.parametrize("kind", [Updates, Weights, Inputs])
 def test_ctrl_c_at_any_bytecode_loses_no_buffer(tmp_path, kind, stride):
     at, came = 1, True
