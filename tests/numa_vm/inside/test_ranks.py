@@ -113,7 +113,8 @@ def test_ranks_run_and_allocate_on_sockets_in_turn(started):
     both = started(2, lambda rank, gather: seen_by(rank, 2, gather))
     for rank, found in enumerate(both):
         check_near(found, rank)
-        assert found["cpus"] == {(2 * rank, 2 * rank + 1)}
+        # threads of kernels sleep on a core of the process
+        assert set().union(*found["cpus"]) == {2 * rank, 2 * rank + 1}
         assert found["num_threads"] > 2 and found["threads"] == 2
         assert f"CPUs {2 * rank}-{2 * rank + 1} of node {rank}" in found["lines"][0]
 
@@ -123,7 +124,7 @@ def test_ranks_are_near_their_device_as_its_pci_bus_says(started, monkeypatch):
     both = started(2, lambda rank, gather: seen_by(rank, 2, gather, device="cuda"))
     for rank, found in enumerate(both):
         check_near(found, 1 - rank)
-        assert found["cpus"] == {(2 - 2 * rank, 3 - 2 * rank)}
+        assert set().union(*found["cpus"]) == {2 - 2 * rank, 3 - 2 * rank}
 
 
 def test_ranks_of_one_socket_have_cores_of_their_own_and_a_share_of_its_memory(started):
