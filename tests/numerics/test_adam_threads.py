@@ -52,11 +52,17 @@ def test_thousands_of_small_spans():
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
-def test_the_number_of_threads_does_not_matter(combination):
+@pytest.mark.parametrize("of_torch", [1, 8])
+def test_the_number_of_threads_does_not_matter(combination, of_torch):
+    """Nor whether they are the kernel's own, or those of torch."""
     start = Case.random(5 * 65536 + 300, combination, 1)
     expected = start.clone().run(scalars_at())
-    for num_threads in (2, 3, 6, 64):
-        start.clone().run(scalars_at(), num_threads=num_threads).assert_same(expected, num_threads)
+    torch.set_num_threads(of_torch)
+    try:
+        for num_threads in (2, 3, 6, 64):
+            start.clone().run(scalars_at(), num_threads=num_threads).assert_same(expected, num_threads)
+    finally:
+        torch.set_num_threads(1)
 
 
 NUMBERS = [*range(1, 24), 31, 32, 33, 55, 64, 89]
@@ -111,8 +117,10 @@ def test_several_updates_at_once():
                 case.assert_same(other)
 
 
-def test_flushing_denormals_is_the_callers_choice_on_every_thread():
+@pytest.mark.parametrize("of_torch", [1, 4])
+def test_flushing_denormals_is_the_callers_choice_on_every_thread(of_torch):
     results = []
+    torch.set_num_threads(of_torch)
     for flush in (False, True, False):  # threads sleep between calls, and keep nothing of the call before
         case = Case.random(400_000)
         case["variance"].fill_(0)
@@ -123,6 +131,7 @@ def test_flushing_denormals_is_the_callers_choice_on_every_thread():
         finally:
             torch.set_flush_denormal(False)
         results.append(case["variance"])
+    torch.set_num_threads(1)
     assert (results[0] > 0).all()
     assert (results[1].view(torch.int32) == 0).all()
     assert torch.equal(results[2], results[0])

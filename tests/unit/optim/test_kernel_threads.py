@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -59,17 +61,50 @@ def run_on_a_thread(num_threads: int) -> None:
     runner.join()
 
 
-def test_calls_share_threads_that_sleep_between_them():
-    run_kernels(4)
+def test_a_child_forked_before_the_first_call_runs_kernels():
+    """With tensors so small that operators of torch take one thread: its others are the parent's."""
+    code = """
+import os, signal, torch
+from lightning_cxl import CPUAdam
+weights = [torch.nn.Parameter(torch.zeros(30_000)) for _ in range(8)]
+for weight in weights:
+    weight.grad = torch.zeros(30_000)
+optimizer = CPUAdam(weights)
+torch.ones(1 << 22).add_(1)
+if os.fork() == 0:
+    signal.alarm(30)
+    optimizer.step()
+    os._exit(0)
+assert os.wait()[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_calls_beside_the_main_thread_share_threads_that_sleep_between_them():
+    run_on_a_thread(4)
     before = kernel_tasks()
     assert len(before) >= 6  # three of each module
     for _ in range(20):
         run_on_a_thread(4)  # threads belong to no caller
-        run_kernels(3)
+        run_on_a_thread(3)
     assert kernel_tasks() == before
     used = seconds_on_cpu()
     time.sleep(0.2)
     assert seconds_on_cpu() - used < 0.01
+
+
+@pytest.fixture
+def torch_threads():
+    torch.set_num_threads(3)
+    yield 3
+    torch.set_num_threads(1)
+
+
+def test_on_the_main_thread_kernels_run_on_torchs_threads(torch_threads):
+    torch.ones(1 << 22).add_(1)
+    before = set(Path("/proc/self/task").iterdir())
+    run_kernels(torch_threads)
+    assert set(Path("/proc/self/task").iterdir()) <= before
 
 
 def test_kernels_run_in_a_forked_child():
