@@ -92,11 +92,7 @@ class Ledger(MemoryResource):
         self._roles: dict[tuple[TensorRole, str], _Count] = {}
 
     def record(self, inner: Buffer, role: TensorRole, split: SplitKey | None) -> Buffer:
-        """Count `inner` and return the buffer to hand out in its place.
-
-        Args:
-            split: how it was meant to be divided over tiers; None when it was not possible.
-        """
+        """Count `inner`, which was meant to be divided by `split`; return the buffer to hand out in its place."""
         entry = _Account(inner.nbytes, inner.spans, role, split)
         with self._lock:
             self._settle()
@@ -127,7 +123,6 @@ class Ledger(MemoryResource):
             yield None, nbytes - size
 
     def split_at(self, address: int) -> SplitKey | None:
-        """Return how the living buffer that has `address` was meant to be divided; None when there is none."""
         entry = self._find(address)[1]
         return None if entry is None else entry.split
 
@@ -138,7 +133,6 @@ class Ledger(MemoryResource):
             return count.live_bytes, count.peak_bytes
 
     def begin(self) -> None:
-        """Let the peaks of roles begin anew, with what lives now."""
         with self._lock:
             self._settle()
             for count in self._roles.values():
@@ -155,7 +149,6 @@ class Ledger(MemoryResource):
             return live, peak
 
     def _find(self, address: int) -> tuple[int, _Account | None]:
-        """Return the start of the living buffer that has `address`, and its entry."""
         with self._lock:
             self._settle()
             index = bisect_right(self._starts, address) - 1
@@ -195,12 +188,8 @@ class _TierPages:
         self._held_then = 0
 
     def free_bytes(self, used_bytes: int, held_by_neighbours: int) -> int:
-        """Return what could still be allocated: the budget's rest or the nodes', and what pools keep unused.
-
-        Args:
-            held_by_neighbours: bytes held by all tiers on the same nodes, this one included. The OS is asked twice a
-                second at most; in between, growth of this number is subtracted from its last answer.
-        """
+        # the budget's rest or the nodes', and what pools keep unused. The OS is asked twice a second at most; in
+        # between, what all tiers on the same nodes have taken since is subtracted from its last answer
         now = time.monotonic()
         if now - self._os_free[0] > _FREE_MAX_AGE_S:
             self._os_free = (now, self.leaves[False].free_bytes())
@@ -258,7 +247,6 @@ class _Pools:
 
     @property
     def pin_failure(self) -> str:
-        """Why memory that should be pinned is pageable; empty if none is."""
         return "" if self._pinned is None else self._pinned.failure
 
     def trim(self) -> None:
@@ -300,7 +288,6 @@ def make_leaf(topology: Topology, stripe_bytes: int, tier: Tier, inherit: bool) 
 
 
 def make_pinner(topology: Topology, *, required: bool = False) -> Pinner:
-    """Return what page-locks memory on this machine; pages can move only where there are several nodes."""
     where = page_nodes if num_nodes(topology) > 1 else None
 
     def pin(upstream: MemoryResource) -> PinnedResource:
@@ -389,7 +376,7 @@ class HostMemory:
         if nbytes == 0:
             return Buffer(0, 0, (), None)
         self._all_pages()
-        wanted, pinned = self._split(placement), placement.pinned and self.pins
+        wanted, pinned = self._key(placement.split()), placement.pinned and self.pins
         spill = [] if self.on_tier_full == "error" else [name for name in placement.tiers if name not in dict(wanted)]
         attempts, full = deque([wanted, *(((name, 1.0),) for name in spill)]), list[str]()
         reason = ""  # as text: an exception kept here would keep this frame and so the buffer alive
@@ -402,7 +389,9 @@ class HostMemory:
                 if isinstance(error, ShareFullError) and len(split) > 1:
                     full.append(error.tier)
                     if self.on_tier_full == "spill":
-                        attempts.appendleft(self._without(split, error.tier))
+                        rest = {name: share for name, share in split if name != error.tier}
+                        total = sum(rest.values())
+                        attempts.appendleft(self._key({name: share / total for name, share in rest.items()}))
                 elif split[0][0] in dict(wanted):
                     full.append(split[0][0])
                 continue
@@ -411,7 +400,11 @@ class HostMemory:
                 self._warn_spill(buffer, role, wanted, full)
             return buffer
         tiers = [name for name, _ in wanted] if self.on_tier_full == "error" else placement.tiers
-        raise TierFullError(self._full_message(nbytes, role, tiers, reason))
+        rooms = ", nor on ".join(f"tier `{name}`: {self._room_text(name)}" for name in tiers)
+        raise TierFullError(
+            f"cannot place {role.value} ({format_bytes(nbytes)}) on {rooms}. Raise the budget of `{tiers[0]}`, "
+            f"allow another tier, or see `python -m lightning_cxl env` for what this machine has.{reason}"
+        )
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, placement: Placement, role: TensorRole) -> torch.Tensor:
         """Return an uninitialised contiguous tensor of exact size; see `allocate` for what it raises."""
@@ -449,20 +442,18 @@ class HostMemory:
         return {"tiers": tiers, "roles": live, "peak_roles": peaks}
 
     def begin(self) -> None:
-        """Let ``peak_roles`` begin anew, with what lives now."""
         self._ledger.begin()
 
     def tier_at(self, address: int) -> Tier | None:
         return next(self.tiers_of(address, 1))[0]
 
     def tiers_of(self, address: int, nbytes: int) -> Iterator[tuple[Tier | None, int]]:
-        """Yield (tier, bytes) of neighbouring parts of a range; None from where it is not in one of our buffers on."""
         for name, size in self._ledger.tiers_of(address, nbytes):
             yield None if name is None else self.topology.tier(name), size
 
     def is_placed(self, address: int, placement: Placement) -> bool:
         """Whether the buffer that has `address` was allocated as `placement` wants it: same tiers, same shares."""
-        return self._ledger.split_at(address) == self._split(placement)
+        return self._ledger.split_at(address) == self._key(placement.split())
 
     def trim(self) -> None:
         for pools in self._all_pools():
@@ -491,24 +482,10 @@ class HostMemory:
                 self._pages = {**self._pages, **made}  # others may be reading the old one
         return self._pages
 
-    def _split(self, placement: Placement) -> SplitKey:
-        return self._key(placement.split())
-
-    def _without(self, split: SplitKey, full: str) -> SplitKey:
-        rest = {name: share for name, share in split if name != full}
-        return self._key({name: share / sum(rest.values()) for name, share in rest.items()})
-
     def _key(self, shares: Mapping[str, float]) -> SplitKey:
         """Return tiers and shares in a form that is equal for splits that are."""
         rounded = {name: round(share, _SHARE_DIGITS) for name, share in shares.items()}
         return tuple((name, rounded[name]) for name in self.topology.names if rounded.get(name))
-
-    def _pools_of(self, split: SplitKey) -> _Pools:
-        with self._lock:
-            if split not in self._pools:
-                pages = {name: self._pages[name] for name, _ in split}
-                self._pools[split] = _Pools(pages, dict(split), self._pinner, self._stripe_bytes, self._reuse_below)
-            return self._pools[split]
 
     def _all_pools(self) -> list[_Pools]:
         with self._lock:
@@ -527,7 +504,11 @@ class HostMemory:
         return self._pages[name].free_bytes(used, self._held(self._neighbours([name])))
 
     def _allocate_on(self, split: SplitKey, nbytes: int, role: TensorRole, pinned: bool, alignment: int) -> Buffer:
-        pools = self._pools_of(split)
+        with self._lock:
+            if split not in self._pools:
+                pages = {name: self._pages[name] for name, _ in split}
+                self._pools[split] = _Pools(pages, dict(split), self._pinner, self._stripe_bytes, self._reuse_below)
+            pools = self._pools[split]
         try:
             return pools.allocate(nbytes, role, pinned, alignment)
         except TierFullError:
@@ -561,7 +542,7 @@ class HostMemory:
             went = f"tier `{next(iter(got))}`"
         else:
             went = f"{_fractions(got)} instead of {_fractions(dict(wanted))}"
-        tiers = ", ".join(f"`{name}` has {self._room_text(name)}{self._gaps(name)}" for name in names)
+        tiers = ", ".join(f"`{name}` has {self._room_text(name)}" for name in names)
         warnings.warn(
             f"{role.value} ({format_bytes(buffer.nbytes)}) went to {went}: {tiers}. More may follow without a warning, "
             f"the memory report counts them. Raise the budget of {' and '.join(f'`{name}`' for name in names)}, or set "
@@ -571,20 +552,10 @@ class HostMemory:
         )
 
     def _room_text(self, name: str) -> str:
-        return f"{format_bytes(self._free(name))} of {format_bytes(self._pages[name].budget.limit_bytes)} free"
-
-    def _full_message(self, nbytes: int, role: TensorRole, tiers: Sequence[str], reason: str) -> str:
-        full = ", nor on ".join(f"tier `{name}`: {self._room_text(name)}{self._gaps(name)}" for name in tiers)
-        return (
-            f"cannot place {role.value} ({format_bytes(nbytes)}) on {full}. Raise the budget of `{tiers[0]}`, "
-            f"allow another tier, or see `python -m lightning_cxl env` for what this machine has.{reason}"
-        )
-
-    def _gaps(self, name: str) -> str:
-        # pools gave back what they could
-        used, _ = self._ledger.tier_bytes(name)
-        nbytes = self._pages[name].budget.held_bytes - used
-        return f", but {format_bytes(nbytes)} of that in gaps between other tensors" if nbytes > 0 else ""
+        budget = self._pages[name].budget
+        in_gaps = budget.held_bytes - self._ledger.tier_bytes(name)[0]  # pools gave back what they could
+        gaps = f", but {format_bytes(in_gaps)} of that in gaps between other tensors" if in_gaps > 0 else ""
+        return f"{format_bytes(self._free(name))} of {format_bytes(budget.limit_bytes)} free{gaps}"
 
 
 def _fractions(shares: Mapping[str, float]) -> str:
@@ -601,20 +572,10 @@ UNBACKED = "unbacked"
 def residency(
     tensor: torch.Tensor, topology: Topology, memory: HostMemory | None = None, *, where: PageNodes = page_nodes
 ) -> dict[str, int]:
-    """Return how many of a tensor's bytes each tier holds now; they sum to its elements' size.
+    """Return how many of a tensor's bytes each tier holds now, see `hook.residency`; of a view, what it shows.
 
     A page counts for the tier that has its node; where `memory` handed the bytes out for an emulated tier on that node,
-    for that one. Bytes that no page backs yet have the key ``"unbacked"``, a tensor elsewhere its device's name.
-
-    Args:
-        tensor: any strided tensor; of a view only the elements it shows are counted.
-        topology: maps nodes to tiers.
-        memory: knows which tier its buffers were asked from.
-        where: asks where pages are.
-
-    Raises:
-        PlacementError: the kernel refuses to say.
-        ValueError: the tensor has no strided storage.
+    for that one.
     """
     if tensor.layout is not torch.strided:
         raise ValueError(f"only a strided tensor has addresses, this one has layout {tensor.layout}")
@@ -711,13 +672,17 @@ def copy_bytes(source: Buffer, destination: Buffer) -> None:
 
 
 def anonymous_bytes(tensors: Iterable[torch.Tensor], default_node: int) -> dict[int, int]:
-    """Return bytes by node id. Untouched memory has no pages, and pages of mapped files count as free already.
+    """Return bytes by node id, `default_node` if the kernel refuses to say; tensors that share memory count once.
 
-    Args:
-        tensors: those that share memory count once; others than ordinary host tensors are left out.
-        default_node: where memory is taken to be if the kernel refuses to say.
+    Untouched memory has no pages, and pages of mapped files count as free already.
     """
-    files = _mapped_files()
+    files = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, _, _, _, inode, *_ = line.split()
+        if inode != "0":
+            begin, end = addresses.split("-")
+            files.append((int(begin, 16), int(end, 16)))
+    files.sort()
     found: dict[int, int] = {}
     seen = set()
     for tensor in tensors:
@@ -738,16 +703,6 @@ def anonymous_bytes(tensors: Iterable[torch.Tensor], default_node: int) -> dict[
             if node != NOWHERE:
                 found[node] = found.get(node, 0) + size
     return found
-
-
-def _mapped_files() -> list[tuple[int, int]]:
-    ranges = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, _, _, _, inode, *_ = line.split()
-        if inode != "0":
-            begin, end = addresses.split("-")
-            ranges.append((int(begin, 16), int(end, 16)))
-    return sorted(ranges)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -778,7 +733,6 @@ class HeapTrimmer:
         self._lowest_bytes = self._resident_bytes()
 
     def trim(self) -> None:
-        """Trim if at least 64 MiB have been added to the resident memory."""
         resident = self._resident_bytes()
         if resident - self._lowest_bytes >= _MIN_GROWTH_BYTES:
             self.trim_now()
@@ -849,7 +803,8 @@ def has_private_pages(address: int, nbytes: int) -> bool:
                 entries = os.pread(fd, count * _ENTRY_BYTES, start * _ENTRY_BYTES)
                 if len(entries) != count * _ENTRY_BYTES:
                     raise OSError(0, f"{len(entries)} bytes came instead of {count * _ENTRY_BYTES}")
-                if _some_private(entries):
+                flags = (torch.frombuffer(bytearray(entries), dtype=torch.int64) >> _FLAGS_SHIFT) & 7
+                if bool(((flags != 0) & (flags & 1 == 0)).any()):
                     return True
         finally:
             os.close(fd)
@@ -860,8 +815,3 @@ def has_private_pages(address: int, nbytes: int) -> bool:
             errno=error.errno,
         ) from None
     return False
-
-
-def _some_private(entries: bytes) -> bool:
-    flags = (torch.frombuffer(bytearray(entries), dtype=torch.int64) >> _FLAGS_SHIFT) & 7
-    return bool(((flags != 0) & (flags & 1 == 0)).any())

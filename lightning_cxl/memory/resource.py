@@ -34,6 +34,9 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
+from operator import attrgetter
 
 import torch
 
@@ -73,12 +76,7 @@ class MemoryResource:
 
 
 class Buffer:
-    """One contiguous range of host memory and its spans.
-
-    Args:
-        spans: which tier and node holds which sub-range, in order, covering ``[0, nbytes)``.
-        parent: the buffer or mapping these bytes were cut from; kept alive.
-    """
+    """One contiguous range of host memory, covered by its spans in order; keeps alive what it was cut from."""
 
     __slots__ = ("__weakref__", "address", "nbytes", "parent", "resource", "spans")
 
@@ -105,9 +103,7 @@ class Buffer:
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a contiguous tensor over the first bytes of this buffer, sharing memory and keeping it alive."""
-        num_elements = 1
-        for size in shape:
-            num_elements *= size
+        num_elements = prod(shape)
         needed = num_elements * dtype.itemsize
         if needed > self.nbytes:
             raise ValueError(
@@ -121,17 +117,13 @@ class Buffer:
 def cut_spans(spans: Sequence[Span], offset: int, nbytes: int) -> tuple[Span, ...]:
     """Return the spans of ``[offset, offset + nbytes)``, with offsets relative to its start."""
     cut = []
-    for index in range(max(0, bisect_right(spans, offset, key=_span_offset) - 1), len(spans)):
+    for index in range(max(0, bisect_right(spans, offset, key=attrgetter("offset")) - 1), len(spans)):
         span = spans[index]
         begin, end = max(span.offset, offset), min(span.offset + span.nbytes, offset + nbytes)
         if begin >= end:
             break
         cut.append(Span(span.tier, span.node_id, begin - offset, end - begin))
     return tuple(cut)
-
-
-def _span_offset(span: Span) -> int:
-    return span.offset
 
 
 def pages_of_file(fd: int, nbytes: int) -> Buffer:
@@ -199,10 +191,7 @@ _NUM_MOVES = 2
 class NumaResource(PageSource):
     """Pages of one node, populated and verified. See [Note: Placing Pages Safely].
 
-    Args:
-        free_bytes: replaces the topology's answer to "how much is free on the node".
-        where: replaces the kernel's answer to "where are these pages"; by default it is asked only when the machine
-            has more than one node.
+    The kernel is asked where pages are (`where`) only when the machine has more than one node.
     """
 
     def __init__(
@@ -218,15 +207,12 @@ class NumaResource(PageSource):
         self.tier_name = tier_name
         self.node_id = node_id
         self.inherit = inherit
-        self._topology = topology
-        self._free_bytes = free_bytes
+        self._free_bytes = free_bytes or partial(topology.node_free_bytes, node_id)
         self._single_node = num_nodes(topology) == 1
         self._where = where if where is not None else (None if self._single_node else page_nodes)
 
     def free_bytes(self) -> int:
-        if self._free_bytes is not None:
-            return self._free_bytes()
-        return self._topology.node_free_bytes(self.node_id)
+        return self._free_bytes()
 
     def back(self, mapping: Mapping, parts: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
         wanted, free = sum(nbytes for _, nbytes in parts), self.free_bytes()
@@ -235,68 +221,55 @@ class NumaResource(PageSource):
                 f"cannot place {format_bytes(wanted)} on node {self.node_id} of tier `{self.tier_name}`: "
                 f"{format_bytes(free)} free. Use a smaller job, or allow another tier."
             )
-        return tuple(self._back_part(mapping, offset, nbytes) for offset, nbytes in parts)
-
-    def _back_part(self, mapping: Mapping, offset: int, nbytes: int) -> Span:
-        try:
-            mapping.prefer(offset, nbytes, self.node_id)
-        except OSError as error:
-            if not self._single_node:  # else a container without mbind: there is only one place the pages can go
-                raise PlacementError(
-                    f"the kernel refused to place memory on node {self.node_id} of tier `{self.tier_name}` ({error}). "
-                    "In a container allow the system calls mbind and move_pages (CAP_SYS_NICE), and check the cpuset."
-                ) from error
-        huge = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        if huge:
-            mapping.advise_huge(offset, huge)
-        try:
-            for begin in range(offset, offset + nbytes, _STEP_BYTES):
-                self._populate(mapping, begin, min(_STEP_BYTES, offset + nbytes - begin))
-        except BaseException:
-            mapping.discard(offset, nbytes)
-            raise
-        return Span(self.tier_name, self.node_id, offset, nbytes)
+        for offset, nbytes in parts:
+            try:
+                mapping.prefer(offset, nbytes, self.node_id)
+            except OSError as error:
+                if not self._single_node:  # else a container without mbind: there is only one place the pages can go
+                    raise PlacementError(
+                        f"the kernel refused to place memory on node {self.node_id} of tier `{self.tier_name}` "
+                        f"({error}). In a container allow the system calls mbind and move_pages (CAP_SYS_NICE), and "
+                        "check the cpuset."
+                    ) from error
+            huge = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+            if huge:
+                mapping.advise_huge(offset, huge)
+            try:
+                for begin in range(offset, offset + nbytes, _STEP_BYTES):
+                    self._populate(mapping, begin, min(_STEP_BYTES, offset + nbytes - begin))
+            except BaseException:
+                mapping.discard(offset, nbytes)
+                raise
+        return tuple(Span(self.tier_name, self.node_id, offset, nbytes) for offset, nbytes in parts)
 
     def _populate(self, mapping: Mapping, offset: int, nbytes: int) -> None:
-        self._touch(mapping, offset, nbytes)
-        if self._where is None:
-            return
-        misplaced = self._misplaced(mapping, offset, nbytes)
         # Linux 6.12 splits a huge page that it could not move and leaves its zero-filled pages unbacked; as small pages
         # they can be moved in a second round, which drops as much file cache as it needs
-        for _ in range(_NUM_MOVES if misplaced else 0):
-            with contextlib.suppress(OSError):  # a best effort: the next question to the kernel decides
-                gather_pages(mapping.address + offset, nbytes, self.node_id)
-            self._touch(mapping, offset, nbytes)
-            misplaced = self._misplaced(mapping, offset, nbytes)
+        for moves_left in range(_NUM_MOVES, -1, -1):
+            try:
+                mapping.populate(offset, nbytes)
+            except OSError as error:
+                if error.errno not in (errno.ENOMEM, errno.EFAULT):
+                    raise
+                raise TierFullError(
+                    f"the kernel has no memory for {format_bytes(nbytes)} on tier `{self.tier_name}` ({error}). "
+                    f"Use a smaller job, or raise the memory limit of this process (ulimit, cgroup)."
+                ) from error
+            nodes = {} if self._where is None else ask_nodes(self._where, mapping.address + offset, nbytes)
+            misplaced = {node: size for node, size in nodes.items() if node != self.node_id}
             if not misplaced:
                 return
-        if misplaced:
-            nodes = ", ".join(
-                f"{format_bytes(size)} {'nowhere' if node == NOWHERE else f'on node {node}'}"
-                for node, size in sorted(misplaced.items())
-            )
-            raise TierFullError(
-                f"node {self.node_id} of tier `{self.tier_name}` is full: of {format_bytes(nbytes)} the kernel put "
-                f"{nodes}. They were given back. Free memory on that node, or allow another tier."
-            )
-
-    def _touch(self, mapping: Mapping, offset: int, nbytes: int) -> None:
-        try:
-            mapping.populate(offset, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.ENOMEM, errno.EFAULT):
-                raise
-            raise TierFullError(
-                f"the kernel has no memory for {format_bytes(nbytes)} on tier `{self.tier_name}` ({error}). "
-                f"Use a smaller job, or raise the memory limit of this process (ulimit, cgroup)."
-            ) from error
-
-    def _misplaced(self, mapping: Mapping, offset: int, nbytes: int) -> dict[int, int]:
-        """Return the bytes that are not on the node, per node they are on."""
-        assert self._where is not None
-        nodes = ask_nodes(self._where, mapping.address + offset, nbytes)
-        return {node: size for node, size in nodes.items() if node != self.node_id}
+            if moves_left:
+                with contextlib.suppress(OSError):  # a best effort: the next question to the kernel decides
+                    gather_pages(mapping.address + offset, nbytes, self.node_id)
+        places = ", ".join(
+            f"{format_bytes(size)} {'nowhere' if node == NOWHERE else f'on node {node}'}"
+            for node, size in sorted(misplaced.items())
+        )
+        raise TierFullError(
+            f"node {self.node_id} of tier `{self.tier_name}` is full: of {format_bytes(nbytes)} the kernel put "
+            f"{places}. They were given back. Free memory on that node, or allow another tier."
+        )
 
 
 def ask_nodes(where: PageNodes, address: int, nbytes: int) -> dict[int, int]:
@@ -335,14 +308,11 @@ class StripedResource(PageSource):
 
     The kernel's own weighted interleave needs root and one system-wide set of weights; preferring a node for each
     stripe needs neither, but each border costs the kernel an entry of a limited table (see `stripe_bytes_for`). The
-    children's turns run on from one range to the next, so small ranges are spread too.
+    children's shares run on from one range to the next, so small ranges are spread too.
 
     Args:
-        children: what backs the stripes, and weights. They share inheritance. Those of one tier have nothing to
-            release; those that have are of a tier each.
         strict: raise `ShareFullError` where a child has no room for its share. Otherwise the others take its share.
-        turns: not for strict ones, a number for each child: those with a higher one get a stripe when all with a lower
-            one have no room for it. None: all take part from the start.
+        turns: a number for each child: those with a higher one get a stripe when all with a lower one are full.
     """
 
     def __init__(
@@ -400,11 +370,7 @@ class StripedResource(PageSource):
         return tuple(sorted(spans, key=lambda span: span.offset))
 
     def _plan(self, parts: Sequence[tuple[int, int]], free: Sequence[int]) -> tuple[list[Parts], list[float]]:
-        """Give each stripe to the child furthest behind its share.
-
-        Returns:
-            The parts of each child, and how far each falls behind by that.
-        """
+        # each stripe goes to the child furthest behind its share; also returned: how far each falls behind by that
         left, start = list(free), self._credit
         credit = list(start)
         plan: list[Parts] = [[] for _ in left]
@@ -487,11 +453,7 @@ class Budget:
 
 
 class BudgetResource(PageSource):
-    """Charges a budget for all that `upstream` backs, in whole pages.
-
-    Args:
-        node_fraction: of the free memory of `upstream`, what this may use: tiers on the same nodes divide it.
-    """
+    """Charges a budget for all that `upstream` backs, in whole pages. Tiers on the same nodes divide their memory."""
 
     def __init__(self, upstream: PageSource, budget: Budget, node_fraction: float = 1.0) -> None:
         self.tier_name = upstream.tier_name
@@ -530,9 +492,6 @@ class PinnedResource(MemoryResource):
     """Page-locks every buffer of `upstream`; put a pool above it, for this is slow.
 
     The first failure makes it pass on pageable memory from then on, with one warning.
-
-    Args:
-        where: asks where pages are, after pinning; None on a machine where they can only be in one place.
     """
 
     def __init__(
@@ -554,7 +513,6 @@ class PinnedResource(MemoryResource):
         self._pid = os.getpid()
 
     def allocate(self, nbytes: int, *, alignment: int = PAGE_BYTES) -> Buffer:
-        """Return a pinned buffer, or a pageable one after a failure."""
         if not self.failure and nbytes:
             try:
                 return self._allocate_pinned(nbytes, alignment)
@@ -568,7 +526,6 @@ class PinnedResource(MemoryResource):
         return self._upstream.allocate(nbytes, alignment=alignment)
 
     def deallocate(self, buffer: Buffer) -> None:
-        """Unregister a dying buffer; `upstream` gets its own buffer back afterwards by itself."""
         if os.getpid() == self._pid:  # a forked child has neither the memory nor the driver
             self._unregister(buffer.address)
 
@@ -582,24 +539,18 @@ class PinnedResource(MemoryResource):
                 "container `--ulimit memlock=-1`) or the memory of the container or of WSL, or set pin_memory=False."
             ) from error
         buffer = Buffer(inner.address, nbytes, inner.spans, self, inner)
-        self._check_nodes(buffer)
-        return buffer
-
-    def _check_nodes(self, buffer: Buffer) -> None:
-        """Check that a buffer that has been page-locked lies where it did before."""
-        if self._where is None:
-            return
         nodes = Counter[int]()
         for span in buffer.spans:
             nodes[span.node_id] += span.nbytes
-        found = self._where(buffer.address, buffer.nbytes)
+        found = {} if self._where is None else self._where(buffer.address, nbytes)
         moved = {node: size - nodes[node] for node, size in found.items() if size > nodes[node]}
         if moved:
             raise PinnedMemoryError(
-                f"page-locking moved {format_bytes(sum(moved.values()))} of {format_bytes(buffer.nbytes)} on nodes "
+                f"page-locking moved {format_bytes(sum(moved.values()))} of {format_bytes(nbytes)} on nodes "
                 f"{sorted(nodes)} to nodes {sorted(moved)}: their memory is online as movable. Bring it online with "
                 f"`daxctl online-memory --no-movable`, or set pin_memory=False."
             )
+        return buffer
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -637,17 +588,15 @@ class BlockList:
         return self._ranges.pop(offset)
 
     def allocate(self, nbytes: int, alignment: int) -> int | None:
-        """Take `nbytes` (at least 1) from the tightest free block.
-
-        Returns:
-            An offset that is a multiple of `alignment`, or None when no free block is large enough.
-        """
+        """Take at least 1 byte from the tightest free block; None when no free block is large enough."""
         nbytes = -(-nbytes // _GRANULE_BYTES) * _GRANULE_BYTES
-        found = self._tightest(nbytes, alignment)
-        if found is None:
+        for index in range(bisect_left(self._by_size, (nbytes, -1)), len(self._by_size)):
+            size, block = self._by_size[index]
+            offset = -(-block // alignment) * alignment
+            if offset + nbytes <= block + size:
+                break
+        else:
             return None
-        block, size = found
-        offset = -(-block // alignment) * alignment
         self._remove(block, size)
         if offset > block:
             self._insert(block, offset - block)
@@ -657,7 +606,6 @@ class BlockList:
         return offset
 
     def free(self, offset: int) -> None:
-        """Take back what `allocate` returned."""
         nbytes = self._used.pop(offset)
         before = self._start_of.get(offset)
         if before is not None and offset not in self._ranges:
@@ -670,13 +618,6 @@ class BlockList:
             self._remove(end, after)
             nbytes += after
         self._insert(offset, nbytes)
-
-    def _tightest(self, nbytes: int, alignment: int) -> tuple[int, int] | None:
-        for index in range(bisect_left(self._by_size, (nbytes, -1)), len(self._by_size)):
-            size, block = self._by_size[index]
-            if size - (-block % alignment) >= nbytes:
-                return block, size
-        return None
 
     def _insert(self, offset: int, nbytes: int) -> None:
         insort(self._by_size, (nbytes, offset))
@@ -707,7 +648,6 @@ class _Slabs(BlockList):
         self.add_range(slab.address, slab.nbytes)
 
     def take(self, nbytes: int, alignment: int, resource: MemoryResource) -> Buffer | None:
-        """Return a buffer of `nbytes` that goes back to `resource`; None where no free block is large enough."""
         address = self.allocate(nbytes, alignment)
         if address is None:
             return None
@@ -754,7 +694,6 @@ class PoolResource(MemoryResource):
         self._used_bytes = self._held_bytes = self._peak_bytes = 0
 
     def allocate(self, nbytes: int, *, alignment: int = 64) -> Buffer:
-        """Return exactly `nbytes`, aligned."""
         if nbytes == 0:
             return Buffer(0, 0, (), None)
         with self._lock:
@@ -781,7 +720,6 @@ class PoolResource(MemoryResource):
             self._reclaim_late()
 
     def trim(self) -> None:
-        """Give everything that is free back to where it came from."""
         with self._lock:
             self._drain()
             self._release_free()
