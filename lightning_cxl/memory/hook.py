@@ -125,7 +125,8 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         if kind is _Kind.FACTORY and _makes_host_tensor(source, kwargs):
             plain = {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
             return self._adopt(func(*args, **plain), bool(kwargs.get("pin_memory")))
-        if kind is _Kind.COMPUTED and self._makes_weights():
+        makes_weights = self._role is TensorRole.COMPUTE_WEIGHTS
+        if kind is _Kind.COMPUTED and (makes_weights or (self._role is None and constructing_spec() is not None)):
             result = func(*args, **kwargs)
             return result if _shares_memory(result, args) else self._adopt(result)
         return func(*args, **kwargs)
@@ -153,22 +154,15 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         return self._new(result, {"pin_memory": pinned or result.is_pinned()}).copy_(result)
 
     def _new(self, like: Tensor, options: Mapping[str, Any]) -> Tensor:
-        count = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-        role, tier, spec = self._wish()
+        count, role = kernel.storage_extent(like), self._role or TensorRole.COMPUTE_WEIGHTS
+        spec = constructing_spec()
+        is_inner = spec is not None and spec is not self._outer_spec
+        tier = None if is_inner and spec is not None and spec.for_role(role) is not None else self._tier
         placement = self._place.place(role, count * like.dtype.itemsize, tier=tier, spec=spec)
         if options.get("pin_memory"):
             placement = replace(placement, pinned=True)
         flat = self._memory.tensor((count,), like.dtype, placement, role)
         return flat.as_strided(like.shape, like.stride())
-
-    def _wish(self) -> tuple[TensorRole, str | None, TierSpec | None]:
-        spec, role = constructing_spec(), self._role or TensorRole.COMPUTE_WEIGHTS
-        is_inner = spec is not None and spec is not self._outer_spec
-        tier = None if is_inner and spec is not None and spec.for_role(role) is not None else self._tier
-        return role, tier, spec
-
-    def _makes_weights(self) -> bool:
-        return self._role is TensorRole.COMPUTE_WEIGHTS or (self._role is None and constructing_spec() is not None)
 
 
 @functools.cache
@@ -200,15 +194,10 @@ def _fill(func: Any, args: tuple[Any, ...], new: Tensor) -> Tensor:
     if name in _FULL:
         return new.fill_(args[-1])
     if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
-        return new.fill_(_deterministic_value(new.dtype))
+        if new.dtype.is_floating_point or new.dtype.is_complex:
+            return new.fill_(float("nan"))
+        return new.fill_(True if new.dtype == torch.bool else torch.iinfo(new.dtype).max)
     return new
-
-
-def _deterministic_value(dtype: torch.dtype) -> float | int | bool:
-    """Return what torch fills uninitialised memory with under deterministic algorithms."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return True if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 def _is_plain(tensor: Tensor) -> bool:

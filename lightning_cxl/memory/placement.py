@@ -4,6 +4,7 @@ import contextvars
 import difflib
 import enum
 import fnmatch
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,16 +51,14 @@ class Placement:
     everything goes to the first."""
 
     def __post_init__(self) -> None:
-        """Refuse a placement that names no tier, or whose shares are not fractions of one whole."""
         if not self.tiers:
             raise ValueError("a Placement must name at least one tier")
-        if self.shares:
-            fits = len(self.shares) == len(self.tiers) and min(self.shares) >= 0
-            if not fits or not math.isclose(sum(self.shares), 1, abs_tol=1e-6):
-                raise ValueError(
-                    f"shares must be one fraction per tier, not negative and 1 together, "
-                    f"got {self.shares} for {self.tiers}"
-                )
+        shares = self.shares or (1.0,) + (0.0,) * (len(self.tiers) - 1)
+        fits = len(shares) == len(self.tiers) and min(shares) >= 0
+        if not fits or not math.isclose(sum(shares), 1, abs_tol=1e-6):
+            raise ValueError(
+                f"shares must be one fraction per tier, not negative and 1 together, got {shares} for {self.tiers}"
+            )
 
     def split(self) -> dict[str, float]:
         """Return the tiers that get bytes, with their fractions; they add up to 1."""
@@ -90,27 +89,10 @@ class Placement:
 
 # The CPU streams optimizer state every step. A GPU's writes into CXL lose 33 % and its reads 4 % (arXiv 2507.03305);
 # activations move once each way.
-_DRAM_FIRST = (TierKind.DRAM, TierKind.CXL)
-_CXL_FIRST = (TierKind.CXL, TierKind.DRAM)
-_HOMES: Mapping[TensorRole, tuple[TierKind, ...]] = {
-    TensorRole.COMPUTE_WEIGHTS: _CXL_FIRST,
-    TensorRole.COMPUTE_GRADS: _DRAM_FIRST,
-    TensorRole.MASTER_WEIGHTS: _DRAM_FIRST,
-    TensorRole.MASTER_GRADS: _DRAM_FIRST,
-    TensorRole.MOMENTUM: _DRAM_FIRST,
-    TensorRole.VARIANCE: _DRAM_FIRST,
-    TensorRole.ACTIVATIONS: _CXL_FIRST,
-    TensorRole.STAGING: _DRAM_FIRST,
-}
-
-
 def preferred_kinds(role: TensorRole, *, cpu_computes: bool) -> tuple[TierKind, ...]:
-    """Return the kinds of memory that a role belongs on, its home first.
-
-    Args:
-        cpu_computes: the CPU is the accelerator, so it reads the weights all the time: they are at home in DRAM then.
-    """
-    return _DRAM_FIRST if cpu_computes and role is TensorRole.COMPUTE_WEIGHTS else _HOMES[role]
+    """Return the kinds of memory that a role belongs on, the best first. A CPU that computes reads weights often."""
+    cxl_first = role is TensorRole.ACTIVATIONS or (role is TensorRole.COMPUTE_WEIGHTS and not cpu_computes)
+    return (TierKind.CXL, TierKind.DRAM) if cxl_first else (TierKind.DRAM, TierKind.CXL)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -230,14 +212,14 @@ def tier(
     return mark
 
 
+def _first_of(specs: Iterable[TierSpec | None]) -> TierSpec | None:
+    """Return each field from the first that has it; None where there is no spec."""
+    return functools.reduce(lambda one, other: other if one is None else one.or_else(other), specs, None)
+
+
 def class_spec(cls: type) -> TierSpec | None:
     """Return what decorators on a class and its bases say, the nearest base first; None when none is decorated."""
-    spec: TierSpec | None = None
-    for base in cls.__mro__:
-        mark = vars(base).get(_MARK)
-        if mark is not None:
-            spec = mark if spec is None else spec.or_else(mark)
-    return spec
+    return _first_of(vars(base).get(_MARK) for base in cls.__mro__)
 
 
 def instance_spec(module: object) -> TierSpec | None:
@@ -249,10 +231,7 @@ def instance_spec(module: object) -> TierSpec | None:
 def owner_spec(module_path: Sequence[object]) -> TierSpec | None:
     """Return what decorators ask for the last of these modules; each contains the next. No rules, which need names."""
     nearest_first = module_path[::-1]
-    spec: TierSpec | None = None
-    for own in [*map(instance_spec, nearest_first), *(class_spec(type(module)) for module in nearest_first)]:
-        spec = own if spec is None else spec.or_else(own)
-    return spec
+    return _first_of([*map(instance_spec, nearest_first), *(class_spec(type(module)) for module in nearest_first)])
 
 
 @contextmanager
@@ -273,14 +252,11 @@ def constructing_spec() -> TierSpec | None:
 
     See [Note: Constructing a Decorated Class].
     """
-    spec = _MADE_FOR.get()
-    frame = inspect.currentframe()
+    spec, frame = _MADE_FOR.get(), inspect.currentframe()
     while frame is not None:
         code = frame.f_code
         if code.co_name == "__init__" and code.co_argcount > 0:
-            own = class_spec(type(frame.f_locals.get(code.co_varnames[0])))
-            if own is not None:
-                spec = own if spec is None else spec.or_else(own)
+            spec = _first_of((spec, class_spec(type(frame.f_locals.get(code.co_varnames[0])))))
         frame = frame.f_back
     return spec
 
@@ -317,13 +293,8 @@ class ModuleTiers:
         A module that was added to the model later answers as its nearest enclosing module that was there.
         """
         field = _FIELD_OF_ROLE.get(role)
-        return (None, "") if field is None else self._fields(module_name).get(field, (None, ""))
-
-    def _fields(self, module_name: str) -> Mapping[str, _Choice]:
-        for name in _self_and_ancestors(module_name):
-            if name in self.choices:
-                return self.choices[name]
-        return {}
+        known = next((self.choices[name] for name in _self_and_ancestors(module_name) if name in self.choices), {})
+        return (None, "") if field is None else known.get(field, (None, ""))
 
 
 def resolve(
@@ -372,7 +343,10 @@ def _check_rules(
     specs = {}
     for pattern, wanted in rules.items():
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(f"tier_rules: {pattern!r} matches no module. {_closest(pattern, names)}")
+            top = [name for name in names if name and "." not in name]
+            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
+            found = f"{'Closest' if close else 'The model has'}: {', '.join(map(repr, close or top))}"
+            raise ConfigError(f"tier_rules: {pattern!r} matches no module. {found}")
         fields = dict.fromkeys(SPEC_FIELDS, wanted) if isinstance(wanted, str) else dict(wanted)
         for field in fields:
             if field not in SPEC_FIELDS:
@@ -406,14 +380,6 @@ def _self_and_ancestors(name: str) -> list[str]:
     return lineage
 
 
-def _closest(pattern: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
-    if close:
-        return f"Closest: {', '.join(map(repr, close))}"
-    top = [name for name in names if name and "." not in name]
-    return f"The model has: {', '.join(map(repr, top))}"
-
-
 def _show(name: str, module: object) -> str:
     return f"{name!r}" if name else f"the whole {type(module).__name__}"
 
@@ -426,13 +392,7 @@ class Placer:
     """Every tensor goes to the tier that is asked for, else where its role was decided to go, else to its role's home.
 
     The first choice stays first even when it is full, so that the allocator sees the spill and warns or refuses; among
-    the tiers to spill to, those that hold the tensor come first.
-
-    Args:
-        free: returns the bytes that can still be allocated, by tier name.
-        cpu_computes: see `preferred_kinds`.
-        splits: decided, by role: the fraction of the bytes on each tier.
-        reasons: of these splits.
+    the tiers to spill to, those that hold the tensor come first. The decision is a split by role, with its reason.
     """
 
     def __init__(
@@ -453,12 +413,15 @@ class Placer:
     def place(
         self, role: TensorRole, nbytes: int, *, tier: str | None = None, spec: TierSpec | None = None, source: str = ""
     ) -> Placement:
+        by_spec = tier is None and spec is not None
         if tier is None and spec is not None:
-            tier = spec.for_role(role)
-            source = source or f"tier({spec})"
-            if tier is not None and self._is_ssd(tier) and role is TensorRole.COMPUTE_WEIGHTS:
-                tier = None  # they move there when their run begins
-        if tier is not None and self._is_ssd(tier):
+            tier, source = spec.for_role(role), source or f"tier({spec})"
+        on_ssd = (
+            tier is not None and self.topology.tier(tier).kind is TierKind.SSD
+        )  # raises where there is none
+        if on_ssd and by_spec and role is TensorRole.COMPUTE_WEIGHTS:
+            tier, on_ssd = None, False  # they move there when their run begins
+        if tier is not None and on_ssd:
             if role not in _ROLES_ON_SSD:  # weights and inputs of units move there when their run begins
                 raise _cannot_lie_on_ssd(role.value, source or "the request")
             return Placement((tier,), reason=source or "asked for explicitly")  # nothing spills
@@ -479,6 +442,3 @@ class Placer:
         others.sort(key=lambda name: free.get(name, nbytes) < nbytes)
         shares = tuple(split.get(name, 0.0) for name in (*chosen, *others)) if len(chosen) > 1 else ()
         return Placement((*chosen, *others), reason=reason, shares=shares)
-
-    def _is_ssd(self, tier: str) -> bool:
-        return self.topology.tier(tier).kind is TierKind.SSD
