@@ -8,7 +8,7 @@ from tests import apart
 
 
 class ApartDevices:
-    """The seam of the package; see `lightning_cxl.devices.device_type.DeviceType`."""
+    """The seam of the package; see `lightning_cxl.devices.transfer.DeviceType`."""
 
     name = "apart"
 

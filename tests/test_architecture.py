@@ -153,7 +153,7 @@ LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 def test_cuda_and_lightning_only_at_their_seams():
     for path in MODULES:
         relative = str(path.relative_to(PACKAGE))
-        if relative != "devices/device_type.py":
+        if relative != "devices/transfer.py":
             assert "torch.cuda" not in strip_docstrings(path.read_text()), f"{path}: torch.cuda"
         if relative != "integrations/lightning/lightning_api.py":
             packages = {name.split(".")[0] for name in imported_names(path)}
@@ -200,7 +200,7 @@ def test_users_of_other_front_ends_are_not_told_lightnings_words():
             assert all("Lightning" in each for each in told), f"{path}: {told}"
 
 
-ACCELERATOR = ("devices/transfer.py", "devices/device_type.py", "commands/env.py")
+ACCELERATOR = ("devices/transfer.py", "commands/env.py")
 ENGINE = "devices/transfer.py"
 STREAM_METHODS = {"current_stream", "set_stream", "wait_stream", "wait_event", "record_event", "record_stream"}
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_cxl.devices.device_type import CudaDevices, register_device_type
+from lightning_cxl.devices.transfer import CudaDevices, register_device_type
 from lightning_cxl.machine import topology as disk_space
 from lightning_cxl.run.user_loop import UserLoop
 from tests import apart

@@ -25,8 +25,7 @@ import torch
 from lightning_cxl.commands import parsers
 from lightning_cxl.commands.parsers import check_target, write_text
 from lightning_cxl.config import SsdOptions
-from lightning_cxl.devices.device_type import devices_apart
-from lightning_cxl.devices.transfer import HostEngine, TransferEngine, make_engine
+from lightning_cxl.devices.transfer import HostEngine, TransferEngine, devices_apart, make_engine
 from lightning_cxl.errors import ConfigError, LightningCXLError, TierFullError
 from lightning_cxl.machine.speeds import (
     Calibration,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_cxl.commands import parsers
-from lightning_cxl.devices.device_type import devices_apart
+from lightning_cxl.devices.transfer import devices_apart
 from lightning_cxl.machine.speeds import load_calibration, tier_speeds
 from lightning_cxl.machine.topology import (
     Node,

@@ -22,7 +22,7 @@ import torch
 import yaml
 
 from lightning_cxl.config import SSD, cache_folder
-from lightning_cxl.devices.device_type import devices_apart
+from lightning_cxl.devices.transfer import devices_apart
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, TierFullError, TierNotFoundError
 from lightning_cxl.machine.topology import Tier, TierKind, Topology, drive_of, existing_folder, read_text, usable_cpus
 from lightning_cxl.native import _cpu

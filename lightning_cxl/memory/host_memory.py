@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.parameter import is_lazy
 
-from lightning_cxl.devices.device_type import process_device_type
+from lightning_cxl.devices.transfer import process_device_type
 from lightning_cxl.errors import (
     ConfigError,
     LightningCXLError,

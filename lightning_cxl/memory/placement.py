@@ -416,9 +416,7 @@ class Placer:
         by_spec = tier is None and spec is not None
         if tier is None and spec is not None:
             tier, source = spec.for_role(role), source or f"tier({spec})"
-        on_ssd = (
-            tier is not None and self.topology.tier(tier).kind is TierKind.SSD
-        )  # raises where there is none
+        on_ssd = tier is not None and self.topology.tier(tier).kind is TierKind.SSD  # raises where there is none
         if on_ssd and by_spec and role is TensorRole.COMPUTE_WEIGHTS:
             tier, on_ssd = None, False  # they move there when their run begins
         if tier is not None and on_ssd:

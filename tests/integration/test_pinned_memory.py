@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import DataLoader
 
-from lightning_cxl.devices.device_type import device_type_of
+from lightning_cxl.devices.transfer import device_type_of
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.memory.resource import PoolResource
 from tests import training_device

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.devices.device_type import device_type_of
+from lightning_cxl.devices.transfer import device_type_of
 from lightning_cxl.integrations.lightning.lightning_api import (
     TorchCheckpointIO,
     init_dist_connection,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_cxl.devices.device_type import CudaDevices
+from lightning_cxl.devices.transfer import CudaDevices
 from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.resource import Budget, BudgetResource, NumaResource, PinnedResource

@@ -13,7 +13,7 @@ from lightning_cxl.__main__ import main as command
 from lightning_cxl.commands import calibrate
 from lightning_cxl.commands.calibrate import Options
 from lightning_cxl.config import SsdOptions
-from lightning_cxl.devices.device_type import devices_apart
+from lightning_cxl.devices.transfer import devices_apart
 from lightning_cxl.machine.speeds import load_calibration, load_machine, machine_of
 from lightning_cxl.machine.topology import Topology
 

@@ -13,8 +13,7 @@ from lightning_cxl.commands.calibrate import (
     measure_flops,
     measure_machine,
 )
-from lightning_cxl.devices.device_type import devices_apart
-from lightning_cxl.devices.transfer import HostEngine
+from lightning_cxl.devices.transfer import HostEngine, devices_apart
 from lightning_cxl.errors import PinnedMemoryError
 from lightning_cxl.machine.speeds import machine_of, save_calibration
 from lightning_cxl.machine.topology import Topology

@@ -8,7 +8,7 @@ import torch
 from torch.numa import binding as torch_binding
 
 from lightning_cxl import OffloadConfig, Topology
-from lightning_cxl.devices import device_type
+from lightning_cxl.devices import transfer
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine import binding
 from lightning_cxl.machine.binding import RankFacts, bind_rank, device_node, measure_room
@@ -38,7 +38,7 @@ def process(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     gpus = SimpleNamespace(name="cuda", pci_address=lambda index: list(GPUS)[index])
-    monkeypatch.setitem(device_type._known, "cuda", gpus)
+    monkeypatch.setitem(transfer._known, "cuda", gpus)
     yield process
     monkeypatch.undo()
     os.environ.pop("OMP_NUM_THREADS", None)
@@ -65,7 +65,7 @@ def test_the_node_of_a_device_is_read_from_its_pci_address(root):
 def test_cuda_names_the_address_as_sysfs_does(monkeypatch):
     properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xDC, pci_device_id=3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    assert device_type.CudaDevices().pci_address(0) == "0001:dc:03.0"
+    assert transfer.CudaDevices().pci_address(0) == "0001:dc:03.0"
 
 
 def test_a_rank_is_bound_to_its_socket(root, process):
