@@ -18,10 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.mutants import checkpoints, copies, drives, gradients
-from tests.mutants.mutation import Mutation
+from tests.mutants.mutation import Mutation, read_table
 
-TABLES = (copies.MUTATIONS, gradients.MUTATIONS, drives.MUTATIONS, checkpoints.MUTATIONS)
+TABLE = Path(__file__).with_name("mutations.txt")
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "lightning.pytorch", "transformers")
 
@@ -113,7 +112,7 @@ def main() -> int:
     args = parser.parse_args()
     groups: dict[str, list[Mutation]] = {}
     num_chosen = num_failed = 0
-    for tests, mutations in (group for table in TABLES for group in table.items()):
+    for tests, mutations in read_table(TABLE).items():
         for each in mutations:
             if not args.words or any(word in f"{each.guard} {each.where} {tests}" for word in args.words):
                 num_chosen += 1

@@ -1,8 +1,12 @@
-"""`Mutation`: one guard taken out of the code, found by file or folder, function and AST node."""
+"""`Mutation`: one guard taken out of the code, found by file or folder, function and AST node.
+
+`read_table` reads them from `mutations.txt`, whose first lines show its format.
+"""
 
 import ast
 import builtins
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -71,6 +75,27 @@ class Mutation(NamedTuple):
 
     def _error(self, text: str) -> LookupError:
         return LookupError(f"mutation `{self.guard}`: {text}")
+
+
+def read_table(path: Path) -> dict[str, list[Mutation]]:
+    """Return the mutations of a table by the tests of which one must notice."""
+    table: dict[str, list[Mutation]] = {}
+    for line in path.read_text().splitlines():
+        if not line.strip() or line.startswith("#"):
+            continue
+        if not line.startswith("  "):
+            mutations = table.setdefault(line, [])
+        elif not line.startswith("    "):
+            where = line.strip()
+        else:
+            entry = re.fullmatch(
+                r"(?P<guard>.+) \| (?P<kind>\w+) (?P<words>.+?)( #(?P<nth>\d+))?( -> (?P<new>.+))?", line.strip()
+            )
+            if entry is None:
+                raise LookupError(f"{path}: `{line.strip()}` is not `guard | kind words [#nth] [-> new]`")
+            nth = None if entry["nth"] is None else int(entry["nth"])
+            mutations.append(Mutation(entry["guard"], where, entry["kind"], entry["words"], entry["new"] or "", nth))
+    return table
 
 
 def _functions(scope: ast.AST, names: list[str]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_cxl.devices.transfer import HostEngine
+from lightning_cxl.devices.transfer import FinishedTransfer, HostEngine
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.gradients.guard import GradientHooks
 from lightning_cxl.memory.resource import Buffer, Span
 from lightning_cxl.streaming.activations import ActivationOffload
-from lightning_cxl.streaming.unit_weights import InMemory, NoListener, ParamStreamer, UnitWeights
+from lightning_cxl.streaming.unit_weights import InMemory, NoListener, ParamStreamer, Slot, UnitWeights
 from lightning_cxl.streaming.units import streamable
 from tests import training_device
 from tests.cases import every_value
@@ -231,6 +231,36 @@ def test_between_steps_every_slot_is_filled_for_the_next_forward(engine):
     assert streamed.streamer.num_fetches - fetches == 3
     streamed.train(1)
     assert streamed.streamer.num_late == late
+    streamed.close()
+
+
+class Marking(HostEngine):
+    """Notes what it has marked, and what copies to the device are to wait for."""
+
+    def __init__(self):
+        self.marks, self.awaited = [], []
+
+    def mark(self):
+        self.marks.append(FinishedTransfer())
+        return self.marks[-1]
+
+    def h2d(self, source, destination, *, after=None):
+        self.awaited.append(after)
+        return super().h2d(source, destination, after=after)
+
+
+def test_a_copy_into_a_slot_waits_for_kernels_that_read_it():
+    """Seen in what the copy is given: whether a copy that does not wait comes too early depends on the load."""
+    engine = Marking()
+    streamed = Streamed(engine, make(2))
+    slot = Slot(engine, max(unit.nbytes for unit in streamed.units))
+    for unit in streamed.units:
+        used = engine.marks[-1]
+        engine.awaited.clear()
+        slot.fetch(unit, unit.versions())
+        assert engine.awaited and all(any(each is used for each in after) for after in engine.awaited)
+        slot.exit()
+        assert engine.marks[-1] is not used
     streamed.close()
 
 
