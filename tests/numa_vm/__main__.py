@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.numa_vm import guest
-from tests.numa_vm.machine import MACHINES, TESTED, VmError, machine
+from tests.numa_vm.machine import MACHINES, TESTED, VmError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _PYTEST = ("-m", "pytest", "-p", "pytest_timeout", "-o", "timeout=600", "--durations=8", "tests/numa_vm/inside")
@@ -41,7 +41,7 @@ def _run(name: str, command: Sequence[str], timeout_s: float) -> int:
     # plug-ins that no test here uses would be a quarter of the time before the first one
     environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     for _ in range(_TRIES):  # an emulated guest with two CPUs now and then dies while it boots
-        code = guest.run(machine(name), command, environment=environment, timeout_s=timeout_s, folder=ROOT)
+        code = guest.run(MACHINES[name], command, environment=environment, timeout_s=timeout_s, folder=ROOT)
         if code != guest.DIED:
             break
     return code
@@ -49,7 +49,7 @@ def _run(name: str, command: Sequence[str], timeout_s: float) -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.numa_vm", description=__doc__)
-    parser.add_argument("--nodes", help=f"one of {', '.join(MACHINES)}, or e.g. 'cpus=2,mem=3G;mem=1G,lat=250,bw=28G'")
+    parser.add_argument("--nodes", choices=MACHINES, help="the kind of machine")
     parser.add_argument("--timeout", type=float, default=900, help="seconds per guest")
     parser.add_argument("--check", action="store_true", help="only fetch what is needed, and say what is missing")
     parser.add_argument("command", nargs="*", help="after --; tests when none is given")

@@ -1,13 +1,9 @@
 """The guest's NUMA nodes: how they are described, the kinds of machine that tests run on, and QEMU's arguments."""
 
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations, product
 
-_DRAM = "cpus=2,mem=3G,lat=110,bw=120G,dist=10"
-_CARD = "mem=1G,lat=250,bw=28G,dist=24"
-_SOCKET = "cpus=2,mem=1536M,lat=110,bw=120G,dist=21"
-_SMALL_CARD = "mem=512M,lat=250,bw=28G,dist=17"
+GIB = 1 << 30
 _LOCAL = 10
 _FURTHER = 4
 
@@ -18,7 +14,7 @@ class VmError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """One node of the guest. Speeds are what its firmware says of the way from the CPUs."""
+    """One node of the guest; those with CPUs come first. Speeds are what its firmware says of the way from the CPUs."""
 
     cpus: int = 0
     """0: a memory-only node, as CXL memory appears."""
@@ -60,61 +56,20 @@ class Machine:
         return max(legs) + _FURTHER * (len(legs) - 1)
 
 
-def parse_nodes(text: str) -> tuple[NodeSpec, ...]:
-    """Return the nodes of e.g. ``"cpus=2,mem=3G;mem=1G,lat=250,bw=28G,dist=24"``, one clause per node.
-
-    Raises:
-        VmError: a setting that does not exist or is no number, or nodes that make no machine.
-    """
-    nodes = []
-    for clause in text.split(";"):
-        values: dict[str, int] = {}
-        for item in clause.strip().split(","):
-            key, _, value = item.partition("=")
-            if key not in NodeSpec.__dataclass_fields__:
-                known = ", ".join(NodeSpec.__dataclass_fields__)
-                raise VmError(f"{item!r} of node {len(nodes)} is no setting; there are: {known}")
-            values[key] = parse_size(value)
-        nodes.append(NodeSpec(**values))
-    sockets = [node for node in nodes if node.cpus]
-    if not sockets or nodes[: len(sockets)] != sockets or not all(node.mem for node in sockets):
-        raise VmError(f"the first nodes, and no others, must have CPUs; those must have memory, too: {text!r}")
-    if len({node.cpus for node in sockets}) > 1:
-        raise VmError(f"all sockets must have as many CPUs: {text!r}")
-    if any(node.at >= len(sockets) for node in nodes):
-        raise VmError(f"a card must be at one of the sockets 0 to {len(sockets) - 1}: {text!r}")
-    if any(node.hot for node in nodes[:-1]):
-        raise VmError(f"only the last node can be hot-plugged: {text!r}")
-    return tuple(nodes)
-
-
-def parse_size(text: str) -> int:
-    """Return a number such as ``"24"`` or ``"3G"`` (binary units).
-
-    Raises:
-        VmError: it is none.
-    """
-    match = re.fullmatch(r"(\d+)([KMG]?)", text)
-    if not match:
-        raise VmError(f"not a size: {text!r}; write e.g. 512M or 3G")
-    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]]
-
-
+_DRAM = NodeSpec(cpus=2, mem=3 * GIB, lat=110, bw=120 * GIB, dist=10)
+_CARD = NodeSpec(mem=GIB, lat=250, bw=28 * GIB, dist=24)
+_SOCKET = replace(_DRAM, mem=3 * GIB // 2, dist=21)
+_SMALL_CARD = replace(_CARD, mem=GIB // 2, dist=17)
 MACHINES = {
-    "cxl2": Machine(parse_nodes(f"{_DRAM};{_CARD};{_CARD}")),
-    "cxl1hot": Machine(parse_nodes(f"{_DRAM};{_CARD},hot=1")),
-    "cxl1": Machine(parse_nodes(f"{_DRAM};{_CARD}")),
-    "dual2": Machine(parse_nodes(f"{_SOCKET};{_SOCKET};{_SMALL_CARD},at=0;{_SMALL_CARD},at=1")),
-    "cxl1nohmat": Machine(parse_nodes(f"{_DRAM};{_CARD}"), hmat=False),
+    "cxl2": Machine((_DRAM, _CARD, _CARD)),
+    "cxl1hot": Machine((_DRAM, replace(_CARD, hot=1))),
+    "cxl1": Machine((_DRAM, _CARD)),
+    "dual2": Machine((_SOCKET, _SOCKET, _SMALL_CARD, replace(_SMALL_CARD, at=1))),
+    "cxl1nohmat": Machine((_DRAM, _CARD), hmat=False),
 }
 TESTED = ("cxl2", "cxl1hot", "dual2")
 """Those that tests run on: three nodes; two, one of them movable; and two sockets with a card each. Every boot costs
 minutes of imports."""
-
-
-def machine(text: str) -> Machine:
-    """Return the machine of a name in `MACHINES`, or of a description that `parse_nodes` reads."""
-    return MACHINES.get(text) or Machine(parse_nodes(text))
 
 
 def numa_arguments(machine: Machine) -> list[str]:

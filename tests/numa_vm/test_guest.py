@@ -1,13 +1,13 @@
-"""The way of a guest's output to this process, and which file systems a guest is shown."""
+"""What one boot of a guest does not show: where its output is cut, one that is silent, and other machines' apt."""
 
 import os
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.numa_vm.guest import mount_points, relay
+from tests.numa_vm.fetch import debian_mirror
+from tests.numa_vm.guest import relay
 
 MARK = b"<end 0123>"
 
@@ -39,23 +39,19 @@ def test_output_ends_at_the_mark_wherever_it_is_cut():
         assert b"".join(passed) == b"a <end of a line\n" and said == "exit 3", cut
 
 
-def test_output_is_passed_on_as_it_comes():
+def test_output_is_passed_on_as_it_comes_until_a_silent_guest_is_given_up():
     passed, said = relayed(b"one", b"two <en", b"d\n", pause_s=0.05)
     assert passed[:2] == [b"one", b"two "] and b"".join(passed) == b"onetwo <end\n"
     assert said == "", "the guest died"
-
-
-def test_a_silent_guest_is_given_up():
     with pytest.raises(TimeoutError):
         relayed(b"one", pause_s=0.5, wait_s=0.1)
 
 
-def test_file_systems_that_hold_the_paths_are_found():
-    table = "\n".join(
-        f"{number} 1 0:{number} / {point} rw,relatime - ext4 /dev/x rw"
-        for number, point in enumerate(["/", "/home", "/home/me/my\\040disk", "/proc"])
-    )
-    paths = [Path("/home/me/my disk/repo"), Path("/usr/bin"), Path("/home/me/.venv")]
-    assert mount_points(paths, table) == ["/", "/home", "/home/me/my disk"]
-    assert mount_points([Path("/usr")], table) == ["/"]
-    assert mount_points([Path("/")])[0] == "/"
+def test_packages_come_from_the_mirror_that_apt_uses():
+    for sources, mirror in (
+        ("Types: deb\nURIs: http://deb.debian.org/debian\nSuites: bookworm", "http://deb.debian.org/debian"),
+        ("deb [signed-by=/k] https://mirror.example/debian/ bookworm main", "https://mirror.example/debian"),
+        ("deb http://security.debian.org/debian-security bookworm-security main", "http://deb.debian.org/debian"),
+        ("", "http://deb.debian.org/debian"),
+    ):
+        assert debian_mirror(sources) == mirror

@@ -7,18 +7,19 @@ import pytest
 
 from lightning_cxl import Topology
 from lightning_cxl.memory.host_memory import HostMemory
-from tests.numa_vm import machine as machines
 from tests.numa_vm.inside.located import Recorder
+from tests.numa_vm.machine import MACHINES, Machine
 
-_SEVERAL_SOCKETS = len(machines.machine(os.environ["NUMA_VM"]).sockets) > 1
+_MACHINE = MACHINES[os.environ["NUMA_VM"]]
+_SEVERAL_SOCKETS = len(_MACHINE.sockets) > 1
 collect_ignore = [
     path.name for path in Path(__file__).parent.glob("test_*.py") if (path.name == "test_ranks.py") != _SEVERAL_SOCKETS
 ]
 
 
 @pytest.fixture(scope="session")
-def machine() -> machines.Machine:
-    return machines.machine(os.environ["NUMA_VM"])
+def machine() -> Machine:
+    return _MACHINE
 
 
 @pytest.fixture(scope="session")
