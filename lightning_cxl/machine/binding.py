@@ -90,23 +90,20 @@ def read_host_cpus(root: Path, allowed: Sequence[int]) -> HostCpus:
     if online:
         nodes = {node: tuple(cpu for cpu in cpus if cpu in online) for node, cpus in nodes.items()}
     nodes = {node: cpus for node, cpus in nodes.items() if cpus}
+    sockets, cores = {}, {}
+    for node, cpus in nodes.items():
+        # a firmware that does not say it writes -1; then every node is taken for a socket
+        text = read_text(root / _CPUS / f"cpu{cpus[0]}/topology/physical_package_id")
+        sockets[node] = int(text) if text and int(text) >= 0 else node
+        for cpu in cpus:
+            siblings = parse_id_list(read_text(root / _CPUS / f"cpu{cpu}/topology/thread_siblings_list") or "")
+            cores[cpu] = min(siblings, default=cpu)
     return HostCpus(
         nodes=nodes,
-        sockets={node: _socket(root, node, cpus[0]) for node, cpus in nodes.items()},
-        cores={cpu: _core(root, cpu) for cpus in nodes.values() for cpu in cpus},
+        sockets=sockets,
+        cores=cores,
         distances=node_distances(root, node_ids),
     )
-
-
-def _socket(root: Path, node: int, cpu: int) -> int:
-    # a firmware that does not say it writes -1; then every node is taken for a socket
-    text = read_text(root / _CPUS / f"cpu{cpu}/topology/physical_package_id")
-    return int(text) if text and int(text) >= 0 else node
-
-
-def _core(root: Path, cpu: int) -> int:
-    siblings = parse_id_list(read_text(root / _CPUS / f"cpu{cpu}/topology/thread_siblings_list") or "")
-    return min(siblings, default=cpu)
 
 
 class RankFacts(NamedTuple):
@@ -147,22 +144,20 @@ def decide_places(facts: Sequence[RankFacts], mode: str | Literal[False], host: 
     places = []
     for own, cpus in zip(facts, usable, strict=True):
         num_sharers = sum(bool(cpus & other) for other in usable)
-        place = RankPlace(tuple(sorted(cpus)), host.nodes_of(cpus), num_sharers, is_bound)
-        places.append(_with_notes(place, own.device_node) if is_bound and mode == "auto" else place)
+        node_ids, notes = host.nodes_of(cpus), list[str]()
+        if is_bound and mode == "auto":
+            notes.append(
+                f"CPUs {id_ranges(sorted(cpus))} were chosen before this process began (torchrun --numa-binding, "
+                f"numactl, SLURM or a container): they stay, and memory is taken near them"
+            )
+            if own.device_node is not None and own.device_node not in node_ids:
+                notes.append(
+                    f"the device is at node {own.device_node}, and the CPUs are of node "
+                    f"{', '.join(map(str, node_ids))}: copies to it cross sockets. Let the launcher choose CPUs of "
+                    f"node {own.device_node}, or none"
+                )
+        places.append(RankPlace(tuple(sorted(cpus)), node_ids, num_sharers, is_bound, tuple(notes)))
     return places
-
-
-def _with_notes(place: RankPlace, device_node: int | None) -> RankPlace:
-    notes = [
-        f"CPUs {id_ranges(place.cpus)} were chosen before this process began (torchrun --numa-binding, numactl, SLURM "
-        f"or a container): they stay, and memory is taken near them"
-    ]
-    if device_node is not None and device_node not in place.node_ids:
-        notes.append(
-            f"the device is at node {device_node}, and the CPUs are of node {', '.join(map(str, place.node_ids))}: "
-            f"copies to it cross sockets. Let the launcher choose CPUs of node {device_node}, or none"
-        )
-    return replace(place, notes=tuple(notes))
 
 
 def _parts_of_sockets(device_nodes: Sequence[int | None], usable: frozenset[int], host: HostCpus) -> list[RankPlace]:
@@ -201,13 +196,11 @@ def id_ranges(ids: Sequence[int]) -> str:
 
 
 def measure_room(topology: Topology, config: OffloadConfig) -> dict[str, int]:
-    """Return the bytes of every tier that the processes of this machine may take together: its budget, or what is free.
-
-    Control groups may allow less than what is free on all nodes.
-    """
+    """Return the bytes of every tier that the processes of this machine may take together."""
     free = {tier.name: sum(map(topology.node_free_bytes, tier.node_ids)) for tier in topology.tiers}
     nodes = {node for tier in topology.tiers for node in tier.node_ids}  # tier `cxl` may be backed by those of `dram`
     together = sum(map(topology.node_free_bytes, nodes))
+    # control groups may allow less than what is free on all nodes
     fraction = min(1.0, topology.host_available_bytes() / together) if together else 0.0
     budgets = config.budgets()
     room = {name: min(int(nbytes * fraction), budgets.get(name, nbytes)) for name, nbytes in free.items()}
@@ -259,8 +252,7 @@ def bind_rank(
 ) -> RankBinding:
     """Bind this process to its part of the machine, and return what it got. See [Note: Binding of ranks].
 
-    Args:
-        gather: returns what all processes of this machine give, by local rank.
+    `gather` returns what all processes of this machine give, by local rank.
     """
     root = topology.root or Path("/")
     for name in config.budgets():

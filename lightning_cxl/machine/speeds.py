@@ -67,7 +67,6 @@ def read(kind: type[_T], content: object, where: str) -> _T:
 
 
 def read_fields(kind: type, content: object, where: str) -> dict[str, Any]:
-    """Return those fields of a `kind` that a mapping gives, as their types; see `read`."""
     if not isinstance(content, Mapping):
         raise ConfigError(f"{where} must map {_names(kind)} to values, got {content!r}")
     types = _types(kind)
@@ -133,7 +132,6 @@ def _number(hint: Any, value: Any, where: str) -> float:
 
 
 def _check_numbers(kind: type, values: Mapping[str, Any], where: str = "") -> None:
-    """Refuse numbers that no machine has, by the annotations of a dataclass."""
     prefix = f"{where}: " if where else ""
     for f in fields(kind):
         hint, value = _types(kind)[f.name], values.get(f.name)
@@ -233,7 +231,6 @@ class MachineSsd(_Checked):
 
     @property
     def has_speeds(self) -> bool:
-        """Whether seconds can be predicted."""
         return self.read_bytes_per_s is not None and self.write_bytes_per_s is not None
 
     def check_bytes(self, needed: int) -> None:
@@ -326,11 +323,7 @@ class Machine(_Checked):
         return capacity if self.host_bytes is None else min(capacity, self.host_bytes)
 
     def tier(self, name: str) -> MachineTier:
-        """Return the tier of that name.
-
-        Raises:
-            TierNotFoundError: there is none; the message names those that exist.
-        """
+        """Return the tier of that name; raises TierNotFoundError, which names those that exist."""
         for tier in self.tiers:
             if tier.name == name:
                 return tier
@@ -420,54 +413,43 @@ def save_machine(machine: Machine, path: str | os.PathLike[str]) -> None:
 
 
 def load_overrides(path: str | os.PathLike[str]) -> Overrides:
-    """Read some fields of a machine, which win over everything else that is known of it.
+    """Read some fields of a machine, which win over everything else that is known of it; a machine file will do, too.
 
-    For example::
-
-        tiers:
-          - {name: cxl, adam_bytes_per_s: 60 GB/s, capacity_bytes: 200GiB}
-        device: {flops: 4.0e+14}
-
-    A whole machine file will do, too. The kind of a tier, the number of drives of the tier `ssd`, and whether the
-    device is the host, are left out: the machine knows that itself.
+    What the machine knows itself is left out: the kind of a tier, the number of drives, whether the device is the host.
     """
     content = _load(path, "speeds from")
     try:
-        return _overrides({} if content is None else content)
+        parts = {"tiers", "device", "cache", "ssd"}
+        content = {} if content is None else content
+        top = {key: content[key] for key in content if key not in parts} if isinstance(content, Mapping) else content
+        machine = read_fields(Machine, top, "the file")
+        assert isinstance(content, Mapping)  # else refused
+        tiers: dict[str, dict[str, Any]] = {}
+        rows = content.get("tiers", [])
+        if not isinstance(rows, list):
+            raise ConfigError(f"tiers must be a list, each entry with a name and what is known of it, got {rows!r}")
+        for number, row in enumerate(rows, 1):
+            where = f"tier {number} of {len(rows)}"
+            values = read_fields(MachineTier, row, where)
+            if "name" not in values:
+                raise ConfigError(f"{where} needs a name")
+            tiers[values["name"]] = {name: values[name] for name in values if name not in _OF_THE_HARDWARE}
+        device = read_fields(Device, content.get("device", {}), "device")
+        device.pop("is_host", None)
+        cache = read_fields(Cache, content.get("cache", {}), "cache")
+        ssd = read_fields(MachineSsd, content.get("ssd") or {}, "ssd")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    return Overrides(tiers, device, cache, {name: ssd[name] for name in ssd if name in _OF_THE_DRIVES}, machine)
 
 
 def _load(path: str | os.PathLike[str], what: str) -> object:
-    """Return what a YAML file has; `what` it is of names the file in messages."""
     try:
         return yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
-
-
-def _overrides(content: object) -> Overrides:
-    parts = {"tiers", "device", "cache", "ssd"}
-    top = {key: content[key] for key in content if key not in parts} if isinstance(content, Mapping) else content
-    machine = read_fields(Machine, top, "the file")
-    assert isinstance(content, Mapping)  # else refused
-    tiers: dict[str, dict[str, Any]] = {}
-    rows = content.get("tiers", [])
-    if not isinstance(rows, list):
-        raise ConfigError(f"tiers must be a list, each entry with a name and what is known of it, got {rows!r}")
-    for number, row in enumerate(rows, 1):
-        where = f"tier {number} of {len(rows)}"
-        values = read_fields(MachineTier, row, where)
-        if "name" not in values:
-            raise ConfigError(f"{where} needs a name")
-        tiers[values["name"]] = {name: values[name] for name in values if name not in _OF_THE_HARDWARE}
-    device = read_fields(Device, content.get("device", {}), "device")
-    device.pop("is_host", None)
-    cache = read_fields(Cache, content.get("cache", {}), "cache")
-    ssd = read_fields(MachineSsd, content.get("ssd") or {}, "ssd")
-    return Overrides(tiers, device, cache, {name: ssd[name] for name in ssd if name in _OF_THE_DRIVES}, machine)
 
 
 def cpu_model(root: Path = Path("/")) -> str:
@@ -496,11 +478,6 @@ def describe_machine(
         ],
         "devices": list(devices),
     }
-
-
-def fingerprint(description: dict[str, Any]) -> str:
-    """Return a short name of a description, fit for a file name."""
-    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]
 
 
 QUIET_FRACTION = 0.03
@@ -579,18 +556,16 @@ class Calibration(_Checked):
         return self.others_fraction > QUIET_FRACTION
 
     def node(self, node_id: int) -> NodeSpeeds | None:
-        """Return the speeds of a node, None when it was not measured."""
         return next((node for node in self.nodes if node.node_id == node_id), None)
 
     def device(self, kind: str, index: int = 0) -> DeviceSpeeds | None:
-        """Return the speeds of a device, None when it was not measured."""
         found = [device for device in self.devices if device.kind == kind]
         return found[index] if index < len(found) else None
 
 
 def calibration_path(topology: Topology, devices: Sequence[str]) -> Path:
-    """Return where the calibration of a machine is kept, whether there is one or not."""
-    return cache_folder() / "calibration" / f"{fingerprint(describe_machine(topology, devices))}.json"
+    description = json.dumps(describe_machine(topology, devices), sort_keys=True)
+    return cache_folder() / "calibration" / f"{hashlib.sha256(description.encode()).hexdigest()[:16]}.json"
 
 
 def save_calibration(calibration: Calibration, topology: Topology, devices: Sequence[str]) -> Path:
@@ -648,24 +623,23 @@ def ssd_of(
     tier, overrides = topology.ssd, overrides or Overrides()
     if tier is None:
         return None
-    values: dict[str, Any] = {} if calibration is None else _measured_drives(tier.folders, calibration.ssds)
+    measured = () if calibration is None else calibration.ssds
+    drives = [drive_of(existing_folder(folder)) for folder in tier.folders]
+    sharing = Counter(drives)
+    speeds = []  # read and written by each folder, where something on its drive was measured
+    for folder, drive in zip(tier.folders, drives, strict=True):
+        there = [each for each in measured if Path(each.folder).is_dir() and drive_of(Path(each.folder)) == drive]
+        there.sort(key=lambda each: Path(each.folder) != folder.resolve())
+        speeds += [
+            (each.read_bytes_per_s / sharing[drive], each.write_bytes_per_s / sharing[drive]) for each in there[:1]
+        ]
+    values: dict[str, Any] = {}
+    if len(speeds) == len(drives):
+        read, written = zip(*speeds, strict=True)
+        values = {"read_bytes_per_s": len(drives) * min(read), "write_bytes_per_s": len(drives) * min(written)}
     values |= overrides.ssd
     values["capacity_bytes"] = min(tier.capacity_bytes, overrides.ssd.get("capacity_bytes", tier.capacity_bytes))
     return MachineSsd(num_drives=len(tier.folders), versions=tier.versions, **values)
-
-
-def _measured_drives(folders: Sequence[Path], ssds: Sequence[SsdSpeeds]) -> dict[str, float]:
-    drives = [drive_of(existing_folder(folder)) for folder in folders]
-    sharing = Counter(drives)
-    reads, writes = [], []
-    for folder, drive in zip(folders, drives, strict=True):
-        there = [each for each in ssds if Path(each.folder).is_dir() and drive_of(Path(each.folder)) == drive]
-        if not there:
-            return {}
-        found = next((each for each in there if Path(each.folder) == folder.resolve()), there[0])
-        reads.append(found.read_bytes_per_s / sharing[drive])
-        writes.append(found.write_bytes_per_s / sharing[drive])
-    return {"read_bytes_per_s": len(folders) * min(reads), "write_bytes_per_s": len(folders) * min(writes)}
 
 
 _READ, _WRITTEN = 16, 12  # bytes per element of Adam's mix
@@ -774,9 +748,24 @@ def with_new_tiers(machine: Machine, topology: Topology) -> Machine:
 
 def tier_speeds(tier: Tier, calibration: Calibration | None, overrides: Overrides | None = None) -> TierSpeeds:
     """Return what is known of a tier, field by field from the best source. An emulated one is as fast as its nodes."""
-    sources = {"firmware": _rated(tier)}
-    if calibration is not None:
-        sources[calibration.origin] = _measured(tier, calibration)
+    nodes = tier.near_nodes
+    reads, writes = [node.read_bytes_per_s for node in nodes], [node.write_bytes_per_s for node in nodes]
+    # Adam's mix, when reading and writing take turns
+    mixes = [
+        (_READ + _WRITTEN) / (_READ / r + _WRITTEN / w) if r and w else None for r, w in zip(reads, writes, strict=True)
+    ]
+    sources = {"firmware": _of_stripes(tier, mixes, reads, writes, tier.read_latency_ns)}
+    measured = [] if calibration is None else [calibration.node(node.node_id) for node in nodes]
+    own = [speeds for speeds in measured if speeds is not None]
+    if calibration is not None and len(own) == len(nodes):
+        sources[calibration.origin] = _of_stripes(
+            tier,
+            [node.adam_bytes_per_s for node in own],
+            # without a device, the CPUs show what the memory can do
+            [node.h2d_bytes_per_s or node.read_bytes_per_s for node in own],
+            [node.d2h_bytes_per_s or node.write_bytes_per_s for node in own],
+            max((node.latency_ns for node in own if node.latency_ns is not None), default=None),
+        )
     if overrides is not None:
         sources["file"] = dict(overrides.tiers.get(tier.name, {}))
     values: dict[str, Any] = {}
@@ -787,58 +776,31 @@ def tier_speeds(tier: Tier, calibration: Calibration | None, overrides: Override
     return TierSpeeds(values, origins)
 
 
-def adam_mix(read_bytes_per_s: float, write_bytes_per_s: float) -> float:
-    """Return the bandwidth of Adam's mix when reading and writing take turns."""
-    return (_READ + _WRITTEN) / (_READ / read_bytes_per_s + _WRITTEN / write_bytes_per_s)
+def _of_stripes(
+    tier: Tier,
+    mixes: Sequence[float | None],
+    reads: Sequence[float | None],
+    writes: Sequence[float | None],
+    latency_ns: float | None,
+) -> dict[str, Any]:
+    """Return the fields of a tier from the speeds of its near nodes, each at its part of a stripe.
 
-
-def _rated(tier: Tier) -> dict[str, float]:
-    """Return fields from the firmware's ratings of the nodes; those that a node lacks are left out."""
-    reads = [node.read_bytes_per_s for node in tier.near_nodes]
-    writes = [node.write_bytes_per_s for node in tier.near_nodes]
-    mixes = [adam_mix(r, w) if r and w else None for r, w in zip(reads, writes, strict=True)]
-    found = {
-        "adam_bytes_per_s": _together(tier, mixes),
-        "device_read_bytes_per_s": _together(tier, reads),
-        "device_write_bytes_per_s": _together(tier, writes),
-        "latency_ns": tier.read_latency_ns,
-    }
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _measured(tier: Tier, calibration: Calibration) -> dict[str, float]:
-    """Return fields from measurements of the nodes; without a device, the CPUs show what the memory can do."""
-    nodes = [speeds for node in tier.near_nodes if (speeds := calibration.node(node.node_id)) is not None]
-    if len(nodes) < len(tier.near_nodes):
-        return {}
-    found = {
-        "adam_bytes_per_s": _together(tier, [node.adam_bytes_per_s for node in nodes]),
-        "device_read_bytes_per_s": _together(tier, [node.h2d_bytes_per_s or node.read_bytes_per_s for node in nodes]),
-        "device_write_bytes_per_s": _together(tier, [node.d2h_bytes_per_s or node.write_bytes_per_s for node in nodes]),
-        "latency_ns": max((node.latency_ns for node in nodes if node.latency_ns is not None), default=None),
-    }
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _together(tier: Tier, speeds: Sequence[float | None]) -> float | None:
-    """Return the speed of near nodes, each at its part of a stripe: who ends last decides. None when one is not known.
-
-    A tier's stripes have parts in proportion to rated read bandwidths where all nodes have one, else equal parts
-    (`lightning_cxl.memory.host_memory.make_leaf`).
+    The parts are in proportion to rated read bandwidths where all nodes have one, else equal (`make_leaf` in
+    `memory/host_memory.py`). The node that ends last decides; where one is unknown, so is the tier.
     """
     ratings = [node.read_bytes_per_s for node in tier.near_nodes]
     parts = [rating or 1.0 for rating in ratings] if all(ratings) else [1.0] * len(ratings)
-    slowest = 0.0
-    for part, speed in zip(parts, speeds, strict=True):
-        if speed is None:
-            return None
-        slowest = max(slowest, part / sum(parts) / speed)
-    return 1 / slowest
+    found = {} if latency_ns is None else {"latency_ns": latency_ns}
+    for name, speeds in zip(_NEEDED, (mixes, reads, writes), strict=True):
+        known = [speed for speed in speeds if speed is not None]
+        if len(known) == len(parts):
+            found[name] = 1 / max(part / sum(parts) / speed for part, speed in zip(parts, known, strict=True))
+    return found
 
 
 def _tier(topology: Topology, tier: Tier, speeds: TierSpeeds, capacity_bytes: Mapping[str, int]) -> MachineTier:
     values = dict(speeds.values)
-    limits = [values.pop("capacity_bytes", None), capacity_bytes.get(tier.name)]
+    limits = (values.pop("capacity_bytes", None), capacity_bytes.get(tier.name))
     backing = topology.node_tier(tier.node_ids[0]) if tier.emulated else None
     return MachineTier(
         name=tier.name,

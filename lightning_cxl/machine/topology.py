@@ -8,7 +8,7 @@ import re
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -77,13 +77,6 @@ def allowed_node_ids(root: Path) -> frozenset[int] | None:
         if line.startswith("Mems_allowed_list:"):
             return frozenset(parse_id_list(line.partition(":")[2]))
     return None
-
-
-def gpu_node_ids(root: Path) -> frozenset[int]:
-    """Return the nodes that are the memory of a GPU, as on a GH200, where the GPU's own allocator uses them."""
-    texts = [read_text(path) or "" for path in root.glob("proc/driver/nvidia/gpus/*/numa_status")]
-    found = [re.search(r"^(?:NUMA )?Nodes?:\s*(\d[\d,-]*)", text, re.MULTILINE | re.IGNORECASE) for text in texts]
-    return frozenset(node_id for match in found if match is not None for node_id in parse_id_list(match[1]))
 
 
 def read_nodes(root: Path) -> tuple[Node, ...]:
@@ -194,8 +187,32 @@ class MemoryLimit:
 
 
 def cgroup_limits(root: Path) -> tuple[MemoryLimit, ...]:
-    """Return the limits that hold for this process, innermost group first; groups without a limit are left out."""
-    return tuple(limit for version, group in _groups(root) if (limit := _read_limit(version, group)) is not None)
+    """Return the limits of this process's memory groups and of their ancestors, innermost first."""
+    # Inside a container the path named in /proc/self/cgroup may lie outside what is mounted: folders that do not exist
+    # are skipped, and the mount's top (then the container's own group) is always read
+    limits = []
+    names: tuple[str, ...]
+    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0" and not controllers:
+            mount, names, current, prefix = root / "sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", ""
+        elif "memory" in controllers.split(","):
+            mount, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes",)
+            current, prefix = "memory.usage_in_bytes", "total_"
+        else:
+            continue
+        parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
+        for depth in range(len(parts), -1, -1):
+            group = mount.joinpath(*parts[:depth])
+            found = [int(text) for name in names if (text := read_text(group / name)) and text.isdigit()]
+            # v1 writes "no limit" as the largest multiple of the page size below 2^63
+            found = [limit for limit in found if limit < 1 << 62]
+            if found:
+                stat = dict(line.split() for line in (read_text(group / "memory.stat") or "").splitlines())
+                droppable = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+                used = int(read_text(group / current) or 0) - droppable
+                limits.append(MemoryLimit(group, min(found), max(0, used)))
+    return tuple(limits)
 
 
 def host_limit_bytes(root: Path) -> int:
@@ -207,39 +224,6 @@ def host_available_bytes(root: Path) -> int:
     """Return the host memory that this process can still take now without being killed for it."""
     available = read_meminfo(root / "proc/meminfo").get("MemAvailable", 0)
     return min([available, *(max(0, c.limit_bytes - c.used_bytes) for c in cgroup_limits(root))])
-
-
-def _groups(root: Path) -> Iterator[tuple[int, Path]]:
-    """Yield (cgroup version, folder) of this process's memory groups and of their ancestors.
-
-    Inside a container the path named in /proc/self/cgroup may lie outside what is mounted: folders that do not exist
-    are skipped, and the mount's top (then the container's own group) is always looked at.
-    """
-    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
-        hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0" and not controllers:
-            version, mount = 2, root / "sys/fs/cgroup"
-        elif "memory" in controllers.split(","):
-            version, mount = 1, root / "sys/fs/cgroup/memory"
-        else:
-            continue
-        parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
-        for depth in range(len(parts), -1, -1):
-            yield version, mount.joinpath(*parts[:depth])
-
-
-def _read_limit(version: int, group: Path) -> MemoryLimit | None:
-    limits = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
-    found = [int(text) for name in limits if (text := read_text(group / name)) and text.isdigit()]
-    # v1 writes "no limit" as the largest multiple of the page size below 2^63
-    found = [limit for limit in found if limit < 1 << 62]
-    if not found:
-        return None
-    used = int(read_text(group / ("memory.current" if version == 2 else "memory.usage_in_bytes")) or 0)
-    prefix = "" if version == 2 else "total_"
-    stat = dict(line.split() for line in (read_text(group / "memory.stat") or "").splitlines())
-    droppable = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-    return MemoryLimit(group, min(found), max(0, used - droppable))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -261,12 +245,25 @@ def ssd_capacity_bytes(options: SsdOptions) -> int:
     """
     folders = [existing_folder(path) for path in options.paths]
     for folder in folders:
-        _check_kind(folder)
+        kind = filesystem_of(folder)
+        if kind in _IN_MEMORY:
+            raise ConfigError(
+                f'tiers: the path of "ssd" lies in memory: `{folder}` is on {kind}. Give a folder on a drive; `df -T` '
+                f"says what folders are on"
+            )
+        if kind.partition(".")[0] in _ON_NETWORK:
+            log.warning(
+                f"tier ssd: `{folder}` is on {kind}: all state goes through it in every step; use a local drive"
+            )
+        if speed := _rotations_per_minute(folder):
+            log.warning(f"tier ssd: `{folder}` is on a disk that rotates ({speed} rpm): every step waits for it")
     if options.budget_bytes is not None:
         return options.budget_bytes
-    drives = Counter(map(drive_of, folders))
-    least = min(_free_bytes(folder) // drives[drive_of(folder)] for folder in folders)
-    return int(least * len(folders) * _USED)
+    drives, free = Counter(map(drive_of, folders)), [os.statvfs(folder) for folder in folders]
+    shares = [
+        each.f_bavail * each.f_frsize // drives[drive_of(folder)] for folder, each in zip(folders, free, strict=True)
+    ]
+    return int(min(shares) * len(folders) * _USED)
 
 
 def drive_of(folder: Path) -> int:
@@ -294,19 +291,6 @@ def filesystem_of(folder: Path) -> str:
     return ""
 
 
-def _check_kind(folder: Path) -> None:
-    kind = filesystem_of(folder)
-    if kind in _IN_MEMORY:
-        raise ConfigError(
-            f'tiers: the path of "ssd" lies in memory: `{folder}` is on {kind}. Give a folder on a drive; `df -T` says '
-            f"what folders are on"
-        )
-    if kind.partition(".")[0] in _ON_NETWORK:
-        log.warning(f"tier ssd: `{folder}` is on {kind}: all state goes through it in every step; use a local drive")
-    if speed := _rotations_per_minute(folder):
-        log.warning(f"tier ssd: `{folder}` is on a disk that rotates ({speed} rpm): every step waits for it")
-
-
 def _rotations_per_minute(folder: Path) -> int:
     """Return how fast a disk says that it rotates; 0 where it does not: for Linux virtual ones rotate, too."""
     block = (_BLOCKS / _device_numbers(drive_of(folder))).resolve()
@@ -321,11 +305,6 @@ def _rotations_per_minute(folder: Path) -> int:
 
 def _device_numbers(drive: int) -> str:
     return f"{os.major(drive)}:{os.minor(drive)}"
-
-
-def _free_bytes(folder: Path) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
 
 
 __all__ = ["Node", "Tier", "TierKind", "Topology"]
@@ -452,8 +431,11 @@ class Topology:
         root = Path(root)
         allowed = allowed_node_ids(root)
         found = [node for node in read_nodes(root) if node.capacity_bytes > 0]
-        of_gpus = gpu_node_ids(root)
-        found = [node for node in found if node.node_id not in of_gpus]  # torch allocates from them
+        # the memory of a GPU may be a node, as on a GH200; torch allocates from it
+        texts = [read_text(path) or "" for path in root.glob("proc/driver/nvidia/gpus/*/numa_status")]
+        of_gpu = [re.search(r"^(?:NUMA )?Nodes?:\s*(\d[\d,-]*)", text, re.MULTILINE | re.IGNORECASE) for text in texts]
+        of_gpus = {node_id for match in of_gpu if match is not None for node_id in parse_id_list(match[1])}
+        found = [node for node in found if node.node_id not in of_gpus]
         usable = [node for node in found if allowed is None or node.node_id in allowed]
         notes = tuple(
             f"node {node.node_id} ({'DRAM' if node.has_cpus else 'CXL'}, {format_bytes(node.capacity_bytes)}) is left "
@@ -527,9 +509,21 @@ class Topology:
         for tier in self._all_tiers():
             if tier.name == name:
                 return tier
-        if name == _CXL and self.backs_cxl:
-            return self._add_cxl()
-        raise TierNotFoundError(f"there is no tier {name!r}; {self.what_there_is(name)}")
+        if name != _CXL or not self.backs_cxl:
+            raise TierNotFoundError(f"there is no tier {name!r}; {self.what_there_is(name)}")
+        backing = self.tiers[0]
+        added = replace(backing, name=_CXL, kind=TierKind.CXL, emulated=True)
+        with _ADDING:
+            if _CXL in self.names:  # another thread was faster
+                return added
+            object.__setattr__(self, "tiers", (*self.tiers, added))
+        warnings.warn(
+            f"there is no CXL memory ({self._why_no_cxl()}): tier 'cxl' is backed by DRAM on node "
+            f"{', '.join(map(str, backing.node_ids))}. Set on_missing_tier='error' to refuse instead.",
+            MissingTierWarning,
+            stacklevel=2,
+        )
+        return added
 
     def what_there_is(self, missing: str) -> str:
         """Return the end of a message about a tier that is missing: those that there are, and how to have this one."""
@@ -579,21 +573,6 @@ class Topology:
 
     def _why_no_cxl(self) -> str:
         return "; ".join(self.notes) or "no memory-only NUMA node is online"
-
-    def _add_cxl(self) -> Tier:
-        backing = self.tiers[0]
-        added = replace(backing, name=_CXL, kind=TierKind.CXL, emulated=True)
-        with _ADDING:
-            if _CXL in self.names:  # another thread was faster
-                return added
-            object.__setattr__(self, "tiers", (*self.tiers, added))
-        warnings.warn(
-            f"there is no CXL memory ({self._why_no_cxl()}): tier 'cxl' is backed by DRAM on node "
-            f"{', '.join(map(str, backing.node_ids))}. Set on_missing_tier='error' to refuse instead.",
-            MissingTierWarning,
-            stacklevel=3,
-        )
-        return added
 
 
 def _group(usable: Sequence[Node]) -> tuple[Tier, ...]:

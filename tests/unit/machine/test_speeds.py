@@ -9,7 +9,6 @@ from lightning_cxl.config import SsdOptions
 from lightning_cxl.errors import ConfigError, TierNotFoundError
 from lightning_cxl.machine.speeds import (
     SsdSpeeds,
-    adam_mix,
     machine_of,
     machine_without_speeds,
     save_calibration,
@@ -42,7 +41,7 @@ def test_firmware(machine):
     assert cards.device_read_bytes_per_s == pytest.approx(20000e6 + 28672e6)
     part = 28672 / (20000 + 28672)
     assert cards.device_write_bytes_per_s == pytest.approx(10000e6 / part)
-    assert cards.adam_bytes_per_s == pytest.approx(adam_mix(28672e6, 10e9) / part)
+    assert cards.adam_bytes_per_s == pytest.approx(28 / (16 / 28672e6 + 12 / 10e9) / part)
     assert cards.latency_ns == 250
     assert "dram: firmware; cxl: firmware" in found.source
     assert "\n" not in found.source
