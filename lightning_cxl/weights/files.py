@@ -58,11 +58,7 @@ def is_reading_deferred() -> bool:
 
 
 class UnreadWeight(Tensor):
-    """A weight without memory; see [Note: Deferred reading].
-
-    Args:
-        like: a tensor with the shape of the weight, on any device.
-    """
+    """A weight without memory; see [Note: Deferred reading]."""
 
     __slots__ = ("_read",)  # who puts another parameter in its place takes `__dict__` over
     _read: Callable[[], Tensor]
@@ -129,7 +125,15 @@ class UnreadWeight(Tensor):
         if any(isinstance(leaf, UnreadWeight) for leaf in tree_leaves(written_by(func, args, kwargs) or [])):
             raise UnsupportedError(f"`{func}` would write a weight, and {_WHY}")
         read: dict[int, Tensor] = {}
-        return func(*_with_values(args, read), **_with_values(kwargs, read))
+
+        def value_of(leaf: Any) -> Any:
+            if isinstance(leaf, UnreadWeight):
+                if id(leaf) not in read:  # each is read once
+                    read[id(leaf)] = leaf.values()
+                return read[id(leaf)]
+            return leaf
+
+        return func(*tree_map(value_of, args), **tree_map(value_of, kwargs))
 
 
 _WHY = (
@@ -139,7 +143,6 @@ _WHY = (
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a view of an unread weight, or views, as what is not read yet."""
     weight, *rest = args
     whole = weight._read  # a view shows the same when `.data` is set
     views = func(shape_of(weight), *rest, **kwargs)
@@ -153,19 +156,6 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [UnreadWeight(view, weight.dtype, partial(read, index), weight.device) for index, view in enumerate(views)]
 
 
-def _with_values(values: Any, read: dict[int, Tensor]) -> Any:
-    """Return arguments with values in the place of weights, each read once."""
-
-    def value_of(leaf: Any) -> Any:
-        if not isinstance(leaf, UnreadWeight):
-            return leaf
-        if id(leaf) not in read:
-            read[id(leaf)] = leaf.values()
-        return read[id(leaf)]
-
-    return tree_map(value_of, values)
-
-
 # ----------------------------------------------------------------------------------------------------
 # Tensors as bytes, in chunks of bounded size: what files are read into and written from.
 
@@ -174,10 +164,7 @@ CHUNK_BYTES = 16 * 2**20
 
 
 def chunks(tensor: torch.Tensor, num_elements: int) -> Iterator[torch.Tensor]:
-    """Yield views that cover a tensor in row-major order, each of at most `num_elements` elements.
-
-    Of a contiguous tensor they are contiguous.
-    """
+    """Yield views that cover a tensor in row-major order; of a contiguous tensor they are contiguous."""
     if tensor.numel() <= num_elements:
         yield tensor
     elif tensor.is_contiguous():
@@ -248,12 +235,7 @@ class WeightSource:
         return values
 
     def read_into(self, target: Tensor, staging: "Staging") -> None:
-        """Fill a tensor of the same shape, of any dtype, layout and device; rounds to nearest where it must.
-
-        Args:
-            target: INOUT. Its version is raised, also when reading fails in the middle.
-            staging: used where bytes of the file are not the bytes of the target.
-        """
+        """Fill a tensor of the same shape, of any dtype, layout and device, and raise its version."""
         with torch.no_grad():
             target.copy_(self.values(staging))
 
@@ -338,8 +320,7 @@ class FileTensor(WeightSource):
 class MergedTensor(WeightSource):
     """A weight that is computed from several tensors of files, which are in memory while that is done.
 
-    Args:
-        compute: from tensors like `sources`, which may be on the meta device; empties the list, to free them early.
+    `compute` is called with tensors on the meta device, too; it empties the list that it gets, to free them early.
     """
 
     def __init__(self, sources: Sequence[WeightSource], compute: Callable[[list[Tensor]], Tensor]) -> None:
@@ -405,7 +386,13 @@ class TensorFile:
             length = int.from_bytes(os.pread(self._fd, _LENGTH_BYTES, 0), "little")
             header = json.loads(os.pread(self._fd, length, _LENGTH_BYTES))
             header.pop(_METADATA, None)
-            found = [self._tensor(name, entry, _LENGTH_BYTES + length) for name, entry in header.items()]
+            found, begin = [], _LENGTH_BYTES + length
+            for name, entry in header.items():
+                if entry["dtype"] not in _DTYPES:
+                    known = ", ".join(_DTYPES)
+                    raise ValueError(f"tensor {name!r} has the dtype {entry['dtype']!r}; this version reads {known}")
+                start = begin + entry["data_offsets"][0]
+                found.append(FileTensor(self, name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start))
         except BaseException as error:
             os.close(self._fd)
             if isinstance(error, (OSError, ValueError, SafetensorError)):
@@ -413,13 +400,6 @@ class TensorFile:
             raise
         self.entries = {each.name: each for each in sorted(found, key=lambda each: (each.begin, each.nbytes))}
         """By name, in the order of their bytes."""
-
-    def _tensor(self, name: str, entry: Mapping[str, Any], data: int) -> FileTensor:
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(
-                f"tensor {name!r} has the dtype {entry['dtype']!r}; this version reads {', '.join(_DTYPES)}"
-            )
-        return FileTensor(self, name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), data + entry["data_offsets"][0])
 
     def __enter__(self) -> "TensorFile":
         return self
@@ -537,11 +517,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @contextmanager
 def open_weights(source: Source) -> Iterator[list[TensorFile]]:
-    """Open every file of a source, with all headers checked.
-
-    Args:
-        source: a file, a list of files, or a folder with `model.safetensors` or `model.safetensors.index.json`.
-    """
+    """Open every file of a source, with all headers checked."""
     paths, index = _files_of(source)
     missing = [path for path in paths if not path.is_file()]
     if missing:
@@ -552,7 +528,22 @@ def open_weights(source: Source) -> Iterator[list[TensorFile]]:
         )
     with ExitStack() as opened:
         files = [opened.enter_context(TensorFile(path)) for path in paths]
-        _check_names(files, index)
+        holder: dict[str, Path] = {}
+        for file in files:
+            for name in file.entries:
+                if name in holder:
+                    raise CheckpointError(
+                        f"tensor {name!r} is in `{holder[name]}` and in `{file.path}`: they are files of different "
+                        "models, or an old one was left behind. Name the right files."
+                    )
+                holder[name] = file.path
+        for name, named in index.items():
+            if name not in holder or holder[name].name != named:
+                where = f"is in `{holder[name].name}`" if name in holder else "is in none of its files"
+                raise CheckpointError(
+                    f"the index says that tensor {name!r} is in `{named}`, but it {where}: index and files are not of "
+                    "the same save. Download or save the model again."
+                )
         yield files
 
 
@@ -591,25 +582,6 @@ def _files_of(source: Source) -> tuple[list[Path], dict[str, str]]:
             f"`{path}` is not an index of safetensors files ({type(error).__name__}: {error}). Download it again."
         ) from error
     return [path.parent / name for name in dict.fromkeys(index.values())], index
-
-
-def _check_names(files: Iterable[TensorFile], index: dict[str, str]) -> None:
-    holder: dict[str, Path] = {}
-    for file in files:
-        for name in file.entries:
-            if name in holder:
-                raise CheckpointError(
-                    f"tensor {name!r} is in `{holder[name]}` and in `{file.path}`: they are files of different "
-                    "models, or an old one was left behind. Name the right files."
-                )
-            holder[name] = file.path
-    for name, path in index.items():
-        if name not in holder or holder[name].name != path:
-            where = f"is in `{holder[name].name}`" if name in holder else "is in none of its files"
-            raise CheckpointError(
-                f"the index says that tensor {name!r} is in `{path}`, but it {where}: index and files are not of the "
-                "same save. Download or save the model again."
-            )
 
 
 def tensors_of(files: Iterable[TensorFile]) -> list[WeightSource]:

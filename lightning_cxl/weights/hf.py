@@ -45,9 +45,7 @@ _KINDS = ("Params4bit", "Int8Params")
 class Quantizer:
     """Replaces layers of a model on the meta device, and gives tensors of files to the weights of these layers.
 
-    Args:
-        settings: a ``BitsAndBytesConfig`` or a dictionary of its fields; None: as the files are.
-        saved: what the config of the files says, where they are quantised; None where they are not.
+    `settings` are a ``BitsAndBytesConfig`` or a dictionary of its fields, `saved` is what the config of the files says.
     """
 
     def __init__(self, settings: Any, saved: Any) -> None:
@@ -65,13 +63,6 @@ class Quantizer:
             self._own = AutoHfQuantizer.from_config(merged, pre_quantized=self.is_saved)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"quantization_config: {error}") from error
-        self._refuse_unsupported()
-        try:
-            self._own.validate_environment(device_map={"": "cpu"}, weights_only=True)
-        except (ImportError, RuntimeError) as error:
-            raise UnsupportedError(f"weights cannot be quantised here: {error}") from error
-
-    def _refuse_unsupported(self) -> None:
         config = self._own.quantization_config
         for field, why in (
             ("llm_int8_has_fp16_weight", "keeps the full-precision weights"),
@@ -85,6 +76,10 @@ class Quantizer:
                 f"load_in_8bit={config.load_in_8bit} quantises nothing: take load_in_8bit=True, or load_in_4bit=True "
                 'with "nf4" or "fp4"'
             )
+        try:
+            self._own.validate_environment(device_map={"": "cpu"}, weights_only=True)
+        except (ImportError, RuntimeError) as error:
+            raise UnsupportedError(f"weights cannot be quantised here: {error}") from error
 
     def replace_layers(self, model: Any) -> None:
         """Put layers of bitsandbytes in the place of those that are to be quantised, as transformers chooses them."""
@@ -114,33 +109,24 @@ class Quantizer:
             plain = []
             in_files = {tensor.name for tensor in tensors}
             for tensor in tensors:
-                found = weight_beside(tensor.name) if self.is_saved else None
-                if found is not None and found[0] in in_files:
-                    beside.setdefault(found[0], {})[found[1]] = tensor
+                owner = weight_beside(tensor.name) if self.is_saved else None
+                if owner is not None and owner[0] in in_files:
+                    beside.setdefault(owner[0], {})[owner[1]] = tensor
                 else:
                     plain.append(tensor)
-            return [
-                (name, self._source(source, parameters.get(name), beside, model, name)) for name, source in names(plain)
-            ]
+            found = []
+            for name, source in names(plain):
+                meta = parameters.get(name)
+                if meta is not None and isinstance(source, FileTensor):
+                    if self.is_saved:
+                        source = SavedQuantised(source, beside.get(source.name, {}), meta)
+                    elif model.get_submodule(name.rpartition(".")[0]).source_cls is not nn.Linear:
+                        # a Conv1D of GPT-2, whose weight has the other orientation
+                        source = MergedTensor([source], lambda parts: parts.pop().T)
+                found.append((name, source))
+            return found
 
         return translated
-
-    def _source(
-        self,
-        source: WeightSource,
-        meta: nn.Parameter | None,
-        beside: dict[str, dict[str, WeightSource]],
-        model: Any,
-        name: str,
-    ) -> WeightSource:
-        if meta is None or not isinstance(source, FileTensor):
-            return source
-        if self.is_saved:
-            return SavedQuantised(source, beside.get(source.name, {}), meta)
-        layer = model.get_submodule(name.rpartition(".")[0])
-        if layer.source_cls is nn.Linear:
-            return source
-        return MergedTensor([source], _transposed)  # a Conv1D of GPT-2, whose weight has the other orientation
 
     def fill_on_meta(self, model: Any) -> None:
         """Give all layers quantised weights without memory, for plans."""
@@ -175,20 +161,12 @@ def _quantised_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
     yield from ((name, each) for name, each in model.named_parameters() if type(each).__name__ in _KINDS)
 
 
-def _transposed(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts.pop().T
-
-
 # ----------------------------------------------------------------------------------------------------
 # A quantised base and adapters on top, as options name them: peft makes the adapters, bitsandbytes quantises.
 
 
 def quantization_fields(option: str | Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the fields of a ``BitsAndBytesConfig``.
-
-    Args:
-        option: "4bit" is NF4 with quantised scales; "8bit" is LLM.int8(); a mapping has the fields themselves.
-    """
+    """Return the fields of a ``BitsAndBytesConfig``: "4bit" is NF4 with quantised scales, "8bit" is LLM.int8()."""
     if isinstance(option, Mapping):
         from transformers import BitsAndBytesConfig
 
@@ -225,11 +203,7 @@ def _log_each_once(logger: logging.Logger) -> None:
 
 
 def with_adapters(model: nn.Module, options: Mapping[str, Any]) -> Any:
-    """Return the peft model around a model, which trains adapters alone.
-
-    Args:
-        model: of transformers; its adapters have no memory where its first weight has none. INOUT: peft puts them in.
-    """
+    """Return the peft model around a model, which gets adapters, without memory where its first weight has none."""
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -306,7 +280,11 @@ def from_pretrained(
         raise ConfigError(f"dtype is {dtype!r}; give one of torch, such as torch.bfloat16, or None for the config's")
     path = Path(fspath(folder))
     config = _config(model_class, path, config_overrides)
-    saved = _take_quantisation(config)
+    saved = None  # how the files are quantised, which goes out of the config
+    for each in (config, config.get_text_config(decoder=True)):
+        if saved is None and getattr(each, "quantization_config", None) is not None:
+            saved = each.quantization_config
+            del each.quantization_config
     quantizer = None if quantization_config is None and saved is None else Quantizer(quantization_config, saved)
     with large_blocks_apart() if quantizer is not None else nullcontext():  # also while modules are made
         model = _load(model_class, config, dtype or _dtype(config, path), path, quantizer, strict=strict, mapped=mapped)
@@ -429,16 +407,6 @@ def _config(model_class: Any, path: Path, overrides: dict[str, Any]) -> Any:
     return config
 
 
-def _take_quantisation(config: Any) -> Any:
-    """Take out of a config how the files are quantised and return it; None if they are not."""
-    for each in (config, config.get_text_config(decoder=True)):
-        saved = getattr(each, "quantization_config", None)
-        if saved is not None:
-            del each.quantization_config
-            return saved
-    return None
-
-
 def _dtype(config: Any, path: Path) -> torch.dtype:
     """Return the dtype that a config names, else the one of the first floating-point tensor in the files."""
     named = getattr(config, "dtype", None)
@@ -516,7 +484,7 @@ class FileNames:
 
         try:
             targets = list(convert([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources]))
-            return [(key, MergedTensor(sources, functools.partial(_pick, convert, key))) for key in targets]
+            return [(key, MergedTensor(sources, lambda parts, key=key: convert(parts)[key])) for key in targets]  # type: ignore[misc]
         except Exception as error:
             raise CheckpointError(
                 f"{len(sources)} tensors of the files, `{sources[0].name}` to `{sources[-1].name}`, do not make up "
@@ -525,10 +493,6 @@ class FileNames:
 
     def used(self) -> list[Any]:
         return [conversion for conversion in self._all if conversion.was_used()]
-
-
-def _pick(convert: Callable[[list[torch.Tensor]], dict[str, Any]], key: str, parts: list[torch.Tensor]) -> Any:
-    return convert(parts)[key]
 
 
 def _complete(model: Any, report: LoadReport) -> None:
@@ -636,10 +600,8 @@ _CONFIGS = ("config.json", "adapter_config.json")
 def require_model(name: str, nor: str = "", *, weights_for: str = "") -> None:
     """Check that `name` is a folder with a model's config, or the id of a model that the hub or its cache has.
 
-    A model that is cached is not asked for. Else the hub is asked once, for a few seconds.
-
-    Args:
-        weights_for: the command that needs the model's weights; empty if none does.
+    A model that is cached is not asked for. Else the hub is asked once, for a few seconds. `weights_for` is the command
+    that needs the model's weights; empty if none does.
     """
     if Path(name).is_dir():
         if not any((Path(name) / config).is_file() for config in _CONFIGS):
@@ -702,9 +664,24 @@ def _ask_hub(name: str) -> str | None:
 
 def model_on_meta(name: str) -> Any:
     """Return a model of transformers whose parameters and buffers have no memory, in training mode."""
-    from transformers import AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    config = _config_to_plan(name)
+    shape, is_folder = published(name), Path(name).is_dir()
+    if shape is not None and not is_folder:
+        fields = dict(shape.config)
+        config = CONFIG_MAPPING[fields.pop("model_type")](**fields)
+    else:
+        require_model(name, f", no known shape ({', '.join(SHAPES)})")
+        try:
+            config = without_code(AutoConfig.from_pretrained, name, local_files_only=is_folder or is_cached(name))
+        except Exception as error:  # as below
+            where = f"the config.json in {name!r}" if is_folder else f"the config of {name!r}"
+            raise ConfigError(f"{where} cannot be used: {_reason(error)}") from error
+        if getattr(config, "quantization_config", None) is not None:
+            raise ConfigError(
+                f"the weights of {name!r} are quantised, and `plan` quantises itself (--lora R --quantize 4bit): name "
+                "the model that they were made from. A run plans itself when it begins, too, and its report shows it"
+            )
     try:
         with empty_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -731,24 +708,3 @@ def with_lora(model: Any, rank: int, quantize: str | None) -> Any:
 def _reason(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _config_to_plan(name: str) -> Any:
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    shape, is_folder = published(name), Path(name).is_dir()
-    if shape is not None and not is_folder:
-        fields = dict(shape.config)
-        return CONFIG_MAPPING[fields.pop("model_type")](**fields)
-    require_model(name, f", no known shape ({', '.join(SHAPES)})")
-    try:
-        config = without_code(AutoConfig.from_pretrained, name, local_files_only=is_folder or is_cached(name))
-    except Exception as error:  # as above
-        where = f"the config.json in {name!r}" if is_folder else f"the config of {name!r}"
-        raise ConfigError(f"{where} cannot be used: {_reason(error)}") from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"the weights of {name!r} are quantised, and `plan` quantises itself (--lora R --quantize 4bit): name the "
-            "model that they were made from. A run plans itself when it begins, too, and its report shows it"
-        )
-    return config

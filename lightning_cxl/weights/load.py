@@ -144,7 +144,12 @@ def model_weights(model: nn.Module) -> dict[str, ModelWeight]:
                     f"`{name}` of {type(model).__name__} has no shape yet: it belongs to a lazy module. Run the model "
                     "once on a sample, then load."
                 )
-            weight = by_identity.setdefault(_identity(tensor), ModelWeight(tensor, owner_spec(modules)))
+            # two tensors are one weight that are the same bytes, seen the same way
+            identity: object = id(tensor)
+            no_memory = tensor.is_meta or isinstance(tensor, UnreadWeight) or not tensor.numel()
+            if not no_memory and tensor.layout is torch.strided:
+                identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+            weight = by_identity.setdefault(identity, ModelWeight(tensor, owner_spec(modules)))
             weight.names.append(name)
             table = module._parameters if key in module._parameters else module._buffers
             if not any(table is known and key == known_key for known, known_key in weight.holders):
@@ -157,16 +162,6 @@ def distinct(weights: Mapping[str, ModelWeight]) -> list[ModelWeight]:
     return list({id(weight): weight for weight in weights.values()}.values())
 
 
-def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that the model computes itself, so that files do not hold them, by name."""
-    return {
-        f"{path}{key}": tensor
-        for path, modules in _paths(model)
-        for key, tensor in modules[-1]._buffers.items()
-        if tensor is not None and key in modules[-1]._non_persistent_buffers_set
-    }
-
-
 def _paths(
     module: nn.Module, path: str = "", above: tuple[nn.Module, ...] = ()
 ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
@@ -176,13 +171,6 @@ def _paths(
     for name, child in module._modules.items():
         if child is not None:
             yield from _paths(child, f"{path}{name}.", modules)
-
-
-def _identity(tensor: Tensor) -> object:
-    """Return what two tensors have in common that are the same bytes, seen the same way."""
-    if tensor.is_meta or isinstance(tensor, UnreadWeight) or tensor.layout is not torch.strided or not tensor.numel():
-        return id(tensor)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -212,20 +200,28 @@ class Matches:
 def match_names(model: nn.Module, tensors: Sequence[WeightSource], translate: Translate, *, completes: bool) -> Matches:
     """Match names, with the base model's prefix added or left out as transformers does.
 
-    Args:
-        completes: the caller initialises what is still on the meta device, so that names which do not matter may be.
+    Where the caller `completes`, which is to initialise what is left on the meta device, fewer names are missing.
     """
     weights = model_weights(model)
-    computed = computed_buffers(model)
+    computed = {  # buffers that files do not hold
+        f"{path}{key}": tensor
+        for path, modules in _paths(model)
+        for key, tensor in modules[-1]._buffers.items()
+        if tensor is not None and key in modules[-1]._non_persistent_buffers_set
+    }
     reads, unexpected, wrong = [], [], []
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."  # a base model loads into one with a head, and back
     for name, source in translate(tensors):
-        name = _with_prefix(name, weights, model)
+        if name not in weights and prefix != ".":
+            name = next((each for each in (f"{prefix}{name}", name.removeprefix(prefix)) if each in weights), name)
         weight = weights.get(name)
         if weight is None:
             if name not in computed and not _is_ignored(model, "_keys_to_ignore_on_load_unexpected", name):
                 unexpected.append(source.name)
             continue
-        if source.shape != tuple(weight.tensor.shape) or not _converts(source.dtype, weight.tensor.dtype):
+        own = weight.tensor.dtype  # numbers of one kind become the other by rounding
+        converts = source.dtype == own or (source.dtype.is_floating_point and own.is_floating_point)
+        if source.shape != tuple(weight.tensor.shape) or not converts:
             wrong.append(f"`{name}`: {_show(source)} in the file, {_show(weight.tensor)} in the model")
         reads.append(Read(source, weight))
     if wrong:
@@ -269,24 +265,9 @@ def refuse_mismatch(matches: Matches, model: nn.Module) -> None:
     )
 
 
-def _with_prefix(name: str, weights: dict[str, ModelWeight], model: nn.Module) -> str:
-    """Return the name with the prefix of the base model that it needs: a base model loads into one with a head."""
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    if name in weights or prefix == ".":
-        return name
-    if f"{prefix}{name}" in weights:
-        return f"{prefix}{name}"
-    return name.removeprefix(prefix) if name.removeprefix(prefix) in weights else name
-
-
 def _is_ignored(model: nn.Module, attribute: str, name: str) -> bool:
     """Whether transformers says of this model that a name does not matter."""
     return any(re.search(pattern, name) for pattern in getattr(model, attribute, None) or ())
-
-
-def _converts(file: torch.dtype, model: torch.dtype) -> bool:
-    """Whether numbers of one kind become the other by rounding; integers and truth values only fit themselves."""
-    return file == model or (file.is_floating_point and model.is_floating_point)
 
 
 def _show(tensor: WeightSource | torch.Tensor) -> str:
@@ -318,22 +299,14 @@ _NESTED_BLOCK = 256  # numbers; what bitsandbytes takes for scales of scales
 
 
 def quantised_on_meta(meta: Any) -> nn.Parameter:
-    """Return what a parameter becomes when it is quantised, on the meta device: for plans.
-
-    Args:
-        meta: ``Params4bit`` or ``Int8Params`` of bitsandbytes, in the type that it would be rounded to.
-    """
+    """Return what ``Params4bit`` or ``Int8Params`` of bitsandbytes become, on the meta device: for plans."""
     return _quantised_like(meta, meta.dtype, lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
 
 
 def _quantised_like(
     meta: Any, dtype: torch.dtype, make: Callable[[Sequence[int], torch.dtype], Tensor]
 ) -> nn.Parameter:
-    """Return the quantised parameter for the place of one that waits to be quantised, with memory from `make`.
-
-    Args:
-        dtype: that its module dequantises it to.
-    """
+    """Return the quantised parameter for the place of one that waits, which its module dequantises to `dtype`."""
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn.modules import Int8Params, Params4bit
 
@@ -371,11 +344,7 @@ def _quantised_like(
 
 @torch.no_grad()
 def _quantised(source: WeightSource, meta: Any, dtype: torch.dtype, spec: TierSpec | None) -> nn.Parameter:
-    """Return a quantised parameter for the place of one on the meta device that waits to be quantised.
-
-    Args:
-        dtype: that the weight is rounded to before it is quantised.
-    """
+    """Return a quantised parameter for the place of one on the meta device; values are rounded to `dtype` first."""
     with large_blocks_apart():  # what the kernels take for chunks
         parameter: Any = _quantised_like(meta, dtype, lambda shape, own: _new(shape, own, spec))
         with ordinary_memory(), default_dtype(torch.float32):  # bitsandbytes makes code books without naming a type
@@ -452,11 +421,7 @@ def weight_beside(name: str) -> tuple[str, str] | None:
 
 
 class SavedQuantised(WeightSource):
-    """One weight that is quantised in the files. `parameter` makes it; it has no other values.
-
-    Args:
-        beside: the tensors beside it, by key, such as ``absmax`` or ``SCB``.
-    """
+    """One weight that is quantised in the files, with the tensors beside it by key, such as ``absmax`` or ``SCB``."""
 
     def __init__(self, weight: WeightSource, beside: Mapping[str, WeightSource], meta: nn.Parameter) -> None:
         self._weight, self._beside = weight, beside
@@ -469,11 +434,7 @@ class SavedQuantised(WeightSource):
             )
 
     def parameter(self, meta: Any, spec: TierSpec | None, staging: Staging, *, mapped: bool) -> nn.Parameter:
-        """Return the quantised parameter, with what belongs to it, where the weight belongs.
-
-        Args:
-            mapped: show the pages of the files where that can be, as in `load_weights`.
-        """
+        """Return the quantised parameter, with what belongs to it, where the weight belongs."""
         from bitsandbytes.nn.modules import Int8Params, Params4bit
 
         def placed(source: WeightSource) -> Tensor:
@@ -576,7 +537,11 @@ def load_weights(
             model = MyModel()
         lightning_cxl.load_weights(model, "folder", dtype=torch.bfloat16)
     """
-    return load_translated(model, source, _same, strict=strict, dtype=dtype, mapped=mapped, completes=False)
+
+    def as_they_are(tensors: Sequence[WeightSource]) -> list[tuple[str, WeightSource]]:
+        return [(tensor.name, tensor) for tensor in tensors]
+
+    return load_translated(model, source, as_they_are, strict=strict, dtype=dtype, mapped=mapped, completes=False)
 
 
 def load_translated(
@@ -590,26 +555,18 @@ def load_translated(
     completes: bool = True,
 ) -> LoadReport:
     """Load as `load_weights` does, with tensors of the files translated first; see `match_names`."""
-    _refuse_cut(model)
-    with open_weights(source) as files:
-        matches = match_names(model, tensors_of(files), translate, completes=completes)
-        if strict:
-            refuse_mismatch(matches, model)
-        nbytes = _read_all(matches, dtype, mapped)
-    return LoadReport(matches.missing, matches.unexpected, len(matches.reads), nbytes)
-
-
-def _refuse_cut(model: nn.Module) -> None:
     name = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)
     if name is not None:
         raise UnsupportedError(
             f"`{name}` is cut over processes already, and files are loaded into a model that is not: load first (under "
             "Lightning in `configure_model`), then cut"
         )
-
-
-def _same(tensors: Sequence[WeightSource]) -> list[tuple[str, WeightSource]]:
-    return [(tensor.name, tensor) for tensor in tensors]
+    with open_weights(source) as files:
+        matches = match_names(model, tensors_of(files), translate, completes=completes)
+        if strict:
+            refuse_mismatch(matches, model)
+        nbytes = _read_all(matches, dtype, mapped)
+    return LoadReport(matches.missing, matches.unexpected, len(matches.reads), nbytes)
 
 
 def _read_all(matches: Matches, dtype: torch.dtype | None, mapped: bool | None) -> int:
@@ -622,7 +579,14 @@ def _read_all(matches: Matches, dtype: torch.dtype | None, mapped: bool | None) 
         for read in matches.reads:
             first = sources.setdefault(id(read.weight), read)
             if first is not read:
-                _check_tied(first, read)
+                with ordinary_memory():
+                    is_same = read.source.holds(read.weight.tensor)
+                if not is_same:
+                    raise CheckpointError(
+                        f"`{first.source.name}` and `{read.source.name}` are tied in the model and differ in the "
+                        "files. Build the model untied (of a transformers model: tie_word_embeddings=False in its "
+                        "config)."
+                    )
                 continue
             before = read.weight.tensor
             if before.is_meta or isinstance(before, UnreadWeight):
@@ -636,7 +600,12 @@ def _read_all(matches: Matches, dtype: torch.dtype | None, mapped: bool | None) 
         for weight, before in made:
             weight.put(before)
         put_back = {id(weight) for weight, _ in made}
-        _note_overwritten(error, [read.weight for read in sources.values() if id(read.weight) not in put_back])
+        names = [read.weight.names[0] for read in sources.values() if id(read.weight) not in put_back]
+        if names:
+            error.add_note(
+                f"{len(names)} weights of the model have been overwritten, the last of them perhaps in part: "
+                f"`{names[0]}` to `{names[-1]}`. Load again before you use it."
+            )
         raise
     return nbytes
 
@@ -666,21 +635,3 @@ def _materialise(read: Read, dtype: torch.dtype | None, mapped: bool | None, sta
         tensor = nn.Parameter(tensor, requires_grad=meta.requires_grad)
     tensor.__dict__.update(meta.__dict__)
     weight.put(tensor)
-
-
-def _check_tied(first: Read, read: Read) -> None:
-    """Raise where the files hold two different tensors for weights that are one in the model."""
-    with ordinary_memory():
-        if not read.source.holds(read.weight.tensor):
-            raise CheckpointError(
-                f"`{first.source.name}` and `{read.source.name}` are tied in the model and differ in the files. Build "
-                "the model untied (of a transformers model: tie_word_embeddings=False in its config)."
-            )
-
-
-def _note_overwritten(error: BaseException, overwritten: list[ModelWeight]) -> None:
-    if overwritten:
-        error.add_note(
-            f"{len(overwritten)} weights of the model have been overwritten, the last of them perhaps in part: "
-            f"`{overwritten[0].names[0]}` to `{overwritten[-1].names[0]}`. Load again before you use it."
-        )

@@ -23,7 +23,7 @@ from lightning_cxl.memory.hook import ordinary_memory
 from lightning_cxl.storage.drive import sync_folder
 from lightning_cxl.text import format_bytes, parse_bytes
 from lightning_cxl.weights.files import INDEX_FILE, SINGLE_FILE, NamedTensor, write_tensors
-from lightning_cxl.weights.load import ModelWeight, distinct, model_weights, weight_beside
+from lightning_cxl.weights.load import distinct, model_weights, weight_beside
 
 _METADATA = {"format": "pt"}  # transformers refuses files without it
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -71,8 +71,7 @@ def named_tensors(
 ) -> list[NamedTensor]:
     """Return what `save_weights` writes, in the model's order, tied weights once.
 
-    Args:
-        values: for weights on the meta device: by the first name of each, what gives its values later.
+    `values` gives values later: of weights on the meta device, by the first name of each.
     """
     by_name = model_weights(model)
     weights = distinct(by_name)
@@ -89,17 +88,27 @@ def named_tensors(
     if sparse:
         raise CheckpointError(f"safetensors files hold dense tensors; `{sparse[0]}` is sparse or quantized")
     state = model.state_dict()
-    beside = _beside_quantised(state, by_name)
+    beside: dict[str, list[NamedTensor]] = {}  # what state dicts have for each quantised weight
+    for name, tensor in state.items():
+        owner = weight_beside(name)
+        if name not in by_name and owner is not None and owner[0] in by_name:
+            beside.setdefault(owner[0], []).append(NamedTensor(name, tensor, tensor.dtype))
     _warn_of_other_state(model, state.keys(), by_name.keys() | {item.name for each in beside.values() for item in each})
-    declared, ignored = _declared_tied(model), set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    declared = []  # patterns of names that transformers will tie to others when it loads the model
+    for path, module in model.named_modules():
+        tied: Any = getattr(module, "_tied_weights_keys", None) or ()
+        declared += [f"{path}.{pattern}" if path else pattern for pattern in tied]
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     named = []
     for weight in weights:
         parts = beside.get(weight.names[0], [])
         converts = dtype is not None and weight.is_parameter and weight.tensor.is_floating_point() and not parts
-        name = _kept_name(weight, declared, ignored)
-        if name is not None:
+        # the first name that is not tied to another one, as transformers does
+        names = [name for name in weight.names if name not in ignored]
+        names.sort(key=lambda name: any(re.search(pattern, name) for pattern in declared))
+        if names:
             own, read = later.get(weight.names[0], (weight.tensor.dtype, None))
-            named.append(NamedTensor(name, weight.tensor, dtype if converts and dtype else own, read))
+            named.append(NamedTensor(names[0], weight.tensor, dtype if converts and dtype else own, read))
             named += parts
     return named
 
@@ -108,7 +117,13 @@ def save_tensors(tensors: Sequence[NamedTensor], path: Path, max_shard_bytes: in
     """Write files, and an index where there are several. See [Note: Saving straight]."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    max_bytes, is_folder = _positive(max_shard_bytes), path.suffix != ".safetensors" or path.is_dir()
+    try:
+        max_bytes = parse_bytes(max_shard_bytes)
+    except ValueError as error:
+        raise ConfigError(f"max_shard_bytes: {error}") from None
+    if max_bytes == 0:
+        raise ConfigError("max_shard_bytes must be more than 0")
+    is_folder = path.suffix != ".safetensors" or path.is_dir()
     if is_folder and path.exists() and not path.is_dir():
         raise ConfigError(f"`{path}` is a file: give a folder, or a file name that ends in .safetensors")
     files, index = {path / SINGLE_FILE if is_folder else path: list(tensors)}, None
@@ -145,26 +160,6 @@ def save_tensors(tensors: Sequence[NamedTensor], path: Path, max_shard_bytes: in
     return list(files)
 
 
-def _positive(size: int | str) -> int:
-    try:
-        nbytes = parse_bytes(size)
-    except ValueError as error:
-        raise ConfigError(f"max_shard_bytes: {error}") from None
-    if nbytes == 0:
-        raise ConfigError("max_shard_bytes must be more than 0")
-    return nbytes
-
-
-def _beside_quantised(state: Mapping[str, Any], weights: Mapping[str, ModelWeight]) -> dict[str, list[NamedTensor]]:
-    """Return what state dicts have beside each weight that bitsandbytes has quantised, by the weight's name."""
-    beside: dict[str, list[NamedTensor]] = {}
-    for name, tensor in state.items():
-        weight = weight_beside(name)
-        if name not in weights and weight is not None and weight[0] in weights:
-            beside.setdefault(weight[0], []).append(NamedTensor(name, tensor, tensor.dtype))
-    return beside
-
-
 def _warn_of_other_state(model: nn.Module, state: Set[str], written: Set[str]) -> None:
     """Warn where modules have a state dict of their own making: only parameters and buffers are saved."""
     other = [
@@ -177,22 +172,6 @@ def _warn_of_other_state(model: nn.Module, state: Set[str], written: Set[str]) -
     ]
     if other:
         warnings.warn(f"{type(model).__name__}: {'; '.join(other)}.", LightningCXLWarning, stacklevel=4)
-
-
-def _declared_tied(model: nn.Module) -> list[str]:
-    """Return the patterns of names that transformers will tie to others when it loads the model."""
-    patterns = []
-    for path, module in model.named_modules():
-        tied: Any = getattr(module, "_tied_weights_keys", None) or ()
-        patterns += [f"{path}.{pattern}" if path else pattern for pattern in tied]
-    return patterns
-
-
-def _kept_name(weight: ModelWeight, declared: Sequence[str], ignored: set[str]) -> str | None:
-    """Return the name to write a weight under: the first that is not tied to another one, as transformers does."""
-    names = [name for name in weight.names if name not in ignored]
-    kept = [name for name in names if not any(re.search(pattern, name) for pattern in declared)]
-    return next(iter([*kept, *names]), None)
 
 
 def _partial(final: Path) -> Path:
