@@ -181,22 +181,16 @@ class TransferEngine:
     """Starts copies between host memory and one device."""
 
     device: torch.device
-    """Whose memory is copied from and to."""
     computes_on_host: bool
     """Whether the device computes on host tensors directly, so that nothing has to be copied back to it."""
 
     def d2h(
         self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None, from_here: bool = False
     ) -> Transfer:
-        """Start copying a device tensor to a host tensor of the same shape and dtype.
+        """Start copying a device tensor to a host tensor of the same shape and dtype, see [Note: Copies and streams].
 
-        Args:
-            source: may be dropped, but not changed, before the transfer is waited for.
-            destination: its memory stays alive until the copy is done, whether or not the caller keeps it.
-            after: transfers of this engine that must be done first, and nothing else; the host does not wait for them.
-                None: all device work that the calling thread has queued.
-            from_here: the source was allocated on the current stream: its memory is free as soon as that stream waits
-                for the copy, where nothing else holds it. False: when the copy is done.
+        The source may be dropped, but not changed, before the transfer is waited for. The memory of both stays alive
+        until the copy is done; that of a source that was allocated `from_here` until the current stream waits for it.
         """
         return self.d2h_all([(source, destination)], after=after, from_here=from_here)
 
@@ -205,10 +199,7 @@ class TransferEngine:
         raise NotImplementedError
 
     def h2d(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
-        """Start copying a host tensor to a device tensor; as `d2h`, with the sides exchanged.
-
-        The destination was allocated on the current stream, or stays alive until the copy is done.
-        """
+        """Start copying a host tensor to a device tensor that the current stream allocated or the caller keeps."""
         raise NotImplementedError
 
     def mark(self) -> Transfer:
@@ -245,11 +236,7 @@ class HostEngine(TransferEngine):
 
 
 class DeviceTransfer:
-    """Copies on one of the engine's streams, done when their event has passed.
-
-    Args:
-        from_here: `origin` is the stream that the tensors on the device were allocated on.
-    """
+    """Copies on one of the engine's streams, done when their event has passed."""
 
     __slots__ = ("_from_here", "_on_device", "_on_host", "_origin", "event")
 
@@ -287,11 +274,7 @@ class DeviceTransfer:
 
 
 class DeviceEngine(TransferEngine):
-    """Copies on two streams, one per direction, for a device with memory of its own. See [Note: Copies and streams].
-
-    Args:
-        device: of a type that torch calls an accelerator; without an index, the current one.
-    """
+    """Copies on two streams, one per direction, for a device with memory of its own. See [Note: Copies and streams]."""
 
     computes_on_host = False
 
@@ -316,14 +299,11 @@ class DeviceEngine(TransferEngine):
         return self._start(self._h2d_stream, [(source, destination)], [destination], [source], after, from_here=True)
 
     def mark(self) -> Transfer:
-        stream = self._current_stream()
+        stream = torch.accelerator.current_stream(self.device)
         return DeviceTransfer(stream.record_event(), stream)
 
     def use_in_this_thread(self) -> None:
         torch.accelerator.set_device_index(self.device.index)
-
-    def _current_stream(self) -> torch.Stream:
-        return torch.accelerator.current_stream(self.device)
 
     def _start(
         self,
@@ -335,7 +315,7 @@ class DeviceEngine(TransferEngine):
         from_here: bool,
     ) -> Transfer:
         self._retire()
-        origin = self._current_stream()
+        origin = torch.accelerator.current_stream(self.device)
         if after is None:
             stream.wait_stream(origin)
         for transfer in after or ():

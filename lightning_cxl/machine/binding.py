@@ -67,7 +67,6 @@ class HostCpus:
         return frozenset(cpu for cpus in self.nodes.values() for cpu in cpus)
 
     def nodes_of(self, cpus: Iterable[int]) -> tuple[int, ...]:
-        """Return the nodes that have some of these CPUs, socket after socket."""
         wanted = frozenset(cpus)
         found = [node for node, own in self.nodes.items() if wanted.intersection(own)]
         return tuple(sorted(found, key=lambda node: (self.sockets[node], node)))
@@ -107,8 +106,6 @@ def read_host_cpus(root: Path, allowed: Sequence[int]) -> HostCpus:
 
 
 class RankFacts(NamedTuple):
-    """Facts that one process tells the others of its machine."""
-
     device_node: int | None
     """The node at whose PCI bus its device is; None where it is the CPU, or the firmware does not say."""
     cpus: tuple[int, ...]
@@ -119,8 +116,6 @@ class RankFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """CPUs and near nodes of one process."""
-
     cpus: tuple[int, ...]
     node_ids: tuple[int, ...]
     """The nodes of these CPUs: the memory that is near."""
@@ -161,7 +156,6 @@ def decide_places(facts: Sequence[RankFacts], mode: str | Literal[False], host: 
 
 
 def _parts_of_sockets(device_nodes: Sequence[int | None], usable: frozenset[int], host: HostCpus) -> list[RankPlace]:
-    """Return an equal part of the cores of its socket for each process, or all of them where there are too few."""
     nodes = host.nodes_of(usable)
     near = [  # of each process a node with CPUs: the nearest to its device, else the nodes in turn
         nodes[rank * len(nodes) // len(device_nodes)]
@@ -226,8 +220,6 @@ def seen_from(topology: Topology, near: Sequence[int], host: HostCpus, cpus: Seq
 
 @dataclass(frozen=True, slots=True)
 class RankBinding:
-    """The share of one process in its machine."""
-
     topology: Topology
     """The machine as this process sees it."""
     budgets: dict[str, int]
@@ -309,7 +301,6 @@ def _bind_as_torch_does(mode: str | Literal[False], device: torch.device) -> str
 
 
 def device_node(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Return the node at whose PCI bus a device is; None for the CPU, and where the firmware does not say (-1)."""
     if device.type == "cpu":
         return None
     address = device_type_of(device).pci_address(device.index or 0)

@@ -332,7 +332,6 @@ class Machine(_Checked):
         )
 
     def select(self, kind: TierKind) -> tuple[MachineTier, ...]:
-        """Return the tiers of a kind, nearest first."""
         return tuple(tier for tier in self.tiers if tier.kind is kind)
 
     def with_capacity(self, capacity_bytes: Mapping[str, int], host_bytes: int | None = None) -> "Machine":
@@ -453,22 +452,19 @@ def _load(path: str | os.PathLike[str], what: str) -> object:
 
 
 def cpu_model(root: Path = Path("/")) -> str:
-    """Return the name of the CPUs, the architecture where the kernel does not tell it."""
     for line in (read_text(root / "proc/cpuinfo") or "").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
 
 
-def describe_machine(
-    topology: Topology, devices: Sequence[str] = (), allowed: frozenset[int] | None = None
-) -> dict[str, Any]:
+def describe_machine(topology: Topology, devices: Sequence[str] = ()) -> dict[str, Any]:
     """Return what speeds depend on, as JSON: CPUs, nodes with the CPUs this process may use, memory, devices.
 
     Capacities have two digits: kernels keep some memory for themselves, each another amount.
     """
     root = topology.root or Path("/")
-    cpus = usable_cpus(root, topology.measured_on if allowed is None else allowed)
+    cpus = usable_cpus(root, topology.measured_on)
     nodes = sorted({node.node_id: node for tier in topology.tiers for node in tier.nodes}.items())
     return {
         "cpu": cpu_model(root),
@@ -519,8 +515,6 @@ class DeviceSpeeds(_Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SsdSpeeds(_Checked):
-    """Large sequential accesses to one folder."""
-
     folder: str
     read_bytes_per_s: Rate
     write_bytes_per_s: Rate
@@ -662,7 +656,6 @@ class TierSpeeds:
 
     @property
     def known(self) -> bool:
-        """Whether all speeds are known that a prediction needs."""
         return all(name in self.values for name in _NEEDED)
 
     @property
@@ -815,7 +808,6 @@ def _tier(topology: Topology, tier: Tier, speeds: TierSpeeds, capacity_bytes: Ma
 def _device(
     device: torch.device, nearest: MachineTier, calibration: Calibration | None, overrides: Overrides
 ) -> tuple[Device, str]:
-    """Return the device with the best that is known, and where its speeds come from."""
     if device.type == "cpu":
         values: dict[str, Any] = {
             "name": "cpu",

@@ -43,7 +43,6 @@ class Node:
 
 
 def parse_id_list(text: str) -> tuple[int, ...]:
-    """Return the ids of a kernel list such as ``"0-2,5"``; empty text gives ``()``."""
     ids: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -53,7 +52,6 @@ def parse_id_list(text: str) -> tuple[int, ...]:
 
 
 def read_text(path: Path) -> str | None:
-    """Return a file's text without surrounding white space, None when it is absent or may not be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -61,7 +59,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_meminfo(path: Path) -> dict[str, int]:
-    """Return a meminfo file (the machine's or one node's) in bytes by field name; empty when there is none."""
+    """Return the bytes of every field of a meminfo file, the machine's or one node's."""
     fields: dict[str, int] = {}
     for line in (read_text(path) or "").splitlines():
         name, _, value = line.partition(":")
@@ -72,7 +70,6 @@ def read_meminfo(path: Path) -> dict[str, int]:
 
 
 def allowed_node_ids(root: Path) -> frozenset[int] | None:
-    """Return the nodes that this process's cpuset lets it allocate from, None when there is no restriction to read."""
     for line in (read_text(root / "proc/self/status") or "").splitlines():
         if line.startswith("Mems_allowed_list:"):
             return frozenset(parse_id_list(line.partition(":")[2]))
@@ -160,7 +157,6 @@ def _rating(node: Path, name: str, factor: float) -> float | None:
 
 
 def usable_cpus(root: Path = Path("/"), allowed: frozenset[int] | None = None) -> dict[int, tuple[int, ...]]:
-    """Return the CPUs of every node that this process may run on; nodes without such CPUs are left out."""
     allowed = frozenset(os.sched_getaffinity(0)) if allowed is None else allowed
     by_node = node_cpus(root, online_node_ids(root))
     usable = {node: tuple(cpu for cpu in cpus if cpu in allowed) for node, cpus in by_node.items()}
@@ -168,7 +164,6 @@ def usable_cpus(root: Path = Path("/"), allowed: frozenset[int] | None = None) -
 
 
 def nearest_cpu_nodes(root: Path, cpu_nodes: frozenset[int]) -> dict[int, int]:
-    """Return, for every online node, the nearest of `cpu_nodes` by SLIT distance; the lowest id of equals."""
     nearest = {}
     for node, distances in node_distances(root, online_node_ids(root)).items():
         candidates = [(distance, other) for other, distance in distances.items() if other in cpu_nodes]
@@ -187,7 +182,6 @@ class MemoryLimit:
 
 
 def cgroup_limits(root: Path) -> tuple[MemoryLimit, ...]:
-    """Return the limits of this process's memory groups and of their ancestors, innermost first."""
     # Inside a container the path named in /proc/self/cgroup may lie outside what is mounted: folders that do not exist
     # are skipped, and the mount's top (then the container's own group) is always read
     limits = []
@@ -267,7 +261,6 @@ def ssd_capacity_bytes(options: SsdOptions) -> int:
 
 
 def drive_of(folder: Path) -> int:
-    """Return what tells drives apart: the device of the file system."""
     return os.stat(folder).st_dev
 
 
@@ -576,7 +569,6 @@ class Topology:
 
 
 def _group(usable: Sequence[Node]) -> tuple[Tier, ...]:
-    """Group nodes into the tiers ``dram`` and ``cxl``; a tier without nodes is left out."""
     by_distance = sorted(usable, key=lambda node: (node.distance, node.node_id))
     dram = Tier("dram", TierKind.DRAM, tuple(node for node in by_distance if node.has_cpus))
     cxl = Tier(_CXL, TierKind.CXL, tuple(node for node in by_distance if not node.has_cpus))

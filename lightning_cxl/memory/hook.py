@@ -148,7 +148,6 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         return new.copy_(source)
 
     def _adopt(self, result: Tensor, pinned: bool = False) -> Tensor:
-        """Return a copy of a fresh tensor in our memory, or the tensor itself where it is not ours to place."""
         if not _is_plain(result) or result.device.type != "cpu" or not result.numel():
             return result
         return self._new(result, {"pin_memory": pinned or result.is_pinned()}).copy_(result)
@@ -211,7 +210,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _makes_host_tensor(source: Tensor | None, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a factory with these options makes a strided tensor on the CPU."""
     if kwargs.get("layout") not in (None, torch.strided):
         return False
     device = kwargs.get("device")
@@ -221,7 +219,7 @@ def _makes_host_tensor(source: Tensor | None, kwargs: Mapping[str, Any]) -> bool
 
 
 def _shares_memory(result: Tensor, args: tuple[Any, ...]) -> bool:
-    """Whether a result is one of the arguments in disguise, though its operator does not say so."""
+    """Whether a result is one of the arguments, though its operator does not say so."""
     if not _is_plain(result) or result.device.type != "cpu":
         return False
     address = result.untyped_storage().data_ptr()
@@ -252,10 +250,7 @@ _ACTIVE: contextvars.ContextVar[tuple[Scope, ...]] = contextvars.ContextVar("lig
 
 @contextmanager
 def activate(memory: HostMemory, placer: Placer) -> Iterator[Scope]:
-    """Make `memory` and `placer` the ones in use in this thread (context) until exit.
-
-    Regions may be left in any order: each takes away only itself.
-    """
+    """Make `memory` and `placer` the ones in use in this thread until exit, whatever else is activated meanwhile."""
     scope = Scope(memory, placer, os.getpid())
     _ACTIVE.set((*_ACTIVE.get(), scope))
     try:

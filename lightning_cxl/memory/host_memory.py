@@ -1,17 +1,18 @@
 """`HostMemory`: the host memory of one process, by tier and role, with spilling and accounts."""
 
 import ctypes
+import itertools
 import mmap
 import os
 import threading
 import time
 import warnings
 from bisect import bisect_right, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -59,16 +60,6 @@ SplitKey = tuple[tuple[str, float], ...]
 """Tiers and their shares of a buffer; equal splits are equal tuples."""
 
 
-@dataclass(slots=True)
-class _Count:
-    live_bytes: int = 0
-    peak_bytes: int = 0
-
-    def add(self, nbytes: int) -> None:
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-
 @dataclass(frozen=True, slots=True)
 class _Account:
     nbytes: int
@@ -88,8 +79,9 @@ class Ledger(MemoryResource):
         self._dead: deque[int] = deque()
         self._starts: list[int] = []  # addresses of living buffers, sorted
         self._entries: dict[int, _Account] = {}  # by address
-        self._tiers: dict[str, _Count] = {}
-        self._roles: dict[tuple[TensorRole, str], _Count] = {}
+        # bytes by role and tier; of all roles together under None
+        self._live = Counter[tuple[TensorRole | None, str]]()
+        self._peak = Counter[tuple[TensorRole | None, str]]()
 
     def record(self, inner: Buffer, role: TensorRole, split: SplitKey | None) -> Buffer:
         """Count `inner`, which was meant to be divided by `split`; return the buffer to hand out in its place."""
@@ -104,51 +96,31 @@ class Ledger(MemoryResource):
     def deallocate(self, buffer: Buffer) -> None:
         self._dead.append(buffer.address)
 
-    def tiers_of(self, address: int, nbytes: int) -> Iterator[tuple[str | None, int]]:
-        """Yield (tier, bytes) of neighbouring parts that are ``[address, address + nbytes)`` together.
-
-        What lies beyond the living buffer that has `address` has the tier None.
-        """
-        start, entry = self._find(address)
-        size = 0 if entry is None else min(nbytes, start + entry.nbytes - address)
-        tier, length = None, 0
-        for span in cut_spans(entry.spans, address - start, size) if entry is not None else ():
-            if span.tier != tier and length:
-                yield tier, length
-                length = 0
-            tier, length = span.tier, length + span.nbytes
-        if length:
-            yield tier, length
-        if size < nbytes:
-            yield None, nbytes - size
-
-    def split_at(self, address: int) -> SplitKey | None:
-        entry = self._find(address)[1]
-        return None if entry is None else entry.split
-
     def tier_bytes(self, tier: str) -> tuple[int, int]:
         with self._lock:
             self._settle()
-            count = self._tiers.get(tier, _Count())
-            return count.live_bytes, count.peak_bytes
+            return self._live[None, tier], self._peak[None, tier]
 
     def begin(self) -> None:
         with self._lock:
             self._settle()
-            for count in self._roles.values():
-                count.peak_bytes = count.live_bytes
+            for key, nbytes in self._live.items():
+                if key[0] is not None:
+                    self._peak[key] = nbytes
 
     def role_bytes(self) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
+        live: dict[str, dict[str, int]] = {}
+        peak: dict[str, dict[str, int]] = {}
         with self._lock:
             self._settle()
-            live: dict[str, dict[str, int]] = {}
-            peak: dict[str, dict[str, int]] = {}
-            for (role, tier), count in self._roles.items():
-                live.setdefault(role.value, {})[tier] = count.live_bytes
-                peak.setdefault(role.value, {})[tier] = count.peak_bytes
-            return live, peak
+            for (role, tier), nbytes in self._live.items():
+                if role is not None:
+                    live.setdefault(role.value, {})[tier] = nbytes
+                    peak.setdefault(role.value, {})[tier] = self._peak[role, tier]
+        return live, peak
 
-    def _find(self, address: int) -> tuple[int, _Account | None]:
+    def find(self, address: int) -> tuple[int, _Account | None]:
+        """Return the start of the living buffer that has `address`, and its entry."""
         with self._lock:
             self._settle()
             index = bisect_right(self._starts, address) - 1
@@ -158,8 +130,9 @@ class Ledger(MemoryResource):
 
     def _count(self, entry: _Account, sign: int) -> None:
         for span in entry.spans:
-            self._tiers.setdefault(span.tier, _Count()).add(sign * span.nbytes)
-            self._roles.setdefault((entry.role, span.tier), _Count()).add(sign * span.nbytes)
+            for key in ((None, span.tier), (entry.role, span.tier)):
+                self._live[key] += sign * span.nbytes
+                self._peak[key] = max(self._peak[key], self._live[key])
 
     def _settle(self) -> None:
         while self._dead:
@@ -221,45 +194,26 @@ class _Pools:
         reuse_below: int | None,
     ) -> None:
         self.tiers = frozenset(tiers)
-        self._sources = {inherit: _source(tiers, shares, stripe_bytes, inherit) for inherit in (False, True)}
-        self._pinner = pinner
+        self._inherited = _source(tiers, shares, stripe_bytes, inherit=True)
+        self._private = _source(tiers, shares, stripe_bytes, inherit=False)
+        self.pinned = pinner(self._private)
         self._reuse_below = reuse_below
-        self._pools: dict[str, PoolResource] = {}
-        self._pinned: PinnedResource | None = None
-        self._lock = threading.Lock()
+        self.pools = {
+            "inherited": PoolResource(self._inherited),
+            "pageable": PoolResource(self._private),
+            "pinned": PoolResource(self.pinned),
+        }
 
     def allocate(self, nbytes: int, role: TensorRole, pinned: bool, alignment: int) -> Buffer:
         inherited = role in (TensorRole.COMPUTE_WEIGHTS, TensorRole.STAGING)
         if self._reuse_below is not None and nbytes >= self._reuse_below and not pinned:
-            return self._sources[inherited].allocate(nbytes, alignment=alignment)
-        return self._pool("pinned" if pinned else "inherited" if inherited else "pageable").allocate(
-            nbytes, alignment=alignment
-        )
-
-    def _pool(self, kind: str) -> PoolResource:
-        with self._lock:
-            if kind not in self._pools:
-                upstream: MemoryResource = self._sources[kind == "inherited"]
-                if kind == "pinned":
-                    upstream = self._pinned = self._pinner(upstream)
-                self._pools[kind] = PoolResource(upstream)
-            return self._pools[kind]
-
-    @property
-    def pin_failure(self) -> str:
-        return "" if self._pinned is None else self._pinned.failure
+            return (self._inherited if inherited else self._private).allocate(nbytes, alignment=alignment)
+        kind = "pinned" if pinned else "inherited" if inherited else "pageable"
+        return self.pools[kind].allocate(nbytes, alignment=alignment)
 
     def trim(self) -> None:
-        for pool in self._all():
+        for pool in self.pools.values():
             pool.trim()
-
-    def close(self) -> None:
-        for pool in self._all():
-            pool.close()
-
-    def _all(self) -> list[PoolResource]:
-        with self._lock:
-            return list(self._pools.values())
 
 
 def _source(
@@ -288,13 +242,14 @@ def make_leaf(topology: Topology, stripe_bytes: int, tier: Tier, inherit: bool) 
 
 
 def make_pinner(topology: Topology, *, required: bool = False) -> Pinner:
-    where = page_nodes if num_nodes(topology) > 1 else None
-
-    def pin(upstream: MemoryResource) -> PinnedResource:
-        driver = process_device_type()
-        return PinnedResource(upstream, driver.register, driver.unregister, required=required, where=where)
-
-    return pin
+    driver = cache(process_device_type)  # not asked for before memory is pinned
+    return partial(
+        PinnedResource,
+        register=lambda address, nbytes: driver().register(address, nbytes),
+        unregister=lambda address: driver().unregister(address),
+        required=required,
+        where=page_nodes if num_nodes(topology) > 1 else None,
+    )
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -407,14 +362,13 @@ class HostMemory:
         )
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, placement: Placement, role: TensorRole) -> torch.Tensor:
-        """Return an uninitialised contiguous tensor of exact size; see `allocate` for what it raises."""
         if any(size < 0 for size in shape):
             raise ValueError(f"a tensor cannot have the shape {tuple(shape)}")
         return self.allocate(prod(shape) * dtype.itemsize, placement, role).tensor(shape, dtype)
 
     def notes(self) -> list[str]:
         """Return what is not as it was asked for, for a report: memory that should be page-locked and is pageable."""
-        failures = {" and ".join(sorted(pools.tiers)): pools.pin_failure for pools in self._all_pools()}
+        failures = {" and ".join(sorted(pools.tiers)): pools.pinned.failure for pools in self._all_pools()}
         return [f"memory of {tiers} is pageable, so copies wait: {why}" for tiers, why in failures.items() if why]
 
     def free_bytes(self) -> dict[str, int]:
@@ -448,12 +402,18 @@ class HostMemory:
         return next(self.tiers_of(address, 1))[0]
 
     def tiers_of(self, address: int, nbytes: int) -> Iterator[tuple[Tier | None, int]]:
-        for name, size in self._ledger.tiers_of(address, nbytes):
-            yield None if name is None else self.topology.tier(name), size
+        start, entry = self._ledger.find(address)
+        size = 0 if entry is None else min(nbytes, start + entry.nbytes - address)
+        spans = () if entry is None else cut_spans(entry.spans, address - start, size)
+        for name, parts in itertools.groupby(spans, key=lambda span: span.tier):
+            yield self.topology.tier(name), sum(span.nbytes for span in parts)
+        if size < nbytes:
+            yield None, nbytes - size
 
     def is_placed(self, address: int, placement: Placement) -> bool:
         """Whether the buffer that has `address` was allocated as `placement` wants it: same tiers, same shares."""
-        return self._ledger.split_at(address) == self._key(placement.split())
+        entry = self._ledger.find(address)[1]
+        return entry is not None and entry.split == self._key(placement.split())
 
     def trim(self) -> None:
         for pools in self._all_pools():
@@ -462,8 +422,8 @@ class HostMemory:
     def close(self) -> None:
         """Serve nothing any more and give everything back: now, or when its last user dies. May be called again."""
         self.is_closed = True
-        for pools in self._all_pools():
-            pools.close()
+        for pool in (pool for pools in self._all_pools() for pool in pools.pools.values()):
+            pool.close()
 
     def _start(self) -> None:
         self._pid = os.getpid()
@@ -474,8 +434,7 @@ class HostMemory:
         self._all_pages()
 
     def _all_pages(self) -> dict[str, _TierPages]:
-        """Return the pages of every tier; the topology may have one more than at the last call."""
-        if len(self._pages) < len(self.topology.tiers):
+        if len(self._pages) < len(self.topology.tiers):  # which may have got one more since
             with self._lock:
                 new = [tier for tier in self.topology.tiers if tier.name not in self._pages]
                 made = {tier.name: _TierPages(tier, self._leaf, self._limit(tier)) for tier in new}
@@ -483,7 +442,6 @@ class HostMemory:
         return self._pages
 
     def _key(self, shares: Mapping[str, float]) -> SplitKey:
-        """Return tiers and shares in a form that is equal for splits that are."""
         rounded = {name: round(share, _SHARE_DIGITS) for name, share in shares.items()}
         return tuple((name, rounded[name]) for name in self.topology.names if rounded.get(name))
 
@@ -492,7 +450,6 @@ class HostMemory:
             return list(self._pools.values())
 
     def _neighbours(self, names: Iterable[str]) -> set[str]:
-        """Return the tiers that share nodes with some, these included."""
         nodes = {node for name in names for node in self._pages[name].tier.node_ids}
         return {name for name, pages in self._pages.items() if nodes.intersection(pages.tier.node_ids)}
 
@@ -599,7 +556,6 @@ def residency(
 
 
 def _runs(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yield (address, nbytes) of contiguous runs that together are a tensor's elements."""
     if tensor.numel() and is_dense(tensor):
         yield tensor.data_ptr(), tensor.nbytes
     elif tensor.numel():
@@ -615,10 +571,7 @@ FlatAllocate = Callable[[int, torch.dtype], torch.Tensor]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` covers its memory without gaps or overlaps, in any dimension order.
-
-    A transposed or channels-last tensor is dense; an expanded one, or every second row of another, is not.
-    """
+    """Whether `tensor` covers its memory without gaps or overlaps, in any dimension order."""
     if tensor.numel() == 0:
         return True
     expected = 1
@@ -645,7 +598,6 @@ def mirror(tensor: torch.Tensor, dtype: torch.dtype, allocate: FlatAllocate) -> 
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is strided memory of this host that has an address."""
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and not is_lazy(tensor)
 
 

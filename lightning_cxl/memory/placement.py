@@ -61,7 +61,6 @@ class Placement:
             )
 
     def split(self) -> dict[str, float]:
-        """Return the tiers that get bytes, with their fractions; they add up to 1."""
         if not self.shares:
             return {self.tiers[0]: 1.0}
         return {tier: share for tier, share in zip(self.tiers, self.shares, strict=True) if share > 0}
@@ -78,7 +77,6 @@ class Placement:
         return sizes
 
     def describe(self) -> str:
-        """Return e.g. ``"cxl, else dram, pinned (decorator on LlamaDecoderLayer)"`` or ``"dram 80 %, cxl 20 %"``."""
         split = self.split()
         parts = [f"{tier} {share:.0%}".replace("%", " %") for tier, share in split.items()]
         text = ", ".join(parts) if len(split) > 1 else next(iter(split))
@@ -130,7 +128,6 @@ class TierSpec:
     activations: str | None = None
 
     def for_role(self, role: TensorRole) -> str | None:
-        """Return the tier asked for a role; always None for staging buffers, which belong to no module."""
         field = _FIELD_OF_ROLE.get(role)
         return None if field is None else getattr(self, field)
 
@@ -140,7 +137,6 @@ class TierSpec:
         return TierSpec(*(getattr(self, field) or getattr(other, field) for field in SPEC_FIELDS))
 
     def __str__(self) -> str:
-        """Return e.g. ``"weights=cxl, activations=cxl"``."""
         return ", ".join(f"{field}={tier}" for field in SPEC_FIELDS if (tier := getattr(self, field)))
 
 
@@ -236,10 +232,7 @@ def owner_spec(module_path: Sequence[object]) -> TierSpec | None:
 
 @contextmanager
 def constructing(spec: TierSpec | None) -> Iterator[None]:
-    """Until exit, let this thread create tensors as if a class that `spec` decorates were under construction.
-
-    For weights that are made after their module was.
-    """
+    """Let this thread create tensors as if a class that `spec` decorates were under construction, until exit."""
     token = _MADE_FOR.set(spec)
     try:
         yield
@@ -300,15 +293,7 @@ class ModuleTiers:
 def resolve(
     named_modules: Iterable[tuple[str, object]], rules: Mapping[str, Mapping[str, str] | str], topology: Topology
 ) -> ModuleTiers:
-    """Resolve instance marks, rules and decorated classes for every module of a model.
-
-    Precedence for each field by itself: an instance decorated with `tier` (the nearest of the module and those that
-    enclose it), the last rule whose pattern matches the module's or an enclosing module's name, the nearest decorated
-    class, the policy.
-
-    Args:
-        rules: name pattern (``fnmatch``; ``*`` also matches dots) -> tier for everything, or field -> tier.
-    """
+    """Resolve what instances (`tier`), rules, and decorated classes ask for, in that precedence, for every module."""
     modules = dict(named_modules)
     by_rule = _check_rules(rules, list(modules), topology)
     by_instance = {name: instance_spec(module) for name, module in modules.items()}

@@ -56,8 +56,6 @@ Parts = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A sub-range of a buffer and the memory that was asked for it."""
-
     tier: str
     node_id: int
     offset: int
@@ -68,7 +66,7 @@ class MemoryResource:
     """Owns or adapts byte-addressable memory."""
 
     def allocate(self, nbytes: int, *, alignment: int = PAGE_BYTES) -> "Buffer":
-        """Return a buffer of exactly `nbytes` bytes (contents undefined)."""
+        """Return a buffer of exactly `nbytes` bytes, with undefined contents."""
         raise NotImplementedError
 
     def deallocate(self, buffer: "Buffer") -> None:
@@ -291,13 +289,10 @@ def num_nodes(topology: Topology) -> int:
 
 
 def whole_pages(nbytes: int) -> int:
-    """Return `nbytes` rounded up to whole 4 KiB pages, what the OS really gives."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class ShareFullError(TierFullError):
-    """One tier of a split has no room for its share."""
-
     def __init__(self, message: str, tier: str) -> None:
         super().__init__(message)
         self.tier = tier
@@ -411,7 +406,7 @@ def stripe_bytes_for(capacity_bytes: int, max_stripes: int = 32768) -> int:
 
 
 class BudgetFullError(TierFullError):
-    """A tier's budget is what a request does not fit in."""
+    pass
 
 
 class Budget:
@@ -580,7 +575,6 @@ class BlockList:
         return [offset for offset, nbytes in self._ranges.items() if self._size_at.get(offset) == nbytes]
 
     def drop_range(self, offset: int) -> int:
-        """Forget a wholly free range and return its size."""
         nbytes = self._ranges[offset]
         if self._size_at.get(offset) != nbytes:
             raise ValueError(f"the range at {offset} is in use")
@@ -773,7 +767,7 @@ class PoolResource(MemoryResource):
         return slab
 
     def _release_one(self) -> bool:
-        """Give a free slab back, the largest first, shared ones last; return whether there was one."""
+        """Give the largest free slab back, shared ones last; return whether there was one."""
         nbytes = self._large.drop_largest() or self._small.drop_largest()
         self._held_bytes -= nbytes
         return nbytes > 0

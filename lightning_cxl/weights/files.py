@@ -91,7 +91,6 @@ class UnreadWeight(Tensor):
         self._read = read
 
     def data_ptr(self) -> int:
-        """Raise: there is no memory."""
         raise UnsupportedError(f"the memory of a weight is asked for, and {_WHY}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -204,7 +203,7 @@ def scratch(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 class Staging:
-    """`CHUNK_BYTES` of host memory that numbers pass through on their way to another dtype, layout or device."""
+    """Host memory that numbers pass through on their way to another dtype, layout or device."""
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
@@ -229,7 +228,6 @@ class WeightSource:
     dtype: torch.dtype
 
     def values(self, staging: "Staging | None" = None) -> Tensor:
-        """Return the values in host memory."""
         values = scratch(self.shape, self.dtype)
         self.read_into(values, staging or Staging())
         return values
@@ -269,8 +267,6 @@ Translate = Callable[[Sequence[WeightSource]], list[tuple[str, WeightSource]]]
 
 @dataclass(frozen=True, slots=True)
 class FileTensor(WeightSource):
-    """One tensor of a file."""
-
     file: "TensorFile"
     name: str
     dtype: torch.dtype
@@ -370,8 +366,6 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class TensorFile:
-    """An open safetensors file whose header has been checked."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self._pages: Buffer | None = None
@@ -441,7 +435,6 @@ class TensorFile:
 
 
 def encode_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """Return length and header of a file that holds these tensors in this order."""
     content: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     begin = 0
     for name, dtype, shape in tensors:
@@ -463,8 +456,6 @@ def encode_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], m
 
 
 class NamedTensor(NamedTuple):
-    """A tensor to be written, under a name and in a dtype that may differ from its own."""
-
     name: str
     tensor: torch.Tensor
     """With its values, or on the meta device where `read` has them."""
@@ -478,7 +469,6 @@ class NamedTensor(NamedTuple):
 
 
 def write_tensors(path: Path, tensors: Sequence[NamedTensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file and wait until it is on the disk."""
     # wide elements first, as the reference implementation writes: every tensor is then aligned to its elements
     ordered = sorted(tensors, key=lambda item: -item.dtype.itemsize)
     start = encode_header([(name, dtype, tuple(tensor.shape)) for name, tensor, dtype, _ in ordered], metadata)

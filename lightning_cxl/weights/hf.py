@@ -129,7 +129,6 @@ class Quantizer:
         return translated
 
     def fill_on_meta(self, model: Any) -> None:
-        """Give all layers quantised weights without memory, for plans."""
         for name, parameter in list(_quantised_parameters(model)):
             layer = model.get_submodule(name.rpartition(".")[0])
             layer.weight = quantised_on_meta(parameter)
@@ -137,7 +136,6 @@ class Quantizer:
         self._own.postprocess_model(model)
 
     def complete(self, model: Any, report: LoadReport) -> None:
-        """Check that all layers have got their weights, and note in the model how it is quantised."""
         missing = [name for name, parameter in _quantised_parameters(model) if parameter.is_meta]
         if missing:
             raise CheckpointError(
@@ -149,7 +147,6 @@ class Quantizer:
 
 
 def _library(config: Any) -> str:
-    """Return the name of the library that a quantisation config, or a dictionary of its fields, is for."""
     fields = config if isinstance(config, dict) else vars(config)
     if fields.get("load_in_4bit") or fields.get("load_in_8bit"):
         return "bitsandbytes"  # older configs say no more
@@ -408,7 +405,6 @@ def _config(model_class: Any, path: Path, overrides: dict[str, Any]) -> Any:
 
 
 def _dtype(config: Any, path: Path) -> torch.dtype:
-    """Return the dtype that a config names, else the one of the first floating-point tensor in the files."""
     named = getattr(config, "dtype", None)
     if named is not None:
         dtype: torch.dtype = getattr(torch, named) if isinstance(named, str) else named
@@ -419,7 +415,6 @@ def _dtype(config: Any, path: Path) -> torch.dtype:
 
 
 def build_model(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
-    """Build a model with values as transformers initialises them, or without memory in `empty_weights`."""
     # an auto class offers the same under a public name
     make = getattr(model_class, "from_config", None) or getattr(model_class, "_from_config", None)
     if make is None:
@@ -441,8 +436,6 @@ def _keep_wide(model: Any) -> None:
 
 
 class FileNames:
-    """Translates tensors of files to those of a model, as transformers does when it loads."""
-
     def __init__(self, model: Any) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -531,29 +524,20 @@ class Published(NamedTuple):
     config: Mapping[str, Any]
 
 
-def _of(
-    hub_id: str,
-    model_type: str,
-    vocabulary: int,
-    hidden: int,
-    mlp: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    **others: Any,
-) -> Published:
-    config = {
-        "model_type": model_type,
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 1 << 20,  # shapes nothing; longer than any sequence
-        "tie_word_embeddings": False,
-    }
-    return Published(hub_id, {**config, **others})
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
+
+def _of(hub_id: str, model_type: str, *sizes: int, **others: Any) -> Published:
+    # positions shape nothing; longer than any sequence
+    config = {"model_type": model_type, "max_position_embeddings": 1 << 20, "tie_word_embeddings": False}
+    return Published(hub_id, {**config, **dict(zip(_SIZES, sizes, strict=True)), **others})
 
 
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
@@ -586,7 +570,6 @@ def published(name: str) -> Published | None:
 
 
 def nearest(name: str) -> list[str]:
-    """Return the names of the shapes that a mistyped name may have meant, the most likely first."""
     return difflib.get_close_matches(name.lower().rpartition("/")[2], SHAPES, n=3, cutoff=0.7)
 
 
@@ -622,7 +605,6 @@ def require_model(name: str, nor: str = "", *, weights_for: str = "") -> None:
 
 
 def is_cached(name: str) -> bool:
-    """Return whether the config of a hub id lies in the cache of huggingface_hub."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -165,7 +165,7 @@ def distinct(weights: Mapping[str, ModelWeight]) -> list[ModelWeight]:
 def _paths(
     module: nn.Module, path: str = "", above: tuple[nn.Module, ...] = ()
 ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-    """Yield every module with its prefix and with those that contain it, a shared one once for each of its names."""
+    """Yield every module with its prefix and those that contain it, a shared one once for each of its names."""
     modules = (*above, module)
     yield path, modules
     for name, child in module._modules.items():
@@ -186,8 +186,6 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """Tensors to be read, in the order of the files, and names that do not fit."""
-
     reads: list[Read]
     missing: list[str]
     """Names of weights that no file holds, one for those that are tied."""
@@ -243,7 +241,6 @@ def match_names(model: nn.Module, tensors: Sequence[WeightSource], translate: Tr
 
 
 def refuse_mismatch(matches: Matches, model: nn.Module) -> None:
-    """Raise where weights are missing or unexpected, or buffers cannot come back."""
     if matches.lost:
         raise CheckpointError(
             f"{len(matches.lost)} buffers of {type(model).__name__} are on the meta device, and no file holds them, "
@@ -266,7 +263,6 @@ def refuse_mismatch(matches: Matches, model: nn.Module) -> None:
 
 
 def _is_ignored(model: nn.Module, attribute: str, name: str) -> bool:
-    """Whether transformers says of this model that a name does not matter."""
     return any(re.search(pattern, name) for pattern in getattr(model, attribute, None) or ())
 
 
@@ -415,7 +411,7 @@ _BESIDE = re.compile(
 
 
 def weight_beside(name: str) -> tuple[str, str] | None:
-    """Return the name of the weight that a tensor of a file belongs to, and which of its tensors it is; None: none."""
+    """Return the weight that a tensor of a file belongs to, and which of its tensors this is; None: it is one itself."""
     found = _BESIDE.fullmatch(name)
     return None if found is None else (f"{found['module']}.weight", found["key"].removeprefix("weight."))
 
@@ -554,7 +550,6 @@ def load_translated(
     mapped: bool | None = None,
     completes: bool = True,
 ) -> LoadReport:
-    """Load as `load_weights` does, with tensors of the files translated first; see `match_names`."""
     name = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)
     if name is not None:
         raise UnsupportedError(

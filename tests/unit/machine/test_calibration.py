@@ -75,20 +75,22 @@ def test_nothing_is_known_of_a_machine_that_was_not_measured_or_is_invented(mach
     ],
 )
 def test_a_changed_machine_is_not_given_old_numbers(machine, tmp_path, files):
-    cpus = frozenset({0, 1})
-    before = describe_machine(Topology.detect(machine("2node", {"proc/cpuinfo": "model name\t: A CPU\n"})), [], cpus)
+    before = described(machine("2node", {"proc/cpuinfo": "model name\t: A CPU\n"}))
     root = tmp_path / "2node"
     for path, text in files.items():
         (root / path).write_text(text)
-    after = describe_machine(Topology.detect(root), [], cpus)
-    assert after != before
+    assert described(root) != before
+
+
+def described(root):
+    return describe_machine(replace(Topology.detect(root), measured_on=frozenset({0, 1})))
 
 
 def test_other_devices_and_other_cpus_of_the_process_are_another_machine(machine):
     topology = Topology.detect(machine("2node"))
     cpus = frozenset({0, 1})
     names = {
-        json.dumps(describe_machine(topology, devices, allowed))
+        json.dumps(describe_machine(replace(topology, measured_on=allowed), devices))
         for devices, allowed in [([], cpus), (["H100"], cpus), (["H100", "H100"], cpus), ([], frozenset({0}))]
     }
     assert len(names) == 4
