@@ -411,7 +411,7 @@ _BESIDE = re.compile(
 
 
 def weight_beside(name: str) -> tuple[str, str] | None:
-    """Return the weight that a tensor of a file belongs to, and which of its tensors this is; None: it is one itself."""
+    """Return the weight that a tensor of a file belongs to, and which of its tensors this is, if any."""
     found = _BESIDE.fullmatch(name)
     return None if found is None else (f"{found['module']}.weight", found["key"].removeprefix("weight."))
 
