@@ -5,14 +5,13 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from lightning_cxl.commands import parsers
-from lightning_cxl.commands.parsers import TO_STDOUT, check_target, write_text
 from lightning_cxl.config import SSD, OffloadConfig, read_ssd_options
 from lightning_cxl.devices.transfer import devices_apart
 from lightning_cxl.errors import ConfigError, UnsupportedError
@@ -38,10 +37,9 @@ from lightning_cxl.streaming.quantised import wide_experts
 from lightning_cxl.text import format_bytes, table_lines, wrapped
 from lightning_cxl.weights.hf import model_on_meta, with_lora
 
-# ----------------------------------------------------------------------------------------------------
-# A causal language model without weights, and its jobs under different settings, for `plan`.
-#
-# transformers is imported when a model is built, not with this package.
+DOES_NOT_FIT = 3
+"""Exit status."""
+_RANK = 16  # of adapters that are advised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,6 @@ class Settings(parsers.PlanOptions):
     """The job, by the options of `plan`, and what a run would be given for it."""
 
     def __post_init__(self) -> None:
-        """Refuse counts below one, and quantised weights that would be trained."""
         for name in ("batch", "sequence", "accumulate_grad_batches", "lora", "num_nodes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -58,7 +55,6 @@ class Settings(parsers.PlanOptions):
             raise ConfigError("quantised weights cannot be trained: give adapters too, such as --lora 16")
 
     def streams(self, machine: Machine) -> bool:
-        """Return whether weights of units stream."""
         return not machine.device.is_host if self.stream_weights == "auto" else bool(self.stream_weights)
 
     def config(self, machine: Machine) -> OffloadConfig:
@@ -85,9 +81,9 @@ class Settings(parsers.PlanOptions):
                 'choose overlap "none"'
             )
         same = ("activation_offload", "stream_weights", "state", "master", "accumulate")
-        given: Any = {name: getattr(self, name) for name in same}
-        on_overflow: Any = "ignore" if self.overlap == "backward" else "skip"
-        return OffloadConfig(**given, overlap_step=overlaps, on_overflow=on_overflow)
+        given: dict[str, Any] = {name: getattr(self, name) for name in same}
+        given["on_overflow"] = "ignore" if self.overlap == "backward" else "skip"
+        return OffloadConfig(**given, overlap_step=overlaps)
 
     def workload(self, machine: Machine) -> Workload:
         return Workload(
@@ -115,7 +111,7 @@ class PlannedModel:
     def __init__(self, name: str) -> None:
         self.name = name
         self._model = model_on_meta(name)
-        self._adapted: dict[Any, Any] = {}
+        self._adapted: dict[Any, Any] = {}  # models with adapters
         self._measured: dict[Any, DryRun] = {}
 
     def job(self, settings: Settings, machine: Machine) -> Job:
@@ -127,8 +123,16 @@ class PlannedModel:
                 f"sequence of {settings.sequence:,} is asked for: give --seq {longest} or less, or the config of a "
                 "model that is made for longer ones"
             )
-        model, config, load = self._model_of(settings), settings.config(machine), settings.workload(machine)
         adapted = (settings.precision, settings.lora, settings.quantize)
+        dtype = torch.bfloat16 if settings.precision == "bf16-true" else torch.float32
+        if settings.lora is None:
+            model = self._model.to(dtype)
+        else:
+            if adapted not in self._adapted:
+                plain = model_on_meta(self.name).to(dtype)
+                self._adapted[adapted] = with_lora(plain, settings.lora, settings.quantize)
+            model = self._adapted[adapted]
+        config, load = settings.config(machine), settings.workload(machine)
         key = (*adapted, settings.loss, load.batch, load.sequence, config.activation_offload, load.computes_on_host)
         if key not in self._measured:
             compute_loss = loss_on_meta(model, load.batch, load.sequence, chunked=settings.loss == "chunked")
@@ -142,15 +146,6 @@ class PlannedModel:
         note = wide_experts(model)
         return replace(job, notes=(*job.notes, note)) if note else job
 
-    def _model_of(self, settings: Settings) -> Any:
-        key = (settings.precision, settings.lora, settings.quantize)
-        dtype = torch.bfloat16 if settings.precision == "bf16-true" else torch.float32
-        if settings.lora is None:
-            return self._model.to(dtype)
-        if key not in self._adapted:
-            self._adapted[key] = with_lora(model_on_meta(self.name).to(dtype), settings.lora, settings.quantize)
-        return self._adapted[key]
-
 
 def loss_on_meta(model: Any, batch: int, sequence: int, *, chunked: bool = False) -> Callable[[], torch.Tensor]:
     """Return a function that computes the model's loss of a batch of token ids without values."""
@@ -158,23 +153,14 @@ def loss_on_meta(model: Any, batch: int, sequence: int, *, chunked: bool = False
     def loss() -> torch.Tensor:
         ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
         with chunked_loss(model) if chunked else nullcontext():
-            # the cache is what these models make in training by default; without it they look for packed sequences in
-            # position ids, which have no values here
-            found: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=True).loss
-        return found
+            # without a cache, which is their default, these models search position ids for packed sequences: they have
+            # no values here
+            return model(input_ids=ids, labels=ids, use_cache=True).loss  # type: ignore[no-any-return]
 
     return loss
 
 
-DOES_NOT_FIT = 3
-"""Exit status."""
-_LARGE_BYTES = 1 << 50
-_RANK = 16  # of adapters that are advised
-
-
 class Step(NamedTuple):
-    """One change of a job or its machine."""
-
     text: str
     flags: str = ""  # the same as options of `plan`; empty for another machine
     values: Mapping[str, Any] = {}  # fields of `Settings`
@@ -194,15 +180,13 @@ class Way(NamedTuple):
 
     def command(self, before: str) -> str:
         """Return the command that plans it, "" where options cannot say it: the last options of `before` win."""
-        flags = [step.flags for step in self.steps]
-        of_file = "--ssd DIR" in flags and "--tiers" in before.split()
-        return "" if of_file or not all((before, *flags)) else " ".join((before, *flags))
+        parts = [before, *(step.flags for step in self.steps)]
+        of_file = "--ssd DIR" in parts and "--tiers" in before.split()
+        return "" if of_file or not all(parts) else " ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The result of `plan`."""
-
     model: str
     settings: Settings
     machine: Machine
@@ -210,7 +194,8 @@ class Findings:
     policy: str  # the one that is shown in full
     plans: Mapping[str, PolicyPlan]
     dram_only: StepTime | None  # predicted as if DRAM were large enough; None where speeds are not known
-    ways: Sequence[Way]  # what would make it fit, where it does not
+    host_bytes: int
+    ways: Sequence[Way] = ()  # what would make it fit, where it does not
     command: str = ""
 
     @property
@@ -221,11 +206,6 @@ class Findings:
     def fits(self) -> bool:
         return self.chosen.fits and fits_device(self.job, self.machine)
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory in all, without the tier `ssd`; where the CPU computes, with its working memory."""
-        return _host_bytes(self.job, self.machine)
-
 
 def main(arguments: Sequence[str]) -> int:
     """Plan a job as the options say and print it."""
@@ -234,64 +214,48 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--plot was removed: write the plan with --json FILE, and draw it with a tool of your choice")
     if options.weights == "shared":
         raise ConfigError("--weights shared was removed, as `share_weights`: devices gather weights. Leave it out")
-    check_target(options.json)
+    parsers.check_target(options.json)
     settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__})
     machine = _machine(options)
     machine = machine.with_devices(machine.device.count if options.devices is None else options.devices)
     command = shlex.join(["python", "-m", "lightning_cxl", "plan", *arguments])
     found = make_plan(PlannedModel(options.model), settings, machine, options.policy, command=command)
-    print(as_text(found), file=sys.stderr if options.json == TO_STDOUT else sys.stdout)
+    print(as_text(found), file=sys.stderr if options.json == parsers.TO_STDOUT else sys.stdout)
     if options.json is not None:
-        write_text(options.json, json.dumps(as_data(found), indent=1) + "\n")
+        parsers.write_text(options.json, json.dumps(as_data(found), indent=1) + "\n")
     return 0 if found.fits else DOES_NOT_FIT
 
 
 def make_plan(
-    model: PlannedModel,
-    settings: Settings,
-    machine: Machine,
-    policy: str = "auto",
-    *,
-    command: str = "",
+    model: PlannedModel, settings: Settings, machine: Machine, policy: str = "auto", *, command: str = ""
 ) -> Findings:
-    """Plan a job under all policies.
-
-    Args:
-        policy: shown in full; built-in, or the import path of a class. ``"auto"`` is what a run takes: ``"bandwidth"``
-            where speeds are known, else ``"by_role"``. With one kind of memory all are the same.
-    """
-    if policy == "auto":
+    """Plan a job under all policies; `policy`, a name or the import path of a class, is the one shown in full."""
+    if policy == "auto":  # what a run takes
         policy = "bandwidth" if machine.has_speeds else "by_role"
     job = model.job(settings, machine)
     plans = compare(job, machine, dict.fromkeys([*POLICIES, policy]))
     if plans[policy].needs_speeds:
         raise ConfigError(
             f"policy {policy!r} needs the speeds of this machine's memory, and they are not known: measure them with "
-            f"`python -m lightning_cxl calibrate`, describe a machine in a file (--tiers; examples are in "
-            f"examples/machines), or choose another policy"
+            "`python -m lightning_cxl calibrate`, name a file (--tiers, as in examples/machines), or another policy"
         )
-    dram_only = dram_only_time(job, machine)
-    found = Findings(model.name, settings, machine, job, policy, plans, dram_only, (), command)
+    predicted, host = dram_only_time(job, machine), _host_bytes(job, machine)
+    found = Findings(model.name, settings, machine, job, policy, plans, predicted, host, command=command)
     return found if found.fits else replace(found, ways=what_fits(model, settings, machine, policy))
 
 
 def _machine(options: argparse.Namespace) -> Machine:
     """Return the machine of a file, or this one with what is free on it now."""
-    given = {"budget": options.ssd_budget, "checkpoint": options.ssd_checkpoint}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name in ("budget", "checkpoint") if (value := getattr(options, f"ssd_{name}")) is not None}
     if given and not options.ssd:
         raise ConfigError(f"--ssd-{next(iter(given))} needs --ssd, the folder of the tier")
     if options.tiers is not None:
         if options.ssd:
-            raise ConfigError(
-                "--ssd is a folder of this machine: of the machine of --tiers, describe it there under `ssd`"
-            )
+            raise ConfigError("--ssd is a folder of this machine: describe that of --tiers in its file, under `ssd`")
         return load_machine(options.tiers)
     ssd = read_ssd_options({"path": options.ssd, **given}) if options.ssd else None
-    topology = Topology.detect()
-    topology = topology if ssd is None else topology.with_ssd(ssd)
-    found = devices_apart()
-    device = found[0].device.type if found else "cpu"
+    topology = Topology.detect() if ssd is None else Topology.detect().with_ssd(ssd)
+    device = next((each.device.type for each in devices_apart()), "cpu")
     free = {tier.name: sum(topology.node_free_bytes(node) for node in tier.node_ids) for tier in topology.tiers}
     machine = machine_of(topology, device, capacity_bytes=free)
     machine = machine or machine_without_speeds(topology, device).with_capacity(free)
@@ -299,21 +263,26 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def _host_bytes(job: Job, machine: Machine) -> int:
+    """Return host memory in all, without the tier `ssd`; where the CPU computes, with its working memory."""
     return sum(job.bytes_of().values()) - job.ssd_bytes() + working_bytes(job, machine)
 
 
-# Advice: single changes that make a job fit, or else the fewest and cheapest together.
-
-
 def what_fits(model: PlannedModel, settings: Settings, machine: Machine, policy: str) -> list[Way]:
-    """Return ways to make the job fit, the cheapest first; adapters, which train something else, come last."""
+    """Return single changes that make the job fit, or else the fewest and cheapest together; adapters come last."""
     known: dict[tuple[str, ...], Way | None] = {}  # each may be a dry run
 
     def attempt(steps: Sequence[Step | None]) -> Way | None:
         taken = tuple(step for step in steps if step is not None)
         key = tuple(step.text for step in taken)
         if key not in known:
-            known[key] = _attempt(model, settings, machine, policy, taken)
+            known[key], changed, changed_machine = None, settings, machine
+            for step in taken:
+                changed, changed_machine = replace(changed, **step.values), step.machine or changed_machine
+            # settings may not go together, or need what is not installed
+            with suppress(ConfigError, UnsupportedError):
+                job = model.job(changed, changed_machine)
+                if fits(job, changed_machine, policy):
+                    known[key] = Way(taken, _host_bytes(job, changed_machine), job.device_bytes)
         return known[key]
 
     def fewest(axes: Sequence[Sequence[Step]], *base: Step) -> Way | None:
@@ -341,29 +310,25 @@ def what_fits(model: PlannedModel, settings: Settings, machine: Machine, policy:
     ways += [fewest([axis]) for axis in others]
     if not any(ways):
         ways = [fewest(options + others)]
-    ways += [fewest(options + others, base) for base in _adapters(settings, machine)]
+    rank = settings.lora or _RANK
+    lora = _step("lora", rank, f'adapters alone are trained, lora={{"r": {rank}}}')
+    if settings.lora is None:
+        ways.append(fewest(options + others, lora))
+    if settings.quantize is None and not settings.mesh(machine).is_sharded:
+        text = f'{lora.text}, on weights of 4 bit, quantization="4bit"'
+        quantised = Step(text, f"{lora.flags} --quantize 4bit", {**lora.values, "quantize": "4bit"})
+        ways.append(fewest(options + others, quantised))
     return [way for way in ways if way is not None]
 
 
-def _attempt(model: PlannedModel, settings: Settings, machine: Machine, policy: str, steps: tuple[Step, ...]) -> Any:
-    for step in steps:
-        settings, machine = replace(settings, **step.values), step.machine or machine
-    try:
-        job = model.job(settings, machine)
-    except (ConfigError, UnsupportedError):
-        return None  # settings that do not go together, or need what is not installed
-    return Way(steps, _host_bytes(job, machine), job.device_bytes) if fits(job, machine, policy) else None
-
-
 def _step(name: str, value: Any, text: str = "", flag: str = "") -> Step:
-    """Return the step that gives one field of the settings a value; by default it is said as the strategy has it."""
     option = "--" + (flag or name).replace("_", "-")
     shown = f'"{value}"' if isinstance(value, str) else value
     return Step(text or f"{name}={shown}", option if value is True else f"{option} {value}", {name: value})
 
 
 def _options(settings: Settings, machine: Machine) -> list[list[Step]]:
-    """Return options that can be changed, the cheapest first; of each, the values from the weakest to the strongest."""
+    """Return options that can be changed, the cheapest first; of each, its values, the strongest last."""
     chunked = "a loss that never holds all logits (`lightning_cxl.chunked_loss(model)` around the model's forward)"
     backward = 'on_overflow="ignore" (gradients are used up in backward)'
     accumulates = settings.accumulate_grad_batches > 1
@@ -388,7 +353,7 @@ def _others(settings: Settings, machine: Machine) -> list[list[Step]]:
     """Return what costs more than an option, as `_options` does: a drive, smaller inputs, another card."""
     axes: list[list[Step]] = []
     if machine.ssd is None:
-        on_drives = replace(machine, ssd=MachineSsd(capacity_bytes=_LARGE_BYTES))
+        on_drives = replace(machine, ssd=MachineSsd(capacity_bytes=1 << 50))
         text = 'optimizer state and weights on a drive, tiers={"ssd": {"path": DIR}}'
         axes.append([Step(text, "--ssd DIR", machine=on_drives)])
     for name, flag in (("batch", "batch"), ("sequence", "seq")):
@@ -400,18 +365,6 @@ def _others(settings: Settings, machine: Machine) -> list[list[Step]]:
         more = replace(machine, tiers=(*machine.tiers, replace(cards[-1], name=name)), host_bytes=together)
         axes.append([Step("another card like the last one", machine=more)])
     return [axis for axis in axes if axis]
-
-
-def _adapters(settings: Settings, machine: Machine) -> list[Step]:
-    rank = settings.lora or _RANK
-    lora = _step("lora", rank, f'adapters alone are trained, lora={{"r": {rank}}}')
-    below = f'{lora.text}, on weights of 4 bit, quantization="4bit"'
-    quantised = Step(below, f"{lora.flags} --quantize 4bit", {**lora.values, "quantize": "4bit"})
-    steps = [lora] if settings.lora is None else []
-    return [*steps, quantised] if settings.quantize is None and not settings.mesh(machine).is_sharded else steps
-
-
-# The findings as data.
 
 
 def as_data(found: Findings) -> dict[str, Any]:
@@ -491,7 +444,6 @@ def _policy_data(plan: PolicyPlan, found: Findings) -> dict[str, Any]:
 
 
 def _per_device(job: Job) -> dict[str, float]:
-    """Return the bytes that one step copies and exchanges, of each device."""
     received = {each.name: each.nbytes for each in job.exchanges}
     return {
         "copies to the device": job.moved_bytes("h2d"),
@@ -500,14 +452,10 @@ def _per_device(job: Job) -> dict[str, float]:
     }
 
 
-# The findings as text.
-
-
 def as_text(found: Findings) -> str:
     """Return the findings as text that fits on one screen; sentences are wrapped at the terminal's width."""
-    blocks = [_head(found), _roles(found), _drives(found), _device(found), _ranks(found)]
-    blocks += [_policies(found), _verdict(found)]
-    return "\n\n".join("\n".join(block) for block in blocks if block)
+    makers = (_head, _roles, _drives, _device, _ranks, _policies, _verdict)
+    return "\n\n".join("\n".join(block) for make in makers if (block := make(found)))
 
 
 def _head(found: Findings) -> list[str]:
@@ -617,8 +565,7 @@ def _policies(found: Findings) -> list[str]:
     if dram_only is not None:
         rows = []
         for name, time in (*((name, plan.time) for name, plan in plans.items()), ("were DRAM large enough", dram_only)):
-            if time is None:
-                rows.append((name, *["-"] * 6))
+            if time is None:  # it does not fit, see below
                 continue
             phases = (f"{each.seconds:.3f}" for each in time.phases().values())
             speed = (f"{time.seconds:.3f}", f"{tokens / time.seconds:,.0f}", f"{dram_only.seconds / time.seconds:.1%}")
@@ -645,9 +592,8 @@ def _verdict(found: Findings) -> list[str]:
     else:
         where = [f"host memory (policy {found.policy})"] if found.chosen.error else []
         where += [] if fits_device(job, found.machine) else [f"{device.name}'s memory"]
-        lines = [f"It does not fit {' nor '.join(where)}."]
-        nothing = "Nothing that was tried makes it fit: use a smaller model."
-        lines.append("What would make it fit, each way on its own:" if found.ways else nothing)
+        ways = "What would make it fit, each way on its own:" if found.ways else "Nothing helps: use a smaller model."
+        lines = [f"It does not fit {' nor '.join(where)}.", ways]
     for way in found.ways:
         taken = f"{format_bytes(way.host_bytes)} of host memory"
         if not device.is_host and way.device_bytes is not None:
