@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from lightning_cxl.commands import parsers
-from lightning_cxl.commands.parsers import check_target, write_text
 from lightning_cxl.config import SsdOptions
 from lightning_cxl.devices.transfer import HostEngine, TransferEngine, devices_apart, make_engine
 from lightning_cxl.errors import ConfigError, LightningCXLError, TierFullError
@@ -37,12 +36,7 @@ from lightning_cxl.machine.speeds import (
     save_calibration,
     save_machine,
 )
-from lightning_cxl.machine.topology import (
-    Topology,
-    parse_id_list,
-    read_meminfo,
-    read_text,
-)
+from lightning_cxl.machine.topology import Topology, parse_id_list, read_meminfo, read_text
 from lightning_cxl.memory.host_memory import Pinner, make_pinner
 from lightning_cxl.memory.resource import PAGE_BYTES, MemoryResource, NumaResource
 from lightning_cxl.native import _cpu, _membench
@@ -109,20 +103,14 @@ class Options:
     ssd_bytes: int = 4 << 30
 
 
-QUICK = Options(
-    rounds=3,
-    node_bytes=64 << 20,
-    copy_bytes=32 << 20,
-    matmul_seconds=0.1,
-    ssd_bytes=256 << 20,
-)
+QUICK = Options(rounds=3, node_bytes=64 << 20, copy_bytes=32 << 20, matmul_seconds=0.1, ssd_bytes=256 << 20)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Measure what the arguments ask for, print a table, and keep the result."""
     args = parsers.calibrate().parse_args(arguments)
-    check_target(args.json)
-    check_target(args.output)
+    parsers.check_target(args.json)
+    parsers.check_target(args.output)
     for folder in args.ssd:
         check_ssd(folder)
     start, busy = time.perf_counter(), cpu_seconds()
@@ -148,7 +136,15 @@ def main(arguments: Sequence[str]) -> None:
     kept = save_calibration(calibration, topology, [each.name for each in devices])
     print(f"\n{time.perf_counter() - start:.0f} s; kept in {kept}")
     if args.json:
-        write_text(args.json, json.dumps({"machine": machine_facts(), "rows": _rows_data(rows)}, indent=1))
+        data = [
+            {"name": name, "value": value, "unit": unit, "goal": None, "holds": None}
+            for row in rows
+            for name, value, unit in (
+                (row.name, row.figure.value, row.unit),
+                (f"{row.name}, spread", row.figure.spread, "x median"),
+            )
+        ]
+        parsers.write_text(args.json, json.dumps({"machine": machine_facts(), "rows": data}, indent=1))
     if args.output:
         drives = tuple(folder.resolve() for folder in args.ssd)
         described = topology.with_ssd(SsdOptions(drives)) if drives else topology
@@ -160,13 +156,6 @@ def main(arguments: Sequence[str]) -> None:
             )
         save_machine(found, args.output)
         print(f"written: {args.output}")
-
-
-def _rows_data(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    numbers = [(name, figure.value, unit) for name, unit, figure in rows]
-    spreads = [(f"{name}, spread", figure.spread, "x median") for name, _, figure in rows]
-    pairs = [each for pair in zip(numbers, spreads, strict=True) for each in pair]
-    return [{"name": name, "value": v, "unit": unit, "goal": None, "holds": None} for name, v, unit in pairs]
 
 
 def measure_machine(
@@ -191,18 +180,13 @@ def measure_machine(
         copies = measure_copies(topology, [each.engine for each in engines], options, node_ids, pin)
     nodes = []
     for node_id in node_ids:
-        together = {way: copies[None, node_id, way] for way in (H2D, D2H) if engines}
-        rows += [Row(f"node {node_id}, {way}", "B/s", found[node_id, way]) for way in (READ, WRITE, ADAM)]
-        rows += [Row(f"node {node_id}, all devices, {way}", "B/s", figure) for way, figure in together.items()]
-        nodes.append(
-            NodeSpeeds(
-                node_id=node_id,
-                read_bytes_per_s=found[node_id, READ].value,
-                write_bytes_per_s=found[node_id, WRITE].value,
-                adam_bytes_per_s=found[node_id, ADAM].value,
-                **{f"{way}_bytes_per_s": figure.value for way, figure in together.items()},
-            )
-        )
+        speeds = {}
+        for way, name in ((READ, "read"), (WRITE, "write"), (ADAM, "adam"), (H2D, "h2d"), (D2H, "d2h")):
+            own, link = found.get((node_id, way)), copies.get((None, node_id, way))
+            if figure := own or link:
+                rows.append(Row(f"node {node_id}, {'' if own else 'all devices, '}{way}", "B/s", figure))
+                speeds[f"{name}_bytes_per_s"] = figure.value
+        nodes.append(NodeSpeeds(node_id=node_id, **speeds))
     cached = measure_cache(caches, options)
     if cached is not None:
         rows.append(Row("caches, Adam's mix", "B/s", cached))
@@ -346,7 +330,17 @@ class Sweep:
 
     def __init__(self, groups: Sequence[Sequence[Stream]], num_threads: int, max_places: int = _MAX_PLACES) -> None:
         self.num_threads = num_threads
-        variants = list(_variants(groups, max_places))
+        several = max(1, max_places // len(groups[0])) if len(groups) == 1 else 1
+        variants = []
+        for num_places in sorted({1, several}):
+            table = array("Q")
+            for index, group in enumerate(groups):
+                for stream in group:
+                    length = stream.nbytes // num_places // _LINE * _LINE
+                    for begin in range(0, num_places * length or 1, length or 1):
+                        end = stream.nbytes if begin == (num_places - 1) * length else begin + length
+                        table.extend((index, stream.address + begin, end - begin, stream.access))
+            variants += [(isa, table) for isa in _cpu.supported_isas()]
         best = [float("inf")] * len(variants)
         for _ in range(_SWEEP_TRIALS):
             for index, (self.isa, self._table) in enumerate(variants):
@@ -355,20 +349,6 @@ class Sweep:
 
     def __call__(self) -> None:
         _membench.sweep(self._table, self.num_threads, self.isa)
-
-
-def _variants(groups: Sequence[Sequence[Stream]], max_places: int) -> "Iterator[tuple[str, array[int]]]":
-    several = max(1, max_places // len(groups[0])) if len(groups) == 1 else 1
-    for num_places in sorted({1, several}):
-        table = array("Q")
-        for index, group in enumerate(groups):
-            for stream in group:
-                length = stream.nbytes // num_places // _LINE * _LINE
-                for begin in range(0, num_places * length or 1, length or 1):
-                    end = stream.nbytes if begin == (num_places - 1) * length else begin + length
-                    table.extend((index, stream.address + begin, end - begin, stream.access))
-        for isa in _cpu.supported_isas():
-            yield isa, table
 
 
 def cache_bytes(cpus: Iterable[int], root: Path = Path("/")) -> int:
@@ -394,19 +374,6 @@ def _node_resources(topology: Topology) -> dict[int, MemoryResource]:
     return {node_id: NumaResource(tier.name, node_id, topology) for tier in real for node_id in tier.node_ids}
 
 
-def room_bytes(topology: Topology, node_id: int, wanted: int, *, parts: int = 1) -> int:
-    """Return how much of a node to take: `wanted`, less where that is more than half of what is free."""
-    free = topology.node_free_bytes(node_id)
-    room = min(wanted, free // (2 * parts))
-    if room < min(wanted, _SMALLEST_BYTES):
-        raise TierFullError(
-            f"node {node_id} cannot be measured: {format_bytes(free)} are free, and {parts} buffers of at least "
-            f"{format_bytes(min(wanted, _SMALLEST_BYTES))} are needed at a time, half of the memory left to others. "
-            "Free memory on that node."
-        )
-    return room // PAGE_BYTES * PAGE_BYTES
-
-
 def measure_nodes(
     topology: Topology, options: Options, caches: int, say: Callable[[str], None] = print
 ) -> dict[tuple[int, str], Figure]:
@@ -415,10 +382,18 @@ def measure_nodes(
     sweeps: dict[tuple[int, str], Sweep] = {}
     traffic: dict[tuple[int, str], int] = {}
     kept = []  # buffers, until all is measured
+    wanted = max(options.node_bytes, _CACHES * caches)
+    least = min(wanted, _SMALLEST_BYTES)
     for node_id, resource in resources.items():
-        wanted = max(options.node_bytes, _CACHES * caches)
+        free = topology.node_free_bytes(node_id)  # half of it is for others
+        nbytes = min(wanted, free // (2 * len(resources))) // PAGE_BYTES * PAGE_BYTES
         try:
-            nbytes = room_bytes(topology, node_id, wanted, parts=len(resources))
+            if nbytes < least // PAGE_BYTES * PAGE_BYTES:
+                raise TierFullError(
+                    f"node {node_id} cannot be measured: {format_bytes(free)} are free, and {len(resources)} buffers "
+                    f"of at least {format_bytes(least)} are needed at a time, half of the memory left to others. Free "
+                    "memory on that node."
+                )
             memory = resource.allocate(nbytes).tensor((nbytes,), torch.uint8)
         except TierFullError as error:
             say(f"left out: {error}")
@@ -467,11 +442,9 @@ class _Copy(NamedTuple):
 def measure_copies(
     topology: Topology, engines: Sequence[TransferEngine], options: Options, node_ids: Sequence[int], pin: Pinner
 ) -> dict[tuple[int | None, int | None, str], Figure]:
-    """Measure copies of every node and device, in turns.
+    """Return bytes per second of copies by device, node and direction, measured in turns.
 
-    Returns:
-        By device, node and direction: bytes per second; device None is all of them at the same time; node None are the
-        seconds of a copy of a few bytes.
+    Device None is all of them at the same time; node None are the seconds of a copy of a few bytes.
     """
     resources = _node_resources(topology)
     copies: dict[tuple[int | None, int | None, str], list[_Copy]] = {}
@@ -512,23 +485,18 @@ def measure_flops(engine: TransferEngine, options: Options) -> dict[int, Figure]
     for size in options.matmul_sizes:
         if expected_s > options.matmul_seconds:
             break
-        products[size] = _product(engine, size)
+        generator = torch.Generator().manual_seed(size)
+        left, right = torch.randn(2, size, size, generator=generator).to(torch.bfloat16).to(engine.device)
+        products[size] = partial(_multiply, engine, left, right, torch.empty_like(left))
         products[size]()  # loads libraries and starts threads
         expected_s = 8 * _timed(products[size])
     seconds = measure(products, min(_PRODUCT_ROUNDS, options.rounds))
     return {size: each.per_second(2 * size**3) for size, each in seconds.items()}
 
 
-def _product(engine: TransferEngine, size: int) -> Callable[[], None]:
-    generator = torch.Generator().manual_seed(size)
-    left, right = torch.randn(2, size, size, generator=generator).to(torch.bfloat16).to(engine.device)
-    out = torch.empty_like(left)
-
-    def run() -> None:
-        torch.mm(left, right, out=out)
-        engine.mark().wait_host()
-
-    return run
+def _multiply(engine: TransferEngine, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(left, right, out=out)
+    engine.mark().wait_host()
 
 
 # Disks: large sequential writes and reads of a temporary file, past the page cache where possible.

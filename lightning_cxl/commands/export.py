@@ -11,7 +11,7 @@ import re
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -111,7 +111,21 @@ def open_checkpoint(path: Path, opened: ExitStack) -> Checkpoint:
             names = ", ".join(map(str, [path, *others]))
             raise CheckpointError(f"`{path.parent}` has several models: export one of {names}")
     if is_sharded_checkpoint(path):
-        return _of_processes(path)
+        sharded = ShardedCheckpoint(path)
+        rest = sharded.rest(weights_only=True)
+        own = rest.get(KEY)
+        tied = {name: names[0] for names in (own.get(TIED, []) if isinstance(own, dict) else []) for name in names}
+
+        def tensor(name: str, full_name: str) -> CheckpointTensor:
+            like, read = sharded.empty(full_name), partial(sharded.tensor, full_name)  # puts the shards together
+            return CheckpointTensor(name, tuple(like.shape), like.dtype, read, tied.get(name, name))
+
+        names_in = {name: f"state_dict.{name}" for name in sharded.names("state_dict")}
+        tensors = [tensor(name, full) for name, full in names_in.items() if sharded.is_tensor(full)]
+        masters = sharded.master_names()
+        return Checkpoint(
+            path, tensors, _files_in(path, rest), lambda: {name: tensor(name, full) for name, full in masters.items()}
+        )
     files = {name: (path / name).read_bytes() for name in (*MODEL_FILES, *TOKENIZER_FILES) if (path / name).is_file()}
     if (path / ADAPTER_CONFIG).is_file():
         return Checkpoint(path, [], files, is_adapter=True)
@@ -121,7 +135,10 @@ def open_checkpoint(path: Path, opened: ExitStack) -> Checkpoint:
                 f"`{path}` has several models. Put {SINGLE_FILE} (or another one under that name) in a folder of its "
                 "own and export that"
             )
-        tensors = list(map(_of_safetensors, tensors_of(opened.enter_context(open_weights(path)))))
+        tensors = [
+            CheckpointTensor(each.name, each.shape, each.dtype, partial(_pages_or_values, each), each.name)
+            for each in tensors_of(opened.enter_context(open_weights(path)))
+        ]
     else:
         pickles = sorted(path.glob(_PICKLES))
         tensors = [each for file in pickles for each in _stored(_load(file))]
@@ -133,23 +150,6 @@ def open_checkpoint(path: Path, opened: ExitStack) -> Checkpoint:
             )
     optimizers = [each for pattern in _OPTIMIZERS for each in sorted(path.glob(pattern))]
     return Checkpoint(path, tensors, files, lambda: _masters(map(_load, optimizers)))
-
-
-def _of_processes(path: Path) -> Checkpoint:
-    folder = ShardedCheckpoint(path)
-    rest = folder.rest(weights_only=True)
-    own = rest.get(KEY)
-    tied = {name: names[0] for names in (own.get(TIED, []) if isinstance(own, dict) else []) for name in names}
-
-    def tensor(name: str, full_name: str) -> CheckpointTensor:
-        like = folder.empty(full_name)
-        read = partial(folder.tensor, full_name)  # puts the shards together
-        return CheckpointTensor(name, tuple(like.shape), like.dtype, read, tied.get(name, name))
-
-    weights = [(name, f"state_dict.{name}") for name in folder.names("state_dict")]
-    tensors = [tensor(name, full) for name, full in weights if folder.is_tensor(full)]
-    masters = folder.master_names()
-    return Checkpoint(path, tensors, _files_in(path, rest), lambda: {n: tensor(n, full) for n, full in masters.items()})
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -166,12 +166,9 @@ def _stored(state: Mapping[str, Any]) -> list[CheckpointTensor]:
     return found
 
 
-def _of_safetensors(weight: WeightSource) -> CheckpointTensor:
-    def read() -> Tensor:
-        pages = weight.mapped()
-        return weight.values() if pages is None else pages
-
-    return CheckpointTensor(weight.name, weight.shape, weight.dtype, read, weight.name)
+def _pages_or_values(weight: WeightSource) -> Tensor:
+    pages = weight.mapped()
+    return weight.values() if pages is None else pages
 
 
 def _files_in(path: Path, loaded: Mapping[str, Any]) -> dict[str, bytes]:
@@ -225,18 +222,15 @@ def json_object(text: bytes, name: str) -> dict[str, Any]:
 
 
 def _masters(files: Iterable[Mapping[str, Any]]) -> dict[str, CheckpointTensor]:
-    entries = (entry for loaded in files for entry in _entries(loaded))
-    found = {name: value for own, states in entries for name, value in masters_in(own, states).items()}
+    found: dict[str, Tensor] = {}
+    for loaded in files:
+        if KEY in loaded:
+            states = loaded.get("optimizer_states", [loaded] if "state" in loaded else [])
+            found |= masters_in(loaded[KEY], states)
+        for value in loaded.values():
+            if isinstance(value, Mapping) and KEY in value:
+                found |= masters_in(value[KEY], [value])
     return {each.name: each for each in _stored(found)}
-
-
-def _entries(loaded: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]:
-    """Yield our entries in a file, each with the state dicts of its optimizers."""
-    if KEY in loaded:
-        yield loaded[KEY], loaded.get("optimizer_states", [loaded] if "state" in loaded else [])
-    for value in loaded.values():
-        if isinstance(value, Mapping) and KEY in value:
-            yield value[KEY], [value]
 
 
 def _with_masters(
@@ -248,9 +242,14 @@ def _with_masters(
         names_of.setdefault(weight.identity, []).append(weight.name)
     tensors, count = [], 0
     for weight in weights:
-        name = next((name for name in names_of[weight.identity] if name in masters), None)
-        tensors.append(weight if name is None else _master(weight, masters[name]))
-        count += name is not None
+        master = next((masters[name] for name in names_of[weight.identity] if name in masters), None)
+        if master is None:
+            tensors.append(weight)
+        elif master.dtype is torch.int16:
+            tensors.append(replace(weight, dtype=torch.float32, read=partial(_joined, weight, master)))
+        else:
+            tensors.append(replace(master, name=weight.name))
+        count += master is not None
     if masters and not count:
         raise CheckpointError(
             f"the checkpoint has {len(masters)} float32 master weights such as `{min(masters)}`, and none has the name "
@@ -259,10 +258,8 @@ def _with_masters(
     return tensors, count
 
 
-def _master(weight: CheckpointTensor, master: CheckpointTensor) -> CheckpointTensor:
-    if master.dtype is not torch.int16:
-        return replace(master, name=weight.name)
-    return replace(weight, dtype=torch.float32, read=lambda: joined(weight.read(), master.read()))
+def _joined(weight: CheckpointTensor, remainder: CheckpointTensor) -> Tensor:
+    return joined(weight.read(), remainder.read())
 
 
 # -- weights that bitsandbytes has quantised, as the numbers that it computes with -------------------------------------
@@ -311,10 +308,7 @@ def _dequantised(
 
 # -- the export --------------------------------------------------------------------------------------------------------
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""Parts of names from torch.compile and checkpoint wrappers."""
-_NEED_MASTERS = (torch.float32, torch.float16)
-"""They hold more of master weights than bfloat16 weights have."""
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")  # of torch.compile and of checkpointing
 _INSIDE = "base_model.model."
 """Between a peft model and the modules of the model in it."""
 _ADAPTER = re.compile(r"\.(?:lora_\w+|modules_to_save)\.([^.]+)(?:\.|$)")
@@ -325,11 +319,9 @@ class Exported(NamedTuple):
     """The result of an export."""
 
     folder: Path
-    files: list[Path]
-    """With weights."""
+    files: list[Path]  # with weights
     num_tensors: int
-    notes: list[str]
-    """What became of adapters, quantised weights and master weights, and what was left out."""
+    notes: list[str]  # on adapters, quantised weights and master weights, and on what was left out
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -371,10 +363,18 @@ def export_checkpoint(
         raise ConfigError(f"`{folder}` would be read and written at once: give another folder")
     with ExitStack() as opened:
         found, num_masters = open_checkpoint(checkpoint, opened), 0
-        if dtype in _NEED_MASTERS:
+        if dtype in (torch.float32, torch.float16):  # they hold more of master weights than bfloat16 weights have
             found.tensors, num_masters = _with_masters(found.tensors, found.masters())
         lora = _adapter_config(found, adapter_config)
-        source = base if base is not None or lora is None else _base_of(found, lora)
+        source = base
+        if source is None and lora is not None:
+            name = lora.get("base_model_name_or_path")
+            if not name or not Path(name).is_dir():
+                raise ConfigError(
+                    f"the adapter in `{found.path}` was trained on {name!r}, which is no folder here: give the folder "
+                    "of that model with --base"
+                )
+            source = Path(name)
         under = Checkpoint(found.path, [], {}) if source is None else open_checkpoint(source, opened)
         files = {**under.files, **found.files}
         if CONFIG not in files:
@@ -384,14 +384,15 @@ def export_checkpoint(
         config = json_object(files[CONFIG], CONFIG)
         config.pop("quantization_config", None)
         files.pop(ADAPTER_CONFIG, None)
-        state = [replace(tensor, name=_unwrapped(tensor.name)) for tensor in found.tensors]
+        state = [replace(tensor, name=_WRAPPERS.sub("", tensor.name)) for tensor in found.tensors]
         adapters = [tensor for tensor in state if _ADAPTER.search(tensor.name)]
         _check_options(found, bool(adapters), lora, given=adapter_config, only_adapter=only_adapter, dtype=dtype)
         if adapters:
             state = [replace(each, name=_plain_name(each.name)) for each in state if not _ADAPTER.search(each.name)]
-        computes_in = _dtype_of(config)
+        computes_in = getattr(torch, str(config.get("dtype", config.get("torch_dtype"))), None)
+        computes_in = computes_in if isinstance(computes_in, torch.dtype) else torch.float32
         model = build_empty(config)
-        own, num_others = _of_model(dequantised(state, computes_in), model_weights(model).keys())
+        own, num_others = _of_model(dequantised(state, computes_in), model_weights(model))
         weights = _Weights(model, own, dequantised(under.tensors, computes_in))
         if lora is not None and (adapters or found.is_adapter):
             adapted = _with_adapter(model, found, adapters, lora)
@@ -407,7 +408,7 @@ def export_checkpoint(
         keys = {"dtype", *({"torch_dtype"} & config.keys())}  # older tools read the second
         config |= {"architectures": [type(model).__name__], **dict.fromkeys(keys, name.removeprefix("torch."))}
         _write(folder, {**files, CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()})
-    notes = list(weights.notes())
+    notes = weights.notes()
     if num_masters:
         notes.append(f"{num_masters} weights are the float32 master weights of the optimizer")
     elif dtype is torch.float32:
@@ -427,16 +428,6 @@ def _adapter_config(found: Checkpoint, given: Path | None) -> dict[str, Any] | N
     if not path.is_file():
         raise ConfigError(f"there is no `{path}`: give the {ADAPTER_CONFIG} that peft writes (config.save_pretrained)")
     return json_object(path.read_bytes(), f"`{path}`")
-
-
-def _base_of(found: Checkpoint, config: Mapping[str, Any]) -> Path:
-    name = config.get("base_model_name_or_path")
-    if not name or not Path(name).is_dir():
-        raise ConfigError(
-            f"the adapter in `{found.path}` was trained on {name!r}, which is no folder here: give the folder of "
-            "that model with --base"
-        )
-    return Path(name)
 
 
 def _check_options(
@@ -463,22 +454,11 @@ def _check_options(
         raise ConfigError("an adapter alone keeps its dtype: leave out --dtype or --only-adapter")
 
 
-def _unwrapped(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
 def _plain_name(name: str) -> str:
     """Return the name that a base weight has in the model without adapters."""
     for part in _OWN_PARTS:
         name = name.replace(f"{part}.", ".")
     return name.replace(_INSIDE, "", 1)
-
-
-def _dtype_of(config: dict[str, Any]) -> torch.dtype:
-    found = getattr(torch, str(config.get("dtype", config.get("torch_dtype"))), None)
-    return found if isinstance(found, torch.dtype) else torch.float32
 
 
 def _note_of_tokenizer(folder: Path) -> list[str]:
@@ -506,12 +486,7 @@ def build_empty(config: Mapping[str, Any]) -> Any:
 
 
 class _Weights:
-    """Weights of a model and where their values are.
-
-    Args:
-        own: tensors of the checkpoint.
-        below: of the base model, for weights that are not in `own`.
-    """
+    """Weights of a model and where their values are: in the checkpoint (`own`), else in the base model (`below`)."""
 
     def __init__(self, model: Any, own: Sequence[CheckpointTensor], below: Sequence[CheckpointTensor]) -> None:
         weights, names = model_weights(model), FileNames(model)
@@ -541,16 +516,15 @@ class _Weights:
     def _value(self, name: str) -> Tensor:
         return self._merged[name]() if name in self._merged else self._base_value(name)
 
-    def notes(self) -> Iterator[str]:
-        if self._merged:
-            num_layers = len({name.rpartition(".")[0] for name in self._merged})
-            yield f"merged an adapter into {num_layers} layers"
-        plain = [isinstance(each, CheckpointTensor) and each.is_dequantised for each in self._sources.values()]
-        if any(plain):
-            yield (
-                f"dequantised {sum(plain)} weights of bitsandbytes: they have the numbers that training computed with, "
-                "in plain form"
+    def notes(self) -> list[str]:
+        layers = {name.rpartition(".")[0] for name in self._merged}
+        plain = sum(isinstance(each, CheckpointTensor) and each.is_dequantised for each in self._sources.values())
+        found = [f"merged an adapter into {len(layers)} layers"] if layers else []
+        if plain:
+            found.append(
+                f"dequantised {plain} weights of bitsandbytes: they have the numbers that training computed with"
             )
+        return found
 
     def merge(self, adapted: Any) -> None:
         """Let an adapter of peft change weights when they are written."""
@@ -603,13 +577,9 @@ class _Weights:
             layer.merged_adapters.clear()
 
 
-def _of_model(tensors: Sequence[CheckpointTensor], names: Any) -> tuple[list[CheckpointTensor], int]:
-    """Return the tensors of the model under its own names, and how many belong to other modules.
-
-    A module that was trained may hold the model as an attribute, so that its names have a prefix.
-    """
-    known = set(names)
-    prefixes: Counter[str] = Counter()
+def _of_model(tensors: Sequence[CheckpointTensor], known: Mapping[str, Any]) -> tuple[list[CheckpointTensor], int]:
+    """Return the tensors of the model under its own names, and how many belong to other modules."""
+    prefixes: Counter[str] = Counter()  # of a module that holds the model as an attribute
     for tensor in tensors:
         parts = tensor.name.split(".")
         for start in range(len(parts)):
@@ -639,7 +609,12 @@ def _with_adapter(model: Any, found: Checkpoint, tensors: Sequence[CheckpointTen
         Path(folder, ADAPTER_CONFIG).write_text(json.dumps(dict(config)))
         made = PeftConfig.from_pretrained(folder)
     model.name_or_path = made.base_model_name_or_path or ""  # else peft renames it to a folder that is gone
-    name = "default" if found.is_adapter else _only_name(tensors)
+    names_in_file = {match[1] for tensor in tensors if (match := _ADAPTER.search(tensor.name))}
+    name, *others = sorted(names_in_file) or ["default"]
+    if others:
+        raise UnsupportedError(f"the checkpoint has several adapters ({name}, {', '.join(others)}): export needs one")
+    if "/" in name or "\\" in name:  # peft makes a folder of this name
+        raise CheckpointError(f"the checkpoint is damaged or crafted: its adapter has the name {name!r}, a path")
     try:
         adapted = in_peft_model(model, made, adapter_name=name, low_cpu_mem_usage=True)
     except ValueError as error:
@@ -669,16 +644,6 @@ def _with_adapter(model: Any, found: Checkpoint, tensors: Sequence[CheckpointTen
     except RuntimeError as error:
         raise CheckpointError(f"the adapter does not fit its {ADAPTER_CONFIG}: {error}") from error
     return adapted
-
-
-def _only_name(tensors: Sequence[CheckpointTensor]) -> str:
-    names = {found[1] for tensor in tensors if (found := _ADAPTER.search(tensor.name))}
-    if len(names) > 1:
-        raise UnsupportedError(f"the checkpoint has several adapters ({', '.join(sorted(names))}): export needs one")
-    (name,) = names
-    if "/" in name or "\\" in name:  # peft makes a folder of this name
-        raise CheckpointError(f"the checkpoint is damaged or crafted: its adapter has the name {name!r}, a path")
-    return name
 
 
 def _some(names: Iterable[str]) -> str:
