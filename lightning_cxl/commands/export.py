@@ -386,7 +386,20 @@ def export_checkpoint(
         files.pop(ADAPTER_CONFIG, None)
         state = [replace(tensor, name=_WRAPPERS.sub("", tensor.name)) for tensor in found.tensors]
         adapters = [tensor for tensor in state if _ADAPTER.search(tensor.name)]
-        _check_options(found, bool(adapters), lora, given=adapter_config, only_adapter=only_adapter, dtype=dtype)
+        if adapters and lora is None:
+            raise ConfigError(
+                f"`{found.path}` has adapters, and does not say how they are scaled: give the {ADAPTER_CONFIG} that "
+                "they were trained with, with --adapter-config (peft: "
+                "model.peft_config['default'].save_pretrained(FOLDER))"
+            )
+        if not adapters and adapter_config is not None:
+            raise ConfigError(f"`{found.path}` needs no --adapter-config: it has no adapters in its state dict")
+        if only_adapter and not adapters:
+            raise ConfigError(
+                f"`{found.path}` has no adapter, or is a folder of an adapter already: leave out --only-adapter"
+            )
+        if only_adapter and dtype is not None:
+            raise ConfigError("an adapter alone keeps its dtype: leave out --dtype or --only-adapter")
         if adapters:
             state = [replace(each, name=_plain_name(each.name)) for each in state if not _ADAPTER.search(each.name)]
         computes_in = getattr(torch, str(config.get("dtype", config.get("torch_dtype"))), None)
@@ -428,30 +441,6 @@ def _adapter_config(found: Checkpoint, given: Path | None) -> dict[str, Any] | N
     if not path.is_file():
         raise ConfigError(f"there is no `{path}`: give the {ADAPTER_CONFIG} that peft writes (config.save_pretrained)")
     return json_object(path.read_bytes(), f"`{path}`")
-
-
-def _check_options(
-    found: Checkpoint,
-    has_adapters: bool,
-    config: Mapping[str, Any] | None,
-    *,
-    given: Path | None,
-    only_adapter: bool,
-    dtype: torch.dtype | None,
-) -> None:
-    if has_adapters and config is None:
-        raise ConfigError(
-            f"`{found.path}` has adapters, and does not say how they are scaled: give the {ADAPTER_CONFIG} that they "
-            "were trained with, with --adapter-config (peft: model.peft_config['default'].save_pretrained(FOLDER))"
-        )
-    if not has_adapters and given is not None:
-        raise ConfigError(f"`{found.path}` needs no --adapter-config: it has no adapters in its state dict")
-    if only_adapter and not has_adapters:
-        raise ConfigError(
-            f"`{found.path}` has no adapter, or is a folder of an adapter already: leave out --only-adapter"
-        )
-    if only_adapter and dtype is not None:
-        raise ConfigError("an adapter alone keeps its dtype: leave out --dtype or --only-adapter")
 
 
 def _plain_name(name: str) -> str:

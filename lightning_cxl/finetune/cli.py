@@ -185,18 +185,14 @@ def option_errors() -> Iterator[None]:
             cause = cause.__cause__  # not __context__: a bug in what handles our error is no error of ours
         if cause is not None:  # jsonargparse put our error into one of its own
             raise cause from error
-        if not _is_about_options(error):
+        names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+        of_file = isinstance(error, OSError | EOFError | UnicodeError | pickle.UnpicklingError)
+        while of_file and names[-1].split(".")[0] in _READERS:
+            names.pop()
+        of_parser = names[-1].split(".")[0] in _PARSERS and not isinstance(error, _ACCIDENTS)
+        if not (of_parser or (of_file and _FILES.match(names[-1]))):
             raise
         raise ConfigError(str(error).strip() or type(error).__name__) from error
-
-
-def _is_about_options(error: Exception) -> bool:
-    names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not isinstance(error, OSError | EOFError | UnicodeError | pickle.UnpicklingError):
-        return names[-1].split(".")[0] in _PARSERS and not isinstance(error, _ACCIDENTS)
-    while names[-1].split(".")[0] in _READERS:
-        names.pop()
-    return names[-1].split(".")[0] in _PARSERS or _FILES.match(names[-1]) is not None
 
 
 class FinetuneCLI(LightningCLI):

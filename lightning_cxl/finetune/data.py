@@ -181,7 +181,18 @@ class TextData(LightningDataModule):
         self.tokenizer, samples = self._load()
         of = f"blocks of {self.seq_len} tokens"
         if "scored" in samples.column_names:
-            samples, of = _with_answers(samples, self.seq_len), "conversations"
+            columns, count, of = samples.with_format("numpy"), len(samples), "conversations"
+            lengths, scored = (np.asarray(columns[name][:], dtype=np.int64) for name in ("length", "scored"))
+            kept, long = np.flatnonzero(scored), int((lengths > self.seq_len).sum())
+            samples = samples.select(kept).select_columns(["input_ids", "labels"])
+            if long or len(kept) < count:
+                warnings.warn(
+                    f"of {count} samples {long} are longer than {self.seq_len} tokens and lose their end; "
+                    f"{count - len(kept)} have no answer in what is left and are left out. The longest has "
+                    f"{lengths.max()} tokens: raise data.seq_len",
+                    LightningCXLWarning,
+                    stacklevel=2,
+                )
         batch = self.batch_size * self._processes()[1]
         num_train = len(samples) - max(batch, round(len(samples) * self.val_fraction))
         if num_train < batch:
@@ -232,7 +243,11 @@ class TextData(LightningDataModule):
         options: dict[str, Any] = {"seq_len": self.seq_len, "train_on": self.train_on, "recipe": _RECIPE}
         try:
             if "conversations" in forms:
-                said = (plain_text(*read_conversation(line)) for line in _each(texts) if line.strip())
+                # a new tokenizer learns from conversations as `FALLBACK_TEMPLATE` shows them
+                said = (
+                    "".join(f"### {each['role'].capitalize()}:\n{each.get('content') or ''}\n\n" for each in messages)
+                    for messages, _ in (read_conversation(line) for line in _each(texts) if line.strip())
+                )
                 options["tokenizer"], make = with_template(self._tokenizer(texts, said)), tokenize
                 columns = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
                 columns |= {"length": Value("int64"), "scored": Value("int64")}
@@ -261,9 +276,6 @@ def cut(sample: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     start = max(1, int((labels != IGNORED).nonzero()[0]))  # nothing can be generated from no token
     after = (labels[start:] == IGNORED).nonzero()
     return ids[:start], ids[start : start + int(after[0]) if len(after) else None]
-
-
-# -- files
 
 
 def stdlib_files(root: str | Path | None = None) -> list[Path]:
@@ -327,9 +339,6 @@ def corpus_fingerprint(rows: Dataset) -> str:
     for text in map(str.encode, _each(rows)):
         digest.update(len(text).to_bytes(8, "little") + text)
     return digest.hexdigest()[:16]
-
-
-# -- lines of JSONL
 
 
 def form_of_file(path: Path) -> str:
@@ -417,37 +426,28 @@ def read_conversation(line: str) -> tuple[list[dict[str, Any]], list[Any] | None
     return messages, tools or None
 
 
-# -- tokens
-
-
-def plain_text(messages: list[dict[str, Any]], tools: Any = None) -> str:
-    """Return a conversation as the text from which a new tokenizer learns: that of `FALLBACK_TEMPLATE`."""
-    return "".join(f"### {each['role'].capitalize()}:\n{each.get('content') or ''}\n\n" for each in messages)
-
-
 def samples_of(
     messages: list[dict[str, Any]], tools: list[Any] | None, tokenizer: PreTrainedTokenizerBase, *, train_on_all: bool
 ) -> list[tuple[list[int], list[int]]]:
     """Return a conversation as (tokens, labels): one sample, or one for each answer.
 
     A template may mark what the assistant says with ``{% generation %}``. Without marks, an answer is what it adds to
-    the text of the messages before it, without the header of its turn. Where a template shows an answer otherwise when
-    more follows (Qwen3 takes its thoughts out), each answer becomes a sample that ends with it.
+    the text before it, without the header of its turn. Where a template shows it otherwise when more follows (Qwen3
+    takes its thoughts out), each answer becomes a sample that ends with it.
     """
 
     def shown(messages: list[dict[str, Any]], **options: Any) -> str:
         return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options) if messages else ""
 
-    def sample(text: str, spans: list[tuple[int, int]] | None) -> tuple[list[int], list[int]]:
+    def sample(text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        said = [
-            spans is None or any(begin < stop and end > start for start, stop in spans)
-            for begin, end in encoded["offset_mapping"]
-        ]
+        places = encoded["offset_mapping"]
+        said = [any(begin < stop and end > start for start, stop in spans) for begin, end in places]
         return encoded["input_ids"], _labels(encoded["input_ids"], said)
 
     if train_on_all:
-        return [sample(shown(messages), None)]
+        ids = tokenizer(shown(messages), add_special_tokens=False, verbose=False)["input_ids"]
+        return [(ids, ids)]
     if _MARKS.search(tokenizer.get_chat_template(tools=tools)):
         marked = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
         encoded = tokenizer.apply_chat_template(messages, tools=tools, **marked)
@@ -462,7 +462,7 @@ def samples_of(
             # the answer has in common with another one that begins with another letter is no part of it
             if isinstance(content, str) and not (opened and after.startswith(opened)):
                 other = shown([*earlier, {**message, "content": "a" if content.lstrip().startswith("b") else "b"}])
-            common = [_common(text, after) for text in (opened, other) if text]
+            common = [len(os.path.commonprefix([text, after])) for text in (opened, other) if text]  # noqa: RUF071
             if not after.startswith(before):
                 raise ValueError(
                     "it changes earlier messages when an answer follows, so the answer is not found in its text: mark "
@@ -472,11 +472,6 @@ def samples_of(
     if all(whole.startswith(after) for after, _ in answers):
         return [sample(whole, [span for _, span in answers])]
     return [sample(after, [span]) for after, span in answers]
-
-
-def _common(one: str, other: str) -> int:
-    differ = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differ, min(len(one), len(other)))
 
 
 def _labels(ids: Sequence[int], said: Sequence[int]) -> list[int]:
@@ -495,40 +490,14 @@ def tokenize(
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise LineError(f"the chat template refuses the conversation: {error}", line) from error
         for ids, labels in samples:
-            made = (
-                ids[:seq_len],
-                labels[:seq_len],
-                len(ids),
-                len(labels[1:seq_len]) - labels[1:seq_len].count(IGNORED),
-            )
-            for name, value in zip(rows, made, strict=True):
-                rows[name].append(value)
+            rows["input_ids"].append(ids[:seq_len])
+            rows["labels"].append(labels[:seq_len])
+            rows["length"].append(len(ids))
+            rows["scored"].append(sum(label != IGNORED for label in labels[1:seq_len]))
     return rows
 
 
-def _with_answers(samples: Dataset, seq_len: int) -> Dataset:
-    """Return the samples of `tokenize` that have an answer; warn of those that were cut."""
-    columns = samples.with_format("numpy")
-    lengths, scored = (np.asarray(columns[name][:], dtype=np.int64) for name in ("length", "scored"))
-    kept, long = np.flatnonzero(scored), int((lengths > seq_len).sum())
-    if long or len(kept) < len(samples):
-        warnings.warn(
-            f"of {len(samples)} samples {long} are longer than {seq_len} tokens and lose their end; "
-            f"{len(samples) - len(kept)} have no answer in what is left and are left out. The longest has "
-            f"{lengths.max()} tokens: raise data.seq_len",
-            LightningCXLWarning,
-            stacklevel=2,
-        )
-    return samples.select(kept).select_columns(["input_ids", "labels"])
-
-
-def pack(
-    batch: dict[str, Sequence[str]],
-    tokenizer: PreTrainedTokenizerBase,
-    seq_len: int,
-    train_on: str = "",
-    recipe: int = 0,
-) -> dict[str, Any]:
+def pack(batch: dict[str, Sequence[str]], tokenizer: PreTrainedTokenizerBase, seq_len: int, **_: Any) -> dict[str, Any]:
     """Return documents as full blocks; what fills no block behind the last one is dropped."""
     ids, places, end = list[int](), list[int](), tokenizer.eos_token_id
     for document in tokenizer(list(batch["text"]), verbose=False)["input_ids"]:
@@ -560,10 +529,8 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = without_code(AutoTokenizer.from_pretrained, name_or_path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"cannot load a tokenizer from {name_or_path!r} (a local folder or a hub id): {why}"
-        ) from error
+        where = f"{name_or_path!r} (a local folder or a hub id)"
+        raise ConfigError(f"cannot load a tokenizer from {where}: {type(error).__name__}: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {name_or_path!r} has no end-of-text token, which separates documents")
     return tokenizer

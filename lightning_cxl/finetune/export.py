@@ -12,15 +12,9 @@ from lightning_cxl.weights.hf import save_pretrained
 
 
 def export_pretrained(module: CausalLM, folder: str | Path, weights: dict[str, Any] | None = None) -> Path:
-    """Write `folder` for `from_pretrained` of ``AutoModelForCausalLM`` and ``AutoTokenizer``, or of ``PeftModel``.
+    """Write a folder for `from_pretrained` of ``AutoModelForCausalLM`` and ``AutoTokenizer``, or of ``PeftModel``.
 
-    Args:
-        module: its model is written; with `lora` its adapters alone.
-        folder: may be there.
-        weights: of the model, whole, where it is sharded over processes; None: those that it has.
-
-    Raises:
-        ConfigError: the module has no model yet, or a sharded one, and no weights are given.
+    With `lora` it has the adapters alone. Of a model that is sharded over processes, `weights` are the whole ones.
     """
     if module.model is None:
         raise ConfigError("nothing to export: the module has no model yet (call configure_model, or load a checkpoint)")

@@ -112,7 +112,7 @@ class CausalLM(LightningModule):
     def configure_model(self) -> None:
         if self.model is not None:
             return
-        model = _new_llama(self.options, self.tokenizer) if self.options.name_or_path is None else self._pretrained()
+        model = self._new_llama() if self.options.name_or_path is None else self._pretrained()
         config = model.config.get_text_config()
         if self.tokenizer is not None and len(self.tokenizer) > config.vocab_size:
             raise ConfigError(
@@ -204,7 +204,17 @@ class CausalLM(LightningModule):
         return tokens
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[FILES_KEY] = _own_files(self.model, self.tokenizer)
+        # config, tokenizer and adapter's config as texts by file name, so that the checkpoint can be exported alone
+        own, adapters = self.model, getattr(self.model, "peft_config", None) or {}
+        generation = own.generation_config if own.can_generate() else None
+        checkpoint[FILES_KEY] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            for part in (own.config, generation, *adapters.values(), self.tokenizer):
+                if part is not None:
+                    part.save_pretrained(folder)
+            for path in Path(folder).iterdir():
+                with contextlib.suppress(UnicodeDecodeError, IsADirectoryError):
+                    checkpoint[FILES_KEY][path.name] = path.read_text(encoding="utf-8")
         if self.options.lora is not None:
             trained, state = self._trained(), checkpoint["state_dict"]
             checkpoint["state_dict"] = {name: value for name, value in state.items() if name in trained}
@@ -252,6 +262,15 @@ class CausalLM(LightningModule):
             loss: Tensor = self.model(input_ids=ids, labels=labels, use_cache=False, **arguments).loss
         return loss
 
+    def _new_llama(self) -> Any:
+        eos, attn = self.tokenizer and self.tokenizer.eos_token_id, self.options.attn
+        sizes = {theirs: self.options[ours] for ours, theirs in _SIZES.items()}
+        config = LlamaConfig(**sizes, tie_word_embeddings=True, bos_token_id=eos, eos_token_id=eos)
+        try:
+            return AutoModelForCausalLM.from_config(config, attn_implementation=attn, dtype=torch.get_default_dtype())
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"no Llama can be made with attn {attn!r}: {error}") from error
+
     def _pretrained(self) -> Any:
         name, mapped, quantization = self.options.name_or_path, self.options.mapped, self.options.quantization
         options: dict[str, Any] = {"attn_implementation": self.options.attn, "dtype": torch.get_default_dtype()}
@@ -265,19 +284,8 @@ class CausalLM(LightningModule):
                     return from_pretrained(AutoModelForCausalLM, name, mapped=mapped, **options)
             return without_code(AutoModelForCausalLM.from_pretrained, name, **options)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"cannot load {name!r} (a local folder or a hub id): {why}") from error
-
-
-def _new_llama(options: Any, tokenizer: PreTrainedTokenizerBase | None) -> Any:
-    eos = tokenizer and tokenizer.eos_token_id
-    sizes = {theirs: options[ours] for ours, theirs in _SIZES.items()}
-    config = LlamaConfig(**sizes, tie_word_embeddings=True, bos_token_id=eos, eos_token_id=eos)
-    how = {"attn_implementation": options.attn, "dtype": torch.get_default_dtype()}
-    try:
-        return AutoModelForCausalLM.from_config(config, **how)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"no Llama can be made with attn {options.attn!r}: {error}") from error
+            where = f"{name!r} (a local folder or a hub id)"
+            raise ConfigError(f"cannot load {where}: {type(error).__name__}: {error}") from error
 
 
 def _has_safetensors(folder: str) -> bool:
@@ -290,18 +298,3 @@ def cosine_factor(step: int, *, warmup_steps: int, total_steps: int, floor: floa
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def _own_files(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str]:
-    """Return config, tokenizer and adapter's config as texts by file name: a checkpoint can be exported alone."""
-    adapters = getattr(model, "peft_config", None) or {}
-    parts = [model.config, model.generation_config if model.can_generate() else None, *adapters.values(), tokenizer]
-    texts = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for part in parts:
-            if part is not None:
-                part.save_pretrained(folder)
-        for path in Path(folder).iterdir():
-            with contextlib.suppress(UnicodeDecodeError, IsADirectoryError):
-                texts[path.name] = path.read_text(encoding="utf-8")
-    return texts
