@@ -1,17 +1,19 @@
-"""Checkpoints of Lightning: names, masters, damaged files; without optimizer states, looked at in hooks, in memory."""
+"""Checkpoints of Lightning: names, masters of every form, damaged files, without optimizer states, hooks, in memory."""
 
 import copy
 from collections import OrderedDict
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import lightning_cxl
-from tests.integration.training import EXACT, make_trainer, offload
+from lightning_cxl.optim.kernels import split
+from tests.integration.training import EXACT, assert_same_weights, make_trainer, run, weights_of
 from tests.models import InStep, Task, TinyTransformer, token_data
+
+BF16 = {"precision": "bf16-true"}
 
 
 def no_dropout():
@@ -22,25 +24,23 @@ class Sequential(InStep, Task):
     pass
 
 
-def fit(strategy, steps, *, task=None, ckpt_path=None, save=None, **trainer_args):
-    seed_everything(5, verbose=False)
-    module = (task or Sequential)(no_dropout())
-    trainer = make_trainer(strategy, max_steps=steps, **trainer_args)
-    trainer.fit(module, token_data(), ckpt_path=ckpt_path)
-    if save:
-        trainer.save_checkpoint(save)
-    return module, trainer
+def fit(strategy, steps, *, task=Sequential, **given):
+    return run(strategy, lambda: task(no_dropout()), steps, **given)
 
 
-def weights(module):
-    return {name: value.cpu().clone() for name, value in module.state_dict().items()}
+def read(path):
+    return torch.load(path, weights_only=True)
+
+
+def named_masters(trainer):
+    return trainer.strategy._session.trained.masters.named_masters()
 
 
 def test_checkpoint_has_lightnings_format_and_loads_weights_only(tmp_path):
     module, _ = fit("cxl_offload", 2, save=tmp_path / "two.ckpt")
-    saved = torch.load(tmp_path / "two.ckpt", weights_only=True)
+    saved = read(tmp_path / "two.ckpt")
     fit("auto", 2, save=tmp_path / "plain.ckpt")
-    reference = torch.load(tmp_path / "plain.ckpt", weights_only=True)
+    reference = read(tmp_path / "plain.ckpt")
     assert saved.keys() - reference.keys() == {"lightning_cxl"}
     assert saved["state_dict"].keys() == reference["state_dict"].keys()
     ours, torchs = saved["optimizer_states"][0], reference["optimizer_states"][0]
@@ -50,8 +50,7 @@ def test_checkpoint_has_lightnings_format_and_loads_weights_only(tmp_path):
     assert names[0][0] == "model.embed.weight"
     assert (tmp_path / "two.ckpt").stat().st_size < 1.2 * (tmp_path / "plain.ckpt").stat().st_size
     loaded = Task.load_from_checkpoint(tmp_path / "two.ckpt", model=no_dropout(), weights_only=True)
-    for name, value in module.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value)
+    assert_same_weights(loaded, module)
 
 
 class Reordered(Sequential):
@@ -66,9 +65,9 @@ class InOrder(Sequential):
 
 @pytest.mark.parametrize("options", [{}, EXACT], ids=["CPUAdam", "torch AdamW"])
 def test_optimizer_state_finds_its_parameter_by_name(tmp_path, options):
-    straight, _ = fit(offload(**options), 8, task=InOrder)
-    fit(offload(**options), 5, task=InOrder, save=tmp_path / "five.ckpt")
-    resumed, _ = fit(offload(**options), 8, task=Reordered, ckpt_path=tmp_path / "five.ckpt")
+    straight, _ = fit(options, 8, task=InOrder)
+    fit(options, 5, task=InOrder, save=tmp_path / "five.ckpt")
+    resumed, _ = fit(options, 8, task=Reordered, ckpt_path=tmp_path / "five.ckpt")
     assert resumed.losses == straight.losses[5:]
 
 
@@ -92,8 +91,8 @@ def test_resumed_state_lies_where_the_policy_wants_it(tmp_path):
             self.tiers = self.trainer.strategy.report()["roles"]["momentum"]
 
     rules = {"tier_rules": {"*": {"optimizer_state": "cxl"}}}
-    fit(offload(**rules), 2, task=Adagrad, save=tmp_path / "two.ckpt")
-    resumed, _ = fit(offload(**rules), 3, task=Adagrad, ckpt_path=tmp_path / "two.ckpt")
+    fit(rules, 2, task=Adagrad, save=tmp_path / "two.ckpt")
+    resumed, _ = fit(rules, 3, task=Adagrad, ckpt_path=tmp_path / "two.ckpt")
     trained = sum(p.numel() * 4 for p in resumed.parameters())
     assert resumed.tiers.keys() == {"cxl"} and resumed.tiers["cxl"] >= trained
 
@@ -101,8 +100,8 @@ def test_resumed_state_lies_where_the_policy_wants_it(tmp_path):
 @pytest.mark.parametrize("options", [{"master": "fp32"}, EXACT], ids=["CPUAdam", "torch AdamW"])
 def test_bf16_checkpoint_without_masters_takes_the_weights(tmp_path, options):
     fit("auto", 3, save=tmp_path / "plain.ckpt", precision="bf16-true")
-    resumed, trainer = fit(offload(**options), 3, ckpt_path=tmp_path / "plain.ckpt", precision="bf16-true")
-    masters = trainer.strategy._session.trained.masters.named_masters()
+    resumed, trainer = fit(options, 3, ckpt_path=tmp_path / "plain.ckpt", precision="bf16-true")
+    masters = named_masters(trainer)
     assert masters.keys() == {name for name, p in resumed.named_parameters()}
     for name, value in masters.items():
         assert torch.equal(value, resumed.state_dict()[name].float())
@@ -112,13 +111,11 @@ def test_bf16_checkpoint_without_masters_takes_the_weights(tmp_path, options):
 def test_damaged_checkpoint_names_file_and_remedy(tmp_path, damage):
     path = tmp_path / "bad.ckpt"
     fit("cxl_offload", 1, save=path)
-    content = path.read_bytes()
-    if damage == "truncated":
-        path.write_bytes(content[: len(content) // 2])
-    elif damage == "garbage":
-        path.write_bytes(b"not a checkpoint at all" * 100)
-    else:
+    if damage == "not a dict":
         torch.save([1, 2], path)
+    else:
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2] if damage == "truncated" else b"not a checkpoint at all" * 100)
     with pytest.raises(lightning_cxl.CheckpointError, match=r"bad\.ckpt.*damaged or not a checkpoint"):
         fit("cxl_offload", 2, ckpt_path=path)
 
@@ -130,6 +127,10 @@ def test_missing_checkpoint_and_wrong_optimizer(tmp_path):
     fit("cxl_offload", 2, save=tmp_path / "two.ckpt")
     with pytest.raises(lightning_cxl.CheckpointError, match="has 2 parameter groups, this optimizer has 1"):
         fit("cxl_offload", 3, task=InOrder, ckpt_path=tmp_path / "two.ckpt")
+    saved = read(tmp_path / "two.ckpt")
+    torch.save({**saved, "optimizer_states": 2 * saved["optimizer_states"]}, tmp_path / "two.ckpt")
+    with pytest.raises(lightning_cxl.CheckpointError, match="state of 2 optimizers, this run has 1"):
+        fit("cxl_offload", 3, ckpt_path=tmp_path / "two.ckpt")
 
 
 def test_a_full_disk_leaves_no_partial_file(tmp_path, monkeypatch):
@@ -147,39 +148,22 @@ def test_a_full_disk_leaves_no_partial_file(tmp_path, monkeypatch):
 # -- as Lightning's users treat them -----------------------------------------------------------------------------------
 
 
-OPTIONS = [{}, EXACT, {"state": "8bit"}]
-
-
 @pytest.mark.on_cpu
 @pytest.mark.parametrize(("states", "options"), [({}, {}), ([], EXACT)], ids=["NeMo's", "no"])
 def test_a_checkpoint_without_optimizer_states_gives_its_weights(tmp_path, states, options):
     fit("auto", 3, save=tmp_path / "full.ckpt")
-    full = torch.load(tmp_path / "full.ckpt", weights_only=True)
+    full = read(tmp_path / "full.ckpt")
     torch.save({**full, "optimizer_states": states}, tmp_path / "bare.ckpt")
-    losses = []
-    for strategy in ("auto", offload(**options)):
-        resumed, _ = fit(strategy, 6, ckpt_path=tmp_path / "bare.ckpt")
-        losses.append(resumed.losses)
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert len(losses[0]) == 3
+    plain, ours = (fit(each, 6, ckpt_path=tmp_path / "bare.ckpt")[0] for each in ("auto", options))
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert len(plain.losses) == 3
 
 
 @pytest.mark.on_cpu
-def test_states_of_other_optimizers_are_refused(tmp_path):
-    fit("auto", 1, save=tmp_path / "full.ckpt")
-    full = torch.load(tmp_path / "full.ckpt", weights_only=True)
-    torch.save({**full, "optimizer_states": 2 * full["optimizer_states"]}, tmp_path / "two.ckpt")
-    with pytest.raises(lightning_cxl.CheckpointError, match="state of 2 optimizers, this run has 1"):
-        fit("cxl_offload", 2, ckpt_path=tmp_path / "two.ckpt")
-
-
-@pytest.mark.on_cpu
-@pytest.mark.parametrize("options", [{"state": "8bit"}, {"precision": "bf16-true"}], ids=str)
-def test_everything_is_restored_after_a_run_has_ended(tmp_path, options):
-    options = dict(options)
-    trainer_args = {"precision": options.pop("precision", "32-true")}
-    module, trainer = fit(offload(**options), 4, save=tmp_path / "four.ckpt", **trainer_args)
-    at_four = (weights(module), copy.deepcopy(trainer.optimizers[0].state_dict()))
+@pytest.mark.parametrize(("options", "trainer_args"), [({"state": "8bit"}, {}), ({}, BF16)], ids=["8bit", "bf16"])
+def test_everything_is_restored_after_a_run_has_ended(tmp_path, options, trainer_args):
+    module, trainer = fit(options, 4, save=tmp_path / "four.ckpt", **trainer_args)
+    at_four = (weights_of(module), copy.deepcopy(trainer.optimizers[0].state_dict()))
     trainer.fit_loop.epoch_loop.max_steps = 7
     trainer.fit(module, token_data())
     assert not torch.equal(module.model.head.weight, at_four[0]["model.head.weight"])
@@ -191,15 +175,15 @@ def test_everything_is_restored_after_a_run_has_ended(tmp_path, options):
         for name, value in state.items():
             assert torch.equal(restored["state"][key][name], value), name
     trainer.save_checkpoint(tmp_path / "again.ckpt")
-    first, again = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("four", "again"))
+    first, again = (read(tmp_path / f"{name}.ckpt") for name in ("four", "again"))
     assert first["lightning_cxl"]["num_gradients"] == again["lightning_cxl"]["num_gradients"] > 0
 
 
 @pytest.mark.on_cpu
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", [{}, EXACT, {"state": "8bit"}], ids=str)
 def test_states_go_into_optimizers_that_no_run_has_adopted(tmp_path, options):
     """As with `trainer.strategy.setup_optimizers`, which some tools call to look at a checkpoint."""
-    _, trainer = fit(offload(**options), 4, save=tmp_path / "four.ckpt")
+    _, trainer = fit(options, 4, save=tmp_path / "four.ckpt")
     module = Sequential(no_dropout())
     cold = make_trainer("cxl_offload")
     cold.strategy.connect(module)
@@ -227,20 +211,18 @@ class Looks(Sequential):
 
 
 @pytest.mark.on_cpu
-@pytest.mark.parametrize("options", [{}, {**EXACT, "precision": "bf16-true"}], ids=["CPUAdam", "separate masters"])
-def test_hooks_see_what_plain_lightning_hands_over(tmp_path, options):
-    options = dict(options)
-    trainer_args = {"precision": options.pop("precision", "32-true")}
-    first, _ = fit(offload(**options), 4, task=Looks, save=tmp_path / "four.ckpt", **trainer_args)
-    resumed, _ = fit(offload(**options), 7, task=Looks, ckpt_path=tmp_path / "four.ckpt", **trainer_args)
+@pytest.mark.parametrize(("options", "trainer_args"), [({}, {}), (EXACT, BF16)], ids=["CPUAdam", "separate masters"])
+def test_hooks_see_what_plain_lightning_hands_over(tmp_path, options, trainer_args):
+    first, _ = fit(options, 4, task=Looks, save=tmp_path / "four.ckpt", **trainer_args)
+    resumed, _ = fit(options, 7, task=Looks, ckpt_path=tmp_path / "four.ckpt", **trainer_args)
     assert isinstance(resumed.loaded, dict) and resumed.keys == first.saved
-    assert "lightning_cxl" in torch.load(tmp_path / "four.ckpt", weights_only=True), "the file has it"
-    straight, _ = fit(offload(**options), 7, **trainer_args)
+    assert "lightning_cxl" in read(tmp_path / "four.ckpt"), "the file has it"
+    straight, _ = fit(options, 7, **trainer_args)
     assert first.losses + resumed.losses == straight.losses, "and the run uses it"
     for copied in (copy.copy(resumed.loaded), copy.deepcopy(resumed.loaded)):
         assert type(copied) is OrderedDict and copied["mine"] == 1
     torch.save(resumed.loaded, tmp_path / "kept.ckpt")  # torch trusts no other kind of dict of ours
-    assert "lightning_cxl" not in torch.load(tmp_path / "kept.ckpt", weights_only=True)
+    assert "lightning_cxl" not in read(tmp_path / "kept.ckpt")
 
 
 @pytest.mark.on_cpu
@@ -252,3 +234,91 @@ def test_a_checkpoint_in_memory_is_read_back(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir()), "it is in no file"
     resumed, _ = fit("cxl_offload", 5, ckpt_path="memory://three.ckpt")
     assert first.losses + resumed.losses == straight.losses
+
+
+# -- masters of bfloat16 weights: split, float32, torch's optimizer's, and plain Lightning -----------------------------
+
+FORMS = {"split": {}, "fp32": {"master": "fp32"}, "torch": EXACT}
+
+
+def bf16(form, steps, **given):
+    return fit(
+        FORMS.get(form, form), steps, **{**BF16, "weights_only": True if "ckpt_path" in given else None, **given}
+    )
+
+
+@pytest.mark.on_cpu
+@pytest.mark.parametrize(("first", "second"), [("split", "split"), ("split", "fp32"), ("fp32", "split")])
+def test_resume_is_exact_from_either_form(tmp_path, first, second):
+    straight, _ = bf16("split", 10)
+    bf16(first, 6, save=tmp_path / "six.ckpt")
+    resumed, trainer = bf16(second, 10, ckpt_path=tmp_path / "six.ckpt")
+    assert len(resumed.losses) == 4 and resumed.losses == straight.losses[6:]
+    assert_same_weights(resumed, straight)
+    assert ("remainder" in trainer.optimizers[0].state_dict()["state"][0]) == (second == "split")
+
+
+@pytest.mark.on_cpu
+def test_split_masters_are_in_the_optimizers_state_only(tmp_path):
+    paths = [tmp_path / "split.ckpt", tmp_path / "fp32.ckpt"]
+    for path in paths:
+        bf16(path.stem, 3, save=path)
+    ours, other = map(read, paths)
+    assert ours["lightning_cxl"]["master_weights"] == {}
+    masters, state = other["lightning_cxl"]["master_weights"], ours["optimizer_states"][0]["state"]
+    names = [name for group in ours["lightning_cxl"]["optimizer_param_names"][0] for name in group]
+    for index, entry in state.items():
+        upper, lower = split(masters[names[index]])
+        assert torch.equal(upper, ours["state_dict"][names[index]]) and torch.equal(lower, entry["remainder"])
+    assert len(state) == len(masters) - 2, "all but the unused ones"
+    saved = sum(v.numel() for v in masters.values())
+    assert paths[1].stat().st_size - paths[0].stat().st_size > 1.9 * saved, "2 bytes each instead of 4"
+
+
+@pytest.mark.on_cpu
+def test_float32_training_resumed_from_split_masters_starts_from_them(tmp_path):
+    """Weights of a bf16-true checkpoint are bfloat16; the remainders complete them."""
+    bf16("split", 6, save=tmp_path / "split.ckpt")
+    expected = named_masters(bf16("fp32", 6)[1])
+    resumed, _ = bf16("split", 6, ckpt_path=tmp_path / "split.ckpt", precision="32-true")
+    for name, parameter in resumed.named_parameters():
+        assert torch.equal(parameter.detach(), expected[name]), name
+
+
+@pytest.mark.on_cpu
+def test_ours_loads_in_plain_lightning_and_comes_back(tmp_path):
+    """torch's AdamW carries the remainders along as numbers; when they come back they are known to be stale."""
+    straight, _ = bf16("split", 12)
+    bf16("split", 6, save=tmp_path / "ours.ckpt")
+    plain, trainer = bf16("auto", 9, ckpt_path=tmp_path / "ours.ckpt", save=tmp_path / "plain.ckpt")
+    assert plain.losses == pytest.approx(straight.losses[6:9], rel=0.02)
+    assert type(trainer.optimizers[0]) is torch.optim.AdamW
+    for form in ("split", "fp32"):
+        module, back = bf16(form, 9, ckpt_path=tmp_path / "plain.ckpt")
+        assert_same_weights(module, plain)
+        for entry in back.optimizers[0].state_dict()["state"].values():
+            assert "remainder" not in entry or not entry["remainder"].any()
+        assert all(torch.equal(master, master.bfloat16().float()) for master in named_masters(back).values())
+    again, _ = bf16("split", 12, ckpt_path=tmp_path / "plain.ckpt")
+    assert again.losses == pytest.approx(straight.losses[9:], rel=0.02)
+
+
+@pytest.mark.on_cpu
+def test_masters_of_a_torch_optimizer_become_split_ones(tmp_path):
+    bf16("torch", 6, save=tmp_path / "torch.ckpt")
+    module, trainer = bf16("split", 6, ckpt_path=tmp_path / "torch.ckpt")
+    masters = read(tmp_path / "torch.ckpt")["lightning_cxl"]["master_weights"]
+    for name, parameter in module.named_parameters():
+        if state := trainer.optimizers[0].state.get(parameter):
+            upper, lower = split(masters[name])
+            assert torch.equal(parameter.detach(), upper) and torch.equal(state["remainder"], lower)
+
+
+@pytest.mark.on_cpu
+def test_a_checkpoint_between_a_change_and_the_next_step(tmp_path):
+    module, trainer = bf16("split", 3)
+    with torch.no_grad():
+        module.model.head.weight.clamp_(-0.01, 0.01)
+    trainer.save_checkpoint(tmp_path / "clamped.ckpt")
+    for form in ("split", "fp32"):
+        assert_same_weights(bf16(form, 3, ckpt_path=tmp_path / "clamped.ckpt")[0], module)

@@ -1,7 +1,7 @@
 """What the integration tests share: quiet Trainers on the device under test, and one seeded run."""
 
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
@@ -25,7 +25,7 @@ def reference():
 
 
 def make_trainer(strategy="auto", *, precision=None, plugins=(), **kwargs):
-    """Return a Trainer for the device under test; ``"auto"`` is the `reference` there."""
+    """Return a Trainer for the device under test; ``"auto"`` is the `reference` there, a dict has options of ours."""
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
@@ -37,6 +37,8 @@ def make_trainer(strategy="auto", *, precision=None, plugins=(), **kwargs):
     device = training_device.current
     if strategy == "auto":
         strategy = reference()
+    elif isinstance(strategy, dict):
+        strategy = offload(**strategy)
     if device.type == "apart" and precision in ("16-mixed", "bf16-mixed"):  # Lightning takes it for a kind of CPU
         plugins, precision = [*plugins, MixedPrecision(precision, device.type)], None
     return Trainer(
@@ -49,25 +51,29 @@ def offload(**options):
     return lightning_cxl.CXLOffloadStrategy(**options)
 
 
-def fit(
-    strategy,
-    make_model=lambda: TinyTransformer(dropout=0.0),
-    *,
-    task=Task,
-    optimizer="adamw",
-    optimizer_args=None,
-    steps=4,
-    data=None,
-    validation=None,
-    seed=5,
-    **trainer_args,
-):
-    """Train from a fixed seed; returns the module and its weights."""
+def run(strategy, task, steps, *, data=None, validation=None, seed=5, ckpt_path=None, save=None, **given):
+    """Train a module, or what makes one, from a fixed seed; returns it and its Trainer. `save` is a path."""
     seed_everything(seed, verbose=False)
-    module = task(make_model(), optimizer, **(optimizer_args or {}))
-    trainer = make_trainer(strategy, max_steps=steps, **trainer_args)
-    trainer.fit(module, token_data() if data is None else data, validation)
-    return module, {name: value.cpu().clone() for name, value in module.state_dict().items()}
+    module = task if isinstance(task, LightningModule) else task()
+    trainer = make_trainer(strategy, max_steps=steps, **given)
+    data = token_data() if data is None else data
+    trainer.fit(module, data, validation, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
+    if save:
+        trainer.save_checkpoint(save)
+    return module, trainer
+
+
+def fit(
+    strategy, make_model=lambda: TinyTransformer(dropout=0.0), *, task=Task, optimizer="adamw", optimizer_args=None,
+    steps=4, **given,
+):  # fmt: skip
+    """As `run`, with a task of a model; returns the module and its weights."""
+    module, _ = run(strategy, lambda: task(make_model(), optimizer, **(optimizer_args or {})), steps, **given)
+    return module, weights_of(module)
+
+
+def weights_of(module):
+    return {name: value.cpu().clone() for name, value in module.state_dict().items()}
 
 
 def train(make_model, strategy, *, data=token_data, steps=20, trainer_args=None, **given):
@@ -88,3 +94,10 @@ def assert_identical(plain, ours):
     assert plain[1].keys() == ours[1].keys()
     for name, value in plain[1].items():
         assert torch.equal(value, ours[1][name]), name
+
+
+def assert_same_weights(ours, other):
+    """Two modules have the same weights, bit for bit."""
+    ours, other = ours.state_dict(), other.state_dict()
+    assert ours.keys() == other.keys()
+    assert [name for name, value in other.items() if not torch.equal(ours[name], value)] == []

@@ -1,0 +1,471 @@
+"""Optimizers as users have them: what `step` takes and returns, names and copies of adopted ones, later parameters,
+objects that are used again, and those of others."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, SequentialLR, StepLR
+
+import lightning_cxl
+from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.optim.parameter_state import AwaitedParams
+from tests import training_device
+from tests.cases import every_value
+from tests.integration.training import EXACT, run
+from tests.models import Task, TinyConvNet, TinyTransformer, image_data, token_data
+
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")
+on_cpu = pytest.mark.on_cpu
+
+
+def no_dropout():
+    return TinyTransformer(dropout=0.0)
+
+
+# -- what `step` takes and returns -------------------------------------------------------------------------------------
+
+
+class Scaled(torch.optim.SGD):
+    """A user's optimizer with a keyword of its own, which returns more than the loss."""
+
+    def step(self, closure=None, *, factor=1.0):
+        return super().step(closure), factor
+
+
+class Manual(Task):
+    def __init__(self, step, optimizer):
+        super().__init__(no_dropout())
+        self.automatic_optimization = False
+        self.make_optimizer, self.step = optimizer, step
+        self.returned, self.seen = [], []
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+
+        def closure():
+            loss = self.loss(batch)
+            self.record(loss)
+            self.manual_backward(loss)
+            return loss
+
+        self.returned.append(self.step(optimizer, closure))
+        return {"loss": self._losses[-1], "batch": batch_idx}
+
+    def configure_optimizers(self):
+        return self.make_optimizer(self.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append((outputs["batch"], outputs["loss"].item()))
+
+
+STEPS = {
+    "closure and keyword": lambda optimizer, closure: optimizer.step(closure=closure, factor=0.5),
+    "closure": lambda optimizer, closure: optimizer.step(closure),
+    "keyword": lambda optimizer, closure: (closure(), optimizer.step(factor=0.5))[1],
+}
+
+
+def stepped(strategy, how, optimizer=Scaled):
+    return run(strategy, lambda: Manual(STEPS[how], optimizer), 3)[0]
+
+
+@pytest.mark.parametrize("how", STEPS)
+def test_keywords_arrive_and_what_is_returned_comes_back(how):
+    plain, ours = stepped("auto", how), stepped({}, how)
+    for (loss, factor), (reference, expected) in zip(ours.returned, plain.returned, strict=True):
+        assert factor == expected
+        assert loss == reference if how == "keyword" else loss.item() == pytest.approx(reference.item())
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert ours.seen == list(enumerate(ours.losses)) and len(ours.seen) == 3
+
+
+@pytest.mark.parametrize(("make", "options"), every_value([torch.optim.AdamW, torch.optim.SGD], [{}, EXACT]), ids=str)
+def test_torchs_own_steps_return_the_loss_and_refuse_keywords(options, make):
+    module = stepped(options, "closure", make)
+    assert [loss.item() for loss in module.returned] == module.losses
+    with pytest.raises(TypeError, match="factor"):
+        stepped(options, "closure and keyword", make)
+
+
+def test_a_torch_optimizer_whose_step_someone_replaced_gets_closure_and_keyword(monkeypatch):
+    """As test suites do with mocks, and wrappers that count calls."""
+    calls, original = [], torch.optim.SGD.step
+
+    def step(self, closure=None, **keywords):
+        calls.append(keywords)
+        return original(self, closure), "wrapped"
+
+    step.hooked = True
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    module = stepped({}, "closure and keyword", torch.optim.SGD)
+    assert calls == [{"factor": 0.5}] * 3
+    assert [(loss.item(), mark) for loss, mark in module.returned] == [(loss, "wrapped") for loss in module.losses]
+
+
+# -- an adopted optimizer has the user's class and name ----------------------------------------------------------------
+
+
+class TwoOfAKind(Task):
+    """Two Adam optimizers, and an AdamW: names are numbered within a class."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        first, second, *rest = self.model.blocks
+        others = [p for block in rest for p in block.parameters()]
+        adam, adamw = torch.optim.Adam, torch.optim.AdamW
+        return [adam(first.parameters(), lr=1e-3), adam(second.parameters(), lr=2e-3), adamw(others, lr=3e-3)]
+
+
+@pytest.mark.parametrize("task", [Task, TwoOfAKind])
+def test_learning_rates_are_logged_under_the_names_of_plain_lightning(tmp_path, task):
+    def logged(strategy):
+        monitor = LearningRateMonitor(log_momentum=True)
+        given = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1, "callbacks": [monitor]}
+        _, trainer = run(strategy, lambda: task(TinyTransformer()), 6, **given)
+        return list(monitor.lrs), trainer
+
+    plain, _ = logged("auto")
+    ours, trainer = logged({})
+    assert ours == plain and len(plain) > 1
+    assert all(isinstance(optimizer, lightning_cxl.CPUAdam) for optimizer in trainer.optimizers)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_an_adopted_optimizer_is_the_users_class_and_cpu_adam(kind):
+    name = kind.__name__
+    _, trainer = run({}, Task(TinyTransformer(), name.lower()), 1)
+    (optimizer,) = trainer.optimizers
+    assert isinstance(optimizer, kind) and isinstance(optimizer, lightning_cxl.CPUAdam)
+    assert isinstance(optimizer, torch.optim.AdamW) == (name == "AdamW")
+    assert type(optimizer).__name__ == type(optimizer).__qualname__ == name
+    assert repr(optimizer).startswith(f"{name} (")
+    (line,) = trainer.strategy.report()["optimizers"]
+    assert line.startswith(f"{name} by CPUAdam on the host")
+
+
+def through_pickle(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize(("transport", "state"), every_value([copy.deepcopy, through_pickle], ["fp32", "8bit"]))
+def test_copies_and_pickles_go_on_as_the_original(transport, state):
+    """During a run and after it, with the state and the class they had."""
+
+    class Copies(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            self.during = transport(trainer.optimizers[0])
+
+    callback = Copies()
+    _, trainer = run({"state": state}, Task(TinyTransformer(width=64)), 2, callbacks=[callback])
+    (original,) = trainer.optimizers
+    results = []
+    for optimizer in (callback.during, transport(original), original):
+        assert type(optimizer) is type(original)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        results.append([parameter.detach().clone() for parameter in parameters])
+    for other in results[:-1]:
+        assert all(map(torch.equal, other, results[-1]))
+
+
+# -- optimizer and scheduler are made once, and more than one fit uses them --------------------------------------------
+
+SCHEDULERS = {
+    "step": lambda optimizer: StepLR(optimizer, 1, 0.5),
+    "sequential": lambda optimizer: SequentialLR(
+        optimizer, [LinearLR(optimizer, 0.5, total_iters=2), StepLR(optimizer, 1, 0.5)], milestones=[2]
+    ),
+    "chained": lambda optimizer: ChainedScheduler([LinearLR(optimizer, 0.5), StepLR(optimizer, 1, 0.5)]),
+}
+
+
+class Once(Task):
+    """Makes optimizer and scheduler where it is made itself."""
+
+    def __init__(self, scheduler):
+        super().__init__(no_dropout())
+        self.own = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        self.own_scheduler = SCHEDULERS[scheduler](self.own)
+
+    def configure_optimizers(self):
+        return [self.own], [{"scheduler": self.own_scheduler, "interval": "step"}]
+
+    def on_train_batch_end(self, *_):
+        self.lrs.append(self.own.param_groups[0]["lr"])
+
+
+@pytest.mark.filterwarnings("ignore:.*epoch parameter in `scheduler.step:UserWarning")
+@pytest.mark.parametrize(
+    ("scheduler", "options", "precision"),
+    [("step", {}, "32-true"), ("sequential", EXACT, "32-true"), ("chained", {"master": "fp32"}, "bf16-true")],
+)
+def test_the_second_fit_goes_on_with_the_same_optimizer_and_scheduler(scheduler, options, precision):
+    def twice(strategy):
+        module, _ = run(strategy, lambda: Once(scheduler), 3, precision=precision)
+        return run(strategy, module, 3, precision=precision)[0]
+
+    plain, ours = twice("auto"), twice(options)
+    assert ours.lrs == plain.lrs and len(set(plain.lrs)) > 4
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5 if precision == "32-true" else 0.03)
+    steps = [[state["step"].item() for state in module.own.state.values()] for module in (plain, ours)]
+    assert steps[1] == steps[0]
+    held = {id(p) for group in ours.own.param_groups for p in group["params"]}
+    assert held == {id(p) for p in ours.parameters()}, "the user's object holds the model's own parameters again"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_a_run_the_scheduler_drives_the_users_own_optimizer(fails):
+    class Failing(Once):
+        def training_step(self, batch, batch_idx):
+            if fails:
+                raise RuntimeError("out of luck")
+            return super().training_step(batch, batch_idx)
+
+    module = Failing("sequential")
+    before = vars(module.own)["step"]  # the scheduler's wrapper
+    if fails:
+        with pytest.raises(RuntimeError, match="out of luck"):
+            run({}, module, 2)
+    else:
+        _, trainer = run({}, module, 2)
+        assert trainer.optimizers[0] is not module.own
+    for scheduler in (module.own_scheduler, *module.own_scheduler._schedulers):
+        assert scheduler.optimizer is module.own
+    assert vars(module.own)["step"] is before
+    if not fails:  # they go on by hand, together with the optimizer of the run
+        rate = module.own.param_groups[0]["lr"]
+        module.loss(next(iter(token_data()))).backward()
+        module.own.step()
+        module.own_scheduler.step()
+        assert trainer.optimizers[0].param_groups[0]["lr"] == module.own.param_groups[0]["lr"] != rate
+
+
+# -- parameters that join later ----------------------------------------------------------------------------------------
+
+
+class OneMoreBlock(BaseFinetuning):
+    """Thaws one block in every epoch after the first."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.model.blocks)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch >= 1:
+            self.unfreeze_and_add_param_group(pl_module.model.blocks[-epoch], optimizer)
+
+
+class Trainable(Task):
+    """Its optimizer has what is trainable when it is made."""
+
+    def configure_optimizers(self):
+        own = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(own, lr=0.1) if self.optimizer == "sgd" else torch.optim.AdamW(own, lr=3e-3)
+
+
+def epochs(strategy, callbacks, count, *, optimizer="adamw", task=Trainable, **given):
+    given |= {"max_epochs": count, "callbacks": callbacks, "enable_checkpointing": True, "data": token_data(4)}
+    return run(strategy, lambda: task(no_dropout(), optimizer), -1, **given)
+
+
+@on_cpu
+@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")  # it compares values, not objects
+@pytest.mark.parametrize(
+    ("optimizer", "options", "precision"),
+    [("adamw", {}, "32-true"), ("adamw", EXACT, "32-true"), ("sgd", {}, "32-true"), ("adamw", {}, "bf16-true")],
+)
+def test_a_finetuning_callback_resumes_in_the_middle(tmp_path, optimizer, options, precision):
+    """Its restart replaces the groups of the optimizer, before the optimizer's state is loaded."""
+
+    def resumed(strategy, folder):
+        checkpoint, arguments = (
+            ModelCheckpoint(folder, save_last=True),
+            {"optimizer": optimizer, "precision": precision},
+        )
+        epochs(strategy, [OneMoreBlock(), checkpoint], 2, **arguments)
+        arguments["ckpt_path"] = checkpoint.last_model_path
+        module, trainer = epochs(strategy, [OneMoreBlock(), ModelCheckpoint(folder)], 4, **arguments)
+        assert len(trainer.optimizers[0].param_groups) == 4
+        return module.losses
+
+    ours = resumed(options, tmp_path / "ours")
+    assert len(ours) == 8
+    if precision == "32-true":
+        assert ours == pytest.approx(resumed("auto", tmp_path / "plain"), rel=1e-5)
+
+
+class Joins(Callback):
+    """Puts a block's parameters into the optimizer, one way or another, after the third step."""
+
+    def __init__(self, way):
+        self.way = way
+
+    def setup(self, trainer, pl_module, stage):
+        pl_module.model.blocks[1].requires_grad_(False)
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        if trainer.global_step == 3:
+            (optimizer,) = trainer.optimizers
+            joining = list(pl_module.model.blocks[1].requires_grad_(True).parameters())
+            JOIN[self.way](optimizer, optimizer.param_groups[0], joining)
+
+
+JOIN = {
+    "add_param_group": lambda optimizer, first, joining: optimizer.add_param_group({"params": joining}),
+    "into a group": lambda optimizer, first, joining: first["params"].extend(joining),
+    "a new group": lambda optimizer, first, joining: optimizer.param_groups.append({**first, "params": joining}),
+    "new groups": lambda optimizer, first, joining: setattr(
+        optimizer, "param_groups", [{**first, "params": [*first["params"], *joining]}]
+    ),
+}
+
+
+@pytest.mark.parametrize(("way", "options"), every_value(JOIN, [{}, EXACT]), ids=str)
+def test_parameters_that_join_are_trained_and_saved(tmp_path, way, options):
+    class Looks(Trainable):
+        def on_train_epoch_end(self):
+            self.kinds = {type(group["params"]) for group in self.trainer.optimizers[0].param_groups}
+
+    path, start = tmp_path / "end.ckpt", no_dropout().blocks[1].qkv.weight
+    ours, trainer = epochs(options, [Joins(way), ModelCheckpoint(tmp_path)], 2, task=Looks, save=path)
+    assert not torch.equal(ours.model.blocks[1].qkv.weight, start)
+    own = torch.load(path, weights_only=True)["lightning_cxl"]
+    names = {name for group in own["optimizer_param_names"][0] for name in group}
+    assert names == dict(ours.named_parameters()).keys()
+    assert {type(group["params"]) for group in trainer.optimizers[0].param_groups} == {list}
+    plain, _ = epochs("auto", [Joins(way), ModelCheckpoint(tmp_path)], 2)
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+    if training_device.current.type != "cpu" and options != EXACT:
+        assert ours.kinds == {AwaitedParams}, "whoever reads them waits for updates that run behind"
+
+
+@on_cpu
+def test_a_finetuning_callback_is_refused_where_it_cannot_find_masters(tmp_path):
+    with pytest.raises(UnsupportedError, match="OneMoreBlock looks for the optimizer's parameters in the model"):
+        epochs(EXACT, [OneMoreBlock(), ModelCheckpoint(tmp_path)], 1, precision="bf16-true")
+
+
+@on_cpu
+def test_a_parameter_that_the_model_does_not_have(tmp_path):
+    """It is trained, saved in its place, and found by its place again."""
+
+    class Extra(Trainable):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.extra = [nn.Parameter(torch.zeros(37)), nn.Parameter(torch.zeros(37))]  # a list: not registered
+
+        def loss(self, batch):
+            x, y = batch
+            return nn.functional.cross_entropy((self.model(x) + sum(self.extra)).flatten(0, -2), y.flatten())
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            optimizer.param_groups[0]["params"] += self.extra
+            return optimizer
+
+    module, trainer = epochs({}, [ModelCheckpoint(tmp_path)], 1, task=Extra)
+    assert all(p.abs().sum() > 0 for p in module.extra)
+    trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]})
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    assert saved["lightning_cxl"]["optimizer_param_names"] == [None], "two have no name: their order counts"
+    assert len(saved["optimizer_states"][0]["param_groups"]) == 2
+
+
+# -- not torch's Adam: state moves, closures and lists of parameters are theirs ----------------------------------------
+
+
+def with_optimizer(make_model, make):
+    task = Task(make_model())
+    task.configure_optimizers = lambda: make(task.parameters())
+    return task
+
+
+def assert_weights_as_plain(options, make_model, make, data):
+    plain, ours = (run(each, lambda: with_optimizer(make_model, make), 4, data=data)[0] for each in ("auto", options))
+    assert all(map(torch.equal, ours.parameters(), plain.parameters()))
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+        lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+        lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    ],
+    ids=["SGD fused", "AdamW fused", "AdamW foreach"],
+)
+def test_state_keeps_its_strides_when_it_moves(make):
+    assert_weights_as_plain(EXACT, TinyConvNet, make, image_data())  # its weights are channels-last
+
+
+class Flat(torch.optim.SGD):
+    """Keeps momentum of all parameters in one buffer, which it multiplies as a whole."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        parameters = self.param_groups[0]["params"]
+        if not self.state:
+            self.flat = torch.zeros(sum(p.numel() for p in parameters))
+            for p, part in zip(parameters, self.flat.split([p.numel() for p in parameters]), strict=True):
+                self.state[p]["momentum"] = part.view_as(p)
+        self.flat.mul_(0.9)
+        for p in (p for p in parameters if p.grad is not None):
+            p.sub_(self.state[p]["momentum"].add_(p.grad), alpha=0.05)
+        return loss
+
+
+@on_cpu
+def test_state_that_shares_its_storage_stays():
+    assert_weights_as_plain({}, no_dropout, lambda p: Flat(p, lr=0.05), token_data())
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Climbs, evaluates its closure again, and steps from where it was; writes through ``.data``."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.differences = []
+
+    def step(self, closure):
+        first = closure()
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        climbs = [(p.grad.float() * 0.5 / (p.grad.float().norm() + 1e-9)).to(p.dtype) for p in parameters]
+        for p, climb in zip(parameters, climbs, strict=True):
+            p.data.add_(climb)
+            p.grad = None
+        self.differences.append(float(closure()) - float(first))
+        for p, climb in zip(parameters, climbs, strict=True):
+            p.data.sub_(climb).add_(p.grad.to(p.dtype), alpha=-0.05)
+        return first
+
+
+@on_cpu
+@pytest.mark.filterwarnings("ignore:.*overrides")
+def test_a_second_evaluation_sees_what_was_written_through_data():
+    plain, ours = (
+        run(each, lambda: with_optimizer(no_dropout, Sharpness), 2, precision="bf16-true")[1].optimizers[0].differences
+        for each in ("auto", {})
+    )
+    assert min(plain) > 0.1
+    assert ours == pytest.approx(plain, rel=0.1)
