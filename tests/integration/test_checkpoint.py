@@ -242,9 +242,7 @@ FORMS = {"split": {}, "fp32": {"master": "fp32"}, "torch": EXACT}
 
 
 def bf16(form, steps, **given):
-    return fit(
-        FORMS.get(form, form), steps, **{**BF16, "weights_only": True if "ckpt_path" in given else None, **given}
-    )
+    return fit(FORMS.get(form, form), steps, **{**BF16, **given})
 
 
 @pytest.mark.on_cpu

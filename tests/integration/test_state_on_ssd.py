@@ -1,11 +1,9 @@
-"""Optimizer state on SSD: training is that of state in memory, bit for bit, on every device and in every precision."""
+"""Checkpoints that refer to optimizer state on SSD, or have it; and what a run with such state must not get wrong."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
@@ -13,11 +11,11 @@ import lightning_cxl
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from lightning_cxl.integrations.lightning.common import CXLCheckpointIO
 from lightning_cxl.optim.swapped_state import StateSwapper
-from tests.cases import every_pair
-from tests.integration.llama import LlamaInStep, LlamaTask, tiny_llama
+from tests.integration import test_ssd_training as ssd_training
+from tests.integration.llama import LlamaInStep, tiny_llama
+from tests.integration.test_ssd_training import STATE
 from tests.integration.training import assert_identical as assert_same
-from tests.integration.training import make_trainer, offload, train
-from tests.models import token_data
+from tests.integration.training import assert_same_weights, offload, run
 from tests.storage_cases import damage
 
 pytestmark = [
@@ -25,78 +23,37 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),
 ]
 
-RULE = {"*": {"optimizer_state": "ssd"}}
-STEPS = 6
+REFERENCE = {"ssd": {"checkpoint": "reference"}}
+WEIGHTS = {"tier_rules": {"*": {"weights": "ssd"}}, "stream_weights": True}
 
 
 def on_ssd(folder: Path, **options):
-    ssd = {"path": str(folder), "budget": "64MiB", **options.pop("ssd", {})}
-    return offload(tiers={"ssd": ssd, **options.pop("tiers", {})}, **{"tier_rules": RULE, **options})
-
-
-def both(tmp_path, make_model=tiny_llama, **options):
-    given = {key: options.pop(key) for key in ("optimizer", "optimizer_args", "trainer_args") if key in options}
-    strategy = on_ssd(tmp_path / "ssd", **options)
-    ours = train(make_model, strategy, steps=STEPS, task=LlamaTask, **given)
-    theirs = train(make_model, offload(**options), steps=STEPS, task=LlamaTask, **given)
-    return strategy, ours, theirs
-
-
-@pytest.mark.parametrize(
-    ("state", "dtype", "overlap"), every_pair(["fp32", "bf16", "8bit"], [torch.float32, torch.bfloat16], [False, True])
-)
-def test_training_is_that_of_state_in_memory(tmp_path, state, dtype, overlap):
-    def make_model():
-        return tiny_llama(hidden_size=64, intermediate_size=128).to(dtype)
-
-    strategy, ours, theirs = both(
-        tmp_path, make_model, state=state, stream_weights=overlap, overlap_step=overlap, on_overflow="ignore"
-    )
-    assert_same(ours, theirs)
-    roles = strategy.report()["peak_roles"]
-    assert not {"momentum", "variance"} & roles.keys(), "state was in memory"
-    assert strategy.report()["tiers"]["ssd"]["peak_bytes"] > 0
-    assert os.listdir(tmp_path / "ssd") == ["lightning_cxl.lock"]
-
-
-# -- checkpoints that refer to the state ------------------------------------------------------------------------------
-
-REFERENCE = {"ssd": {"checkpoint": "reference"}}
-WEIGHTS = {"tier_rules": {"*": {"weights": "ssd"}}, "stream_weights": True}
+    return ssd_training.on_ssd(folder, STATE, **{"stream_weights": "auto", **options})
 
 
 def bfloat16_llama():
     return tiny_llama().to(torch.bfloat16)
 
 
-def fit(strategy, steps, *, make_model=bfloat16_llama, task=LlamaInStep, ckpt_path=None, save=None, callbacks=()):
-    seed_everything(11, verbose=False)
-    module = task(make_model())
+def fit(strategy, steps, *, make_model=bfloat16_llama, task=LlamaInStep, callbacks=(), **given):
     saves = any(isinstance(each, ModelCheckpoint) for each in callbacks)
-    trainer = make_trainer(strategy, max_steps=steps, callbacks=[*callbacks], enable_checkpointing=saves)
-    trainer.fit(module, token_data(), ckpt_path=ckpt_path)
-    if save:
-        trainer.save_checkpoint(save)
-    return module
+    given |= {"callbacks": [*callbacks], "enable_checkpointing": saves}
+    return run(strategy, lambda: task(make_model()), steps, **given)[0]
 
 
 def every_step(folder, **options):
     return ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=1, save_last=False, monitor=None, **options)
 
 
-def weights(module):
-    return {name: value.cpu().clone() for name, value in module.state_dict().items()}
-
-
 @pytest.mark.parametrize(("checkpoint", "state"), [("copy", "8bit"), ("reference", "fp32"), ("reference", "8bit")])
 def test_a_run_resumes_exactly(tmp_path, checkpoint, state):
     options = {"ssd": {"checkpoint": checkpoint}, "state": state}
-    straight = fit(offload(state=state), 7)
+    straight = fit({"state": state}, 7)
     first = fit(on_ssd(tmp_path / "ssd", **options), 4, callbacks=[every_step(tmp_path)])
     saved = next(tmp_path.glob("*.ckpt"))
     second = fit(on_ssd(tmp_path / "ssd", **options), 7, ckpt_path=saved)
     assert first.losses + second.losses == straight.losses
-    assert_same(([0], weights(second)), ([0], weights(straight)))
+    assert_same_weights(second, straight)
 
 
 def test_a_checkpoint_that_refers_becomes_a_whole_one(tmp_path):
@@ -106,9 +63,9 @@ def test_a_checkpoint_that_refers_becomes_a_whole_one(tmp_path):
         lightning_cxl.plain_checkpoint(torch.load(next(folder.glob("*.ckpt")), weights_only=True, map_location="cpu"))
         for folder in (tmp_path, tmp_path / "copy")
     )
-    for key, entry in copied["optimizer_states"][0]["state"].items():
-        for name, value in entry.items():
-            assert torch.equal(plain["optimizer_states"][0]["state"][key][name], value), (key, name)
+    states = [each["optimizer_states"][0]["state"] for each in (plain, copied)]
+    for key, entry in states[1].items():
+        assert_same(([0], states[0][key]), ([0], entry))
     assert_same(([0], plain["state_dict"]), ([0], copied["state_dict"]))
 
 
@@ -124,7 +81,7 @@ def test_a_run_without_the_state_refuses_a_checkpoint_that_refers_to_it(tmp_path
     fit(on_ssd(tmp_path / "ssd", **REFERENCE), 2, callbacks=[every_step(tmp_path)])
     saved = next(tmp_path.glob("*.ckpt"))
     with pytest.raises(CheckpointError, match=r"this run keeps state on SSD in none.*plain_checkpoint"):
-        fit(offload(), 3, ckpt_path=saved)
+        fit({}, 3, ckpt_path=saved)
     with pytest.raises(CheckpointError, match=r"keeps state on SSD in `.*other`"):
         fit(on_ssd(tmp_path / "other", **REFERENCE), 3, ckpt_path=saved)
     with pytest.raises(ConfigError, match="bytes and not"):
@@ -178,7 +135,7 @@ def test_a_parameter_that_joins_gets_a_record_of_its_own(tmp_path, saved_after):
         callbacks = [JoinsLater(), every_step(folder)]
         saved = next(folder.glob("*.ckpt"))
         second = fit(make_strategy(), 6, ckpt_path=saved, callbacks=callbacks, task=WithLatecomer)
-        return first.losses + second.losses, weights(second)
+        return first.losses + second.losses, second.state_dict()
 
     ours = resumed(lambda: on_ssd(tmp_path / "ssd", **REFERENCE), tmp_path / "ours")
     assert_same(ours, resumed(offload, tmp_path / "theirs"))
@@ -199,7 +156,7 @@ class SavesAndGoesOn(Callback):
 
 
 def test_training_goes_on_after_a_checkpoint_that_could_not_be_written(tmp_path, monkeypatch):
-    straight = fit(offload(), 6)
+    straight = fit({}, 6)
     save = CXLCheckpointIO.save_checkpoint
 
     def some_fail(io, checkpoint, path, storage_options=None):
@@ -274,19 +231,6 @@ def test_a_drive_that_fails_at_the_end_leaves_the_users_optimizers(tmp_path, mon
 # -- what a run must not get wrong ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("in_backward", [True, False])
-def test_residents_and_units_are_updated_at_the_same_time(tmp_path, in_backward):
-    """Two threads update records: the worker those of units, the step those of what stays on the device."""
-
-    def make_model():
-        return tiny_llama(num_layers=6, hidden_size=128, intermediate_size=256)
-
-    options = {"stream_weights": True, "overlap_step": True, "on_overflow": "ignore" if in_backward else "skip"}
-    for attempt in range(1 if in_backward else 2):
-        ours = train(make_model, on_ssd(tmp_path / f"ssd{attempt}", **options), steps=12, task=LlamaTask)
-        assert_same(ours, train(make_model, offload(**options), steps=12, task=LlamaTask))
-
-
 class UsesState(Callback):
     """Writes to optimizer state while it is saved."""
 
@@ -322,8 +266,9 @@ class LoadsState(Callback):
 def test_state_is_read_and_written_as_a_state_dict_in_a_run(tmp_path, checkpoint):
     options = {"make_model": lambda: tiny_llama(), "callbacks": [LoadsState()]}
     ours = fit(on_ssd(tmp_path / "ssd", ssd={"checkpoint": checkpoint}), 4, **options)
-    theirs = fit(offload(), 4, **options)
-    assert_same((ours.losses, weights(ours)), (theirs.losses, weights(theirs)))
+    theirs = fit({}, 4, **options)
+    assert ours.losses == theirs.losses
+    assert_same_weights(ours, theirs)
 
 
 class DamagesTheDrive(Callback):
@@ -352,15 +297,14 @@ def test_what_is_damaged_is_not_copied_into_a_checkpoint(tmp_path, options, plug
 
 
 def test_state_of_a_run_that_is_over_is_not_overwritten_while_it_is_taken_over(tmp_path):
-    seed_everything(11, verbose=False)
     module = LlamaInStep(bfloat16_llama())
     configured = module.configure_optimizers()
     module.configure_optimizers = lambda: configured
     saves = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1)
     options = {"callbacks": [saves], "enable_checkpointing": True}
-    make_trainer(on_ssd(tmp_path / "ssd", **REFERENCE), max_steps=3, **options).fit(module, token_data())
+    run(on_ssd(tmp_path / "ssd", **REFERENCE), module, 3, **options)
     with pytest.raises(UnsupportedError, match="state of an earlier run"):
-        make_trainer(on_ssd(tmp_path / "ssd", **REFERENCE), max_steps=5, **options).fit(module, token_data())
+        run(on_ssd(tmp_path / "ssd", **REFERENCE), module, 5, **options)
 
 
 def test_checkpoints_that_are_written_later_cannot_refer(tmp_path):
