@@ -64,7 +64,10 @@ class OffloadProgressBar(RichProgressBar):
     def _print_line(self, trainer: Trainer, pl_module: LightningModule) -> None:
         metrics = self.get_metrics(trainer, pl_module)
         shown = (f"{name} {_number(value)}" for name, value in metrics.items())
-        of_how_many = f"/{_last_step(trainer)}" if trainer.state.fn == "fit" else ""
+        of_how_many = ""
+        if trainer.state.fn == "fit":
+            last = trainer.estimated_stepping_batches
+            of_how_many = "/?" if math.isinf(last) else f"/{last}"  # at times only the end of the data tells
         print(f"step {trainer.global_step}{of_how_many}  " + "  ".join(shown), flush=True)
 
 
@@ -72,9 +75,3 @@ def _number(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
-
-
-def _last_step(trainer: Trainer) -> str:
-    """Return the number of the last optimizer step, or "?" where only the end of the data tells."""
-    last = trainer.estimated_stepping_batches
-    return "?" if math.isinf(last) else str(last)

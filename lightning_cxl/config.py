@@ -179,7 +179,12 @@ class OffloadConfig:
         if not isinstance(self.tier_rules, Mapping):
             raise ConfigError(f"tier_rules must map module name patterns to tiers, got {short(self.tier_rules)}")
         for pattern, wanted in self.tier_rules.items():
-            _check_rule(pattern, wanted)
+            tiers = list(wanted.values()) if isinstance(wanted, Mapping) else [wanted]
+            if not isinstance(pattern, str) or not tiers or not all(isinstance(tier, str) and tier for tier in tiers):
+                raise ConfigError(
+                    f"tier_rules: {pattern!r}: {short(wanted)} must be a tier name or map weights, gradients, "
+                    "optimizer_state or activations to tier names"
+                )
         if not isinstance(self.policy, str) or not self.policy:
             raise ConfigError(f"policy must be a policy's name or the import path of a class, got {short(self.policy)}")
         if self.machine is not None and not isinstance(self.machine, str):
@@ -191,7 +196,9 @@ class OffloadConfig:
             )
         for name, hint in get_type_hints(type(self)).items():
             if name != "share_weights" and (choices := _choices(hint)):
-                _check_choice(name, getattr(self, name), choices)
+                value = getattr(self, name)  # compares types, too: 1 == True
+                if not any(value == choice and type(value) is type(choice) for choice in choices):
+                    raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {short(value)}")
         if self.stream_weights is True and not self.activation_offload:
             raise ConfigError(
                 "stream_weights=True needs activation_offload=True: a unit whose weights have left the device must be "
@@ -206,7 +213,8 @@ class OffloadConfig:
             )
         for name, counted in (("batch_tokens", "tokens"), ("max_overflows", "steps"), ("num_threads", "threads")):
             value, may_be_none = getattr(self, name), name != "max_overflows"
-            if not (may_be_none and value is None) and not _is_count(value):
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if not is_count and not (may_be_none and value is None):
                 also = " or None" if may_be_none else ""
                 raise ConfigError(f"{name} must be a positive number of {counted}{also}, got {value!r}")
         names = [self.units] if isinstance(self.units, str) else self.units
@@ -324,15 +332,6 @@ def _budget(name: object, value: object) -> int:
         raise ConfigError(f"tiers: the budget of {name!r}: {error}") from None
 
 
-def _check_rule(pattern: object, wanted: object) -> None:
-    tiers = list(wanted.values()) if isinstance(wanted, Mapping) else [wanted]
-    if not isinstance(pattern, str) or not tiers or not all(isinstance(tier, str) and tier for tier in tiers):
-        raise ConfigError(
-            f"tier_rules: {pattern!r}: {short(wanted)} must be a tier name or map weights, gradients, optimizer_state "
-            "or activations to tier names"
-        )
-
-
 def _choices(hint: Any) -> tuple[object, ...]:
     """Return the values that an option may have; empty where its type does not list them."""
     if hint is bool:
@@ -340,16 +339,6 @@ def _choices(hint: Any) -> tuple[object, ...]:
     if get_origin(hint) is Literal:
         return get_args(hint)
     return tuple(choice for part in get_args(hint) for choice in _choices(part))
-
-
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    # compares types too: 1 == True
-    if not any(value == choice and type(value) is type(choice) for choice in choices):
-        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {short(value)}")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _read_environment(name: str) -> object:

@@ -15,8 +15,6 @@ from lightning_cxl.commands import parsers
 from lightning_cxl.devices.transfer import devices_apart
 from lightning_cxl.machine.speeds import load_calibration, tier_speeds
 from lightning_cxl.machine.topology import (
-    Node,
-    Tier,
     TierKind,
     Topology,
     allowed_node_ids,
@@ -29,6 +27,7 @@ from lightning_cxl.native import _cpu
 from lightning_cxl.text import format_bytes
 
 _PACKAGES = ("lightning_cxl", "torch", "lightning", "transformers")
+_TIER_FIELDS = ("name", "capacity_bytes", "emulated", "read_bytes_per_s", "write_bytes_per_s", "read_latency_ns")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -44,18 +43,35 @@ def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
     ``limits``, ``kernel``, ``cpu``, ``accelerator``, ``versions``, and ``advice``, what to change, one sentence each.
     """
     root = Path(root)
-    topology = Topology.detect(root)
+    topology, allowed = Topology.detect(root), allowed_node_ids(root)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     isa = isa_error = None
     try:
         isa = _cpu.best_isa()
     except ValueError as error:
         isa_error = str(error)
+    huge_pages = read_text(root / "sys/kernel/mm/transparent_hugepage/enabled")
     calibration = load_calibration(topology, [device.name for device in devices_apart()])
     speeds = {tier.name: tier_speeds(tier, calibration) for tier in topology.tiers}  # those that plans use
     report: dict[str, Any] = {
-        "tiers": [_tier_row(tier) for tier in topology.tiers],
-        "nodes": [_node_row(root, node) for node in read_nodes(root)],
+        "tiers": [
+            {
+                **{name: getattr(tier, name) for name in _TIER_FIELDS},
+                "node_ids": list(tier.node_ids),
+                "kind": tier.kind.value,
+                "description": tier.describe(),
+            }
+            for tier in topology.tiers
+        ],
+        "nodes": [
+            {
+                **{name: value for name, value in asdict(node).items() if name != "movable"},
+                "free_bytes": node_free_bytes(root, node.node_id, node.capacity_bytes),
+                "zone": "movable" if node.movable else "normal",
+                "allowed": allowed is None or node.node_id in allowed,
+            }
+            for node in read_nodes(root)
+        ],
         "notes": list(topology.notes),
         "offline_cards": [] if topology.select(kind=TierKind.CXL) else _cards(root),
         "speeds": {name: {"source": each.origin, **each.values} for name, each in speeds.items()},
@@ -67,7 +83,7 @@ def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
         },
         "kernel": {
             "release": platform.release(),
-            "transparent_hugepage": _chosen(read_text(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+            "transparent_hugepage": huge_pages and huge_pages.partition("[")[2].partition("]")[0],  # always [never]
             "numa_balancing": read_text(root / "proc/sys/kernel/numa_balancing"),
         },
         "cpu": {
@@ -136,14 +152,14 @@ def advice(report: Mapping[str, Any]) -> list[str]:
 
 def format_environment(report: Mapping[str, Any]) -> str:
     """Return a report as text, each key a section; numbers in the units that their names end in."""
-    sections = {**report, "advice": report["advice"] or ["nothing to change"]}
-    return "\n".join("\n  ".join([title, *_lines(content)]) for title, content in sections.items() if content)
-
-
-def _lines(content: Any) -> list[str]:
-    if isinstance(content, Mapping):
-        return [f"{_label(key)}: {_shown(key, value)}" for key, value in content.items()]
-    return [_shown("", each) for each in content]
+    lines = []
+    for title, content in {**report, "advice": report["advice"] or ["nothing to change"]}.items():
+        if isinstance(content, Mapping):
+            rows = [f"{_label(key)}: {_shown(key, value)}" for key, value in content.items()]
+        else:
+            rows = [_shown("", each) for each in content]
+        lines += [title, *(f"  {row}" for row in rows)] if rows else []
+    return "\n".join(lines)
 
 
 def _label(key: str) -> str:
@@ -165,30 +181,9 @@ def _shown(key: str, value: Any) -> str:
     return f"{value:.0f} ns" if key.endswith("_ns") else str(value)
 
 
-def _tier_row(tier: Tier) -> dict[str, Any]:
-    names = ("name", "capacity_bytes", "emulated", "read_bytes_per_s", "write_bytes_per_s", "read_latency_ns")
-    return {
-        **{name: getattr(tier, name) for name in names},
-        "node_ids": list(tier.node_ids),
-        "kind": tier.kind.value,
-        "description": tier.describe(),
-    }
-
-
 def _cards(root: Path) -> list[str]:
     found = [*(root / "sys/bus/cxl/devices").glob("mem*"), *(root / "sys/bus/dax/devices").glob("dax*")]
     return sorted(path.name for path in found)
-
-
-def _node_row(root: Path, node: Node) -> dict[str, Any]:
-    allowed, values = allowed_node_ids(root), asdict(node)
-    del values["movable"]
-    return {
-        **values,
-        "free_bytes": node_free_bytes(root, node.node_id, node.capacity_bytes),
-        "zone": "movable" if node.movable else "normal",
-        "allowed": allowed is None or node.node_id in allowed,
-    }
 
 
 def _memlock_bytes(root: Path) -> int | None:
@@ -198,11 +193,6 @@ def _memlock_bytes(root: Path) -> int | None:
             soft = line.split()[3]
             return int(soft) if soft.isdigit() else None
     return None
-
-
-def _chosen(text: str | None) -> str | None:
-    """Return the bracketed word of a kernel choice such as ``"always [madvise] never"``."""
-    return text.partition("[")[2].partition("]")[0] if text else None
 
 
 def _versions() -> dict[str, str | None]:

@@ -207,7 +207,6 @@ def check_target(path: Path | None) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, or to stdout."""
     if path == TO_STDOUT:
         sys.stdout.write(text)
         return
@@ -227,21 +226,14 @@ def _parser(name: str, description: str, example: str) -> argparse.ArgumentParse
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# All commands in one table, which is also what ``python -m lightning_cxl --help`` shows, without importing torch.
-
 PROGRAM = "python -m lightning_cxl"
 VERSION = "0.1.0"
 
 
 class Command(NamedTuple):
-    """One command."""
-
     does: str
-    module: str
-    """Imported when the command runs; its ``main(arguments)`` runs it and may return an exit status."""
-    trains: bool = False
-    """Runs the user's own modules: their errors keep their traceback."""
+    module: str  # imported when the command runs: its `main(arguments)` may return an exit status
+    trains: bool = False  # runs the user's own modules: their errors keep their traceback
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -263,7 +255,6 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def overview() -> str:
-    """Return the table of all commands, and where to read on."""
     rows = [(name, command.does) for name, command in COMMANDS.items()]
     return "\n".join(
         [
@@ -312,7 +303,10 @@ def answer_before_imports() -> None:
     at the commands need not wait for, and that all others hear of on stderr. While they are imported, Ctrl-C ends the
     process without a traceback; ``__main__`` takes over afterwards.
     """
-    if not _is_command_line():
+    # argv[0] is "-m" only until Python has found the module; then the name of the module is at the same place of
+    # orig_argv, which tells our command from `python -m other_package` that imports this one
+    by_module = sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "lightning_cxl"
+    if not by_module and Path(sys.argv[0]).name != "lightning-cxl":
         return
     answer_at_once(sys.argv[1:])
     try:
@@ -323,13 +317,6 @@ def answer_before_imports() -> None:
         print(f"{PROGRAM} {sys.argv[1]}: importing torch and Lightning ...", file=sys.stderr, flush=True)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _is_command_line() -> bool:
-    # argv[0] is "-m" only until Python has found the module; then the name of the module is at the same place of
-    # orig_argv, which tells our command from `python -m other_package` that imports this one
-    by_module = sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "lightning_cxl"
-    return by_module or Path(sys.argv[0]).name == "lightning-cxl"
 
 
 def _usage_error(message: str) -> int:

@@ -54,12 +54,7 @@ Options = Mapping[str, Any] | OffloadConfig | str | PathLike[str] | None
 
 
 def read_options(given: Options) -> dict[str, Any]:
-    """Return fields of `OffloadConfig`.
-
-    Args:
-        given: these fields, an `OffloadConfig`, or the path of a YAML file that has them at its top level; None: no
-            field.
-    """
+    """Return fields of `OffloadConfig`, given as such, or in a YAML file at its top level."""
     if isinstance(given, OffloadConfig):
         return {each.name: getattr(given, each.name) for each in fields(given)}
     if given is None or isinstance(given, Mapping):
@@ -75,10 +70,7 @@ def read_options(given: Options) -> dict[str, Any]:
 
 
 def with_gloo(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments of an `Accelerator` whose processes exchange what is on the host, too.
-
-    Accelerate would start NCCL alone. Another backend that the user names stays, as does a group that exists.
-    """
+    """Return arguments of an `Accelerator` that starts gloo beside NCCL; a backend that the user names stays."""
     on_cpu = arguments.get("cpu") or parse_flag_from_env("ACCELERATE_USE_CPU")
     kind = process_device_type()
     if on_cpu or int(os.environ.get("LOCAL_RANK", -1)) == -1 or kind.name != "cuda" or not kind.num_devices():
@@ -122,12 +114,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         self._attach(offload, None)
 
     @classmethod
-    def attach(
-        cls,
-        accelerator: Accelerator,
-        offload: Options = None,
-        loop: Loop | None = None,
-    ) -> "CXLAccelerator":
+    def attach(cls, accelerator: Accelerator, offload: Options = None, loop: Loop | None = None) -> "CXLAccelerator":
         """Make an accelerator that exists, and has prepared no model yet, one of this class.
 
         Args:
@@ -160,7 +147,6 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
             self.offload.attach_scaler(self.scaler)
 
     def _check_processes(self) -> None:
-        """Refuse processes that Accelerate has set up in another way."""
         kind = self.distributed_type.value
         several = self.num_processes > 1
         if kind not in ("MULTI_CPU", "MULTI_GPU") and (several or kind != "NO"):
@@ -179,17 +165,11 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
             )
 
     def _meet(self) -> None:
-        """Make the mesh, and give this process its part of the machine.
-
-        `accumulate` reduces with every micro-batch from now on: Accelerate would keep gradients of the whole model on
-        every device until the last one.
-
-        Accelerate counts one process on each machine where a launcher has not said how many there are, so they are
-        asked themselves.
-        """
         if self.num_processes == 1:
             return
+        # `accumulate` would keep gradients of the whole model on every device until the last micro-batch
         self.gradient_state.plugin_kwargs["sync_each_batch"] = True
+        # processes are asked: Accelerate counts one on each machine where a launcher has not said how many there are
         session, rank, machines = self.offload.session, self.process_index, find_machines()
         replicate = session.config.replicate_machines
         per_machine = ranks_of_each(machines) if replicate else self.num_processes
@@ -420,11 +400,7 @@ def _folder(state: str | Path, index: int) -> Path:
 
 
 def load_whole(folder: Path, index: int, model: nn.Module) -> None:
-    """Load the weights of one model of a state; each process reads all of them and keeps its part.
-
-    Args:
-        index: of the model, in the order in which models were prepared.
-    """
+    """Load the weights of the model that was prepared as number `index`; each process keeps its part of them."""
     ending = f"_{index}" if index else ""
     path = folder / f"model{ending}.safetensors"
     other = folder / f"pytorch_model{ending}.bin"

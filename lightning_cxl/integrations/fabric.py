@@ -6,7 +6,7 @@ it has now, and ``fabric.setup_optimizers(optimizer)``, as with Fabric's `ModelP
 See [Note: Call order in a user's loop].
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,6 @@ from lightning_cxl.config import show_options
 from lightning_cxl.devices.transfer import device_type_of
 from lightning_cxl.errors import CheckpointError, UnsupportedError
 from lightning_cxl.gradients.step import repoint_scheduler
-from lightning_cxl.integrations.lightning.common import CommonStrategy, CXLCheckpointIO
 from lightning_cxl.integrations.lightning.lightning_api import (
     Accelerator,
     CheckpointIO,
@@ -28,6 +27,7 @@ from lightning_cxl.integrations.lightning.lightning_api import (
     FabricLauncher,
     FabricParallelStrategy,
 )
+from lightning_cxl.integrations.lightning.strategy import CommonStrategy, CXLCheckpointIO
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.session import cut_for, cut_state
 from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
@@ -91,7 +91,6 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
         self.set_world_ranks()
 
     def _configure_launcher(self) -> None:
-        """Several processes are started by Fabric where nobody else has."""
         cluster = self.cluster_environment
         if self.is_distributed and cluster is not None and not cluster.creates_processes_externally:
             self._launcher = FabricLauncher(cluster, self.num_processes, self.num_nodes)
@@ -191,7 +190,21 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
                         f"`fabric.save({name}=...)` serves one process: with several each writes its part of a folder, "
                         f"all weights and all optimizer state. Leave `{name}` out"
                     )
-            _save_folder(Path(self.broadcast(str(path))), state, self.offload)
+            models = {key: each for key, each in state.items() if isinstance(each, nn.Module)}
+            optimizers = {key: each for key, each in state.items() if isinstance(each, Optimizer)}
+            if len(models) != 1:
+                raise UnsupportedError(
+                    f"a checkpoint of several processes has one model, and this state has {len(models)} "
+                    f"({', '.join(models) or 'none'}): save each model, with its optimizers, to a path of its own"
+                )
+            rest = {
+                key: each.state_dict() if hasattr(each, "state_dict") else each
+                for key, each in state.items()
+                if key not in models and key not in optimizers
+            }
+            rest[KEY] = {_KEYS: {"model": next(iter(models)), "optimizers": list(optimizers)}}
+            folder = Path(self.broadcast(str(path)))
+            self.offload.save_folder(folder, next(iter(models.values())), list(optimizers.values()), rest)
             return
         for run in self._session.runs:
             run.wait_for_updates()
@@ -236,37 +249,11 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
 
 
 class _BackwardSync:
-    """The way in which `fabric.no_backward_sync` asks a strategy."""
-
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return without_reducing(module) if enabled else nullcontext()
 
 
-def _save_folder(path: Path, state: Mapping[str, Any], loop: UserLoop) -> None:
-    """Write a folder, on all processes together.
-
-    Args:
-        state: one model, its optimizers, and other objects, by the user's names.
-    """
-    models = {key: each for key, each in state.items() if isinstance(each, nn.Module)}
-    optimizers = {key: each for key, each in state.items() if isinstance(each, Optimizer)}
-    if len(models) != 1:
-        raise UnsupportedError(
-            f"a checkpoint of several processes has one model, and this state has {len(models)} "
-            f"({', '.join(models) or 'none'}): save each model, with its optimizers, to a path of its own"
-        )
-    (model,) = models.values()
-    rest = {
-        key: each.state_dict() if hasattr(each, "state_dict") else each
-        for key, each in state.items()
-        if key not in models and key not in optimizers
-    }
-    names = {"model": next(iter(models)), "optimizers": list(optimizers)}
-    loop.save_folder(path, model, list(optimizers.values()), {**rest, KEY: {_KEYS: names}})
-
-
 def _load_folder(path: Path, state: Any, loop: UserLoop, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
-    """Load objects from a folder; return what is in it beside them."""
     from lightning_cxl.run.sharded_reading import ShardedCheckpoint  # imports torch's checkpoints
 
     if isinstance(state, nn.Module):

@@ -46,8 +46,7 @@ class TrainerAccelerator(CXLAccelerator):
     """
 
     _trainer: "weakref.ref[Trainer]"
-    _others: list[nn.Module]
-    """Models besides the Trainer's own that were prepared, in the order in which they were."""
+    _others: list[nn.Module]  # prepared besides the Trainer's own, in this order
 
     @classmethod
     def of(cls, trainer: Trainer, offload: Any) -> "TrainerAccelerator":
@@ -70,10 +69,7 @@ class TrainerAccelerator(CXLAccelerator):
         return super().prepare_model(model, *args, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a region that changes nothing: the Trainer asks for it in every micro-batch but the last one.
-
-        Gradients of the whole model would have to stay on every device until then.
-        """
+        # the Trainer asks for it in all micro-batches but the last: gradients of the whole model would stay on devices
         return nullcontext()
 
     def place(self, model: nn.Module) -> None:
@@ -264,24 +260,17 @@ class CXLTrainerMixin:
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Gather weights on the first process, which writes them; every process calls this."""
         if state_dict is None and is_cut(self.model):
-            names = self._names_that_may_be_saved()
-            state_dict = whole_state(self.model, names.__contains__)
+            model: Any = self.model
+            names, adapters = set(model.state_dict()), getattr(model, "peft_config", None)
+            if adapters is not None:
+                # what peft chooses from: adapters, what else is trained, and embeddings, which may have grown
+                ends = (model.get_input_embeddings(), model.get_output_embeddings())
+                kept = {id(p) for end in ends if end is not None for p in end.parameters()}
+                named = model.named_parameters(remove_duplicate=False)
+                chosen = {name for name, p in named if p.requires_grad or id(p) in kept}
+                names = {n for n in names if n in chosen or not adapters.keys().isdisjoint(n.split("."))}
+            state_dict = whole_state(model, names.__contains__)
         super()._save(output_dir, state_dict)  # type: ignore[misc]
-
-    def _names_that_may_be_saved(self) -> set[str]:
-        """Return the weights that files may have: of a model with adapters, all that peft chooses from.
-
-        These are adapters, whatever else is trained, such as biases, and embeddings, whose vocabulary may have grown.
-        """
-        model: Any = self.model
-        names = set(model.state_dict())
-        adapters = getattr(model, "peft_config", None)
-        if adapters is None:
-            return names
-        ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        kept = {id(p) for end in ends if end is not None for p in end.parameters()}
-        chosen = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad or id(p) in kept}
-        return {name for name in names if name in chosen or not adapters.keys().isdisjoint(name.split("."))}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not is_cut(self.model):

@@ -1,4 +1,8 @@
-"""`CXLOffloadStrategy`: the Lightning strategy. Thin: everything that trains lives in `Run`.
+"""`CXLOffloadStrategy`: the Lightning strategy. `CommonStrategy`: what it shares with that for Fabric.
+
+With one device there is one process, which is on its own whatever a cluster calls it: no group, no launcher. Several
+devices or machines have a process for each device, which start and meet as those of Lightning's `ModelParallelStrategy`
+do. Everything that trains lives in `Run`.
 
 [Note: Call order under Lightning]
 ``tensor_init_context`` (configure_model: weights land on their tiers) -> ``setup`` (the user's optimizers made,
@@ -10,8 +14,9 @@ collect gradients; ``post_backward`` waits for them if they may be read next), c
 """
 
 import logging
+import os
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -19,14 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_cxl.config import show_options
+from lightning_cxl.config import OffloadConfig, show_options
+from lightning_cxl.devices.transfer import device_type_of
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.gradients.guard import HostClip, HostUnscale
 from lightning_cxl.gradients.step import repoint_scheduler
-from lightning_cxl.integrations.lightning.common import CommonStrategy, CXLCheckpointIO
 from lightning_cxl.integrations.lightning.lightning_api import (
     Accelerator,
     AsyncCheckpointIO,
@@ -36,15 +43,18 @@ from lightning_cxl.integrations.lightning.lightning_api import (
     ParallelStrategy,
     Precision,
     SubprocessScriptLauncher,
+    TorchCheckpointIO,
     Trainer,
+    init_dist_connection,
     rank_zero_only,
+    reset_seed,
 )
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run import checkpoint as ckpt
-from lightning_cxl.run.checkpoint import remove
+from lightning_cxl.run.checkpoint import load_file, remove, save_file
 from lightning_cxl.run.run import Host, Run
-from lightning_cxl.run.session import cut_for, cut_state, follow
+from lightning_cxl.run.session import Session, cut_for, cut_state, follow
 from lightning_cxl.run.sharded_checkpoint import (
     TIED,
     AsyncSaves,
@@ -55,7 +65,7 @@ from lightning_cxl.run.sharded_checkpoint import (
 )
 from lightning_cxl.run.state_on_ssd import KEY, StateOnSsd, check_together
 from lightning_cxl.run.user_loop import end_earlier_trainings, methods_of_others, put_back
-from lightning_cxl.sharding.processes import on_all_ranks
+from lightning_cxl.sharding import processes
 from lightning_cxl.torch_private import UNSCALE, step_hooks
 from lightning_cxl.weights.load import refuse_unready
 
@@ -65,6 +75,157 @@ _KNOWN = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_cxl")
 """Packages whose modules, callbacks and plugins neither read nor write gradients."""
 Defers = Callable[[Optimizer], bool]
 """Whether unscaling and clipping may be left to the step of an optimizer."""
+
+
+_Base: Any = object  # two frameworks have each a class of their own behind `super()`
+
+
+class CXLCheckpointIO(TorchCheckpointIO):
+    """Writes local files directly and atomically, and reads them through a memory map.
+
+    Lightning's own writer builds the whole file in memory first, its reader holds a full copy until training starts:
+    both add the size of the model and optimizer to the peak. Remote paths go through Lightning's code unchanged.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+        else:
+            save_file(checkpoint, Path(path))
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if "://" in str(path):
+            return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+        return load_file(Path(path), map_location, weights_only)
+
+
+class CommonStrategy(_Base):  # type: ignore[misc]
+    """Before Lightning's or Fabric's `ParallelStrategy` in the bases of a strategy.
+
+    The framework fills in the devices, the number of machines and the cluster environment that it has found.
+    """
+
+    num_nodes = 1
+    cluster_environment: Any
+    config: OffloadConfig
+    timeout: timedelta | None = None
+    """For which a rank waits for the others in a collective; None is torch's own."""
+    _device_mesh: DeviceMesh | None = None
+
+    def _begin(self, timeout: timedelta | None, options: dict[str, Any]) -> None:
+        self._session = Session(**options)
+        self.config, self.config_origins = self._session.config, self._session.origins
+        self.timeout = timeout
+
+    # -- which process this is ---------------------------------------------------------------------------------------
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on each machine: one for each device."""
+        return len(self.parallel_devices or [None])
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether several processes train one model."""
+        return self.num_nodes * self.num_processes > 1
+
+    @property
+    def root_device(self) -> torch.device:
+        devices: list[torch.device] = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.local_rank]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """All ranks, with dimension ``shard``; before it ``replicate``, where every machine has all of the state."""
+        if self._device_mesh is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no device mesh: it is there after `setup_environment` (Fabric: `launch`), "
+                f"where there are several devices; there are {self.num_nodes * self.num_processes} here"
+            )
+        return self._device_mesh
+
+    # -- start -------------------------------------------------------------------------------------------------------
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment, and what prints on one rank alone, which process this is."""
+        if not self.is_distributed:
+            self.cluster_environment = None  # without one, rank and number of processes are those of one process
+        elif self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def setup_environment(self) -> None:
+        """Prepare the device, let the processes meet, and give each its part of the machine."""
+        if self.root_device.type != "cpu":
+            device_type_of(self.root_device)
+        super().setup_environment()
+        if self.is_distributed:
+            self._meet()
+            gather = partial(processes.gather_on_machine, machine=self.node_rank)
+            local = self.local_rank, self.num_processes
+            self._session.bind(self.global_rank, self.world_size, *local, self.root_device, gather)
+
+    def _meet(self) -> None:
+        assert self.cluster_environment is not None
+        reset_seed()
+        self.set_world_ranks()
+        options = processes.group_options(self.root_device, self.timeout)
+        if (store := processes.store_of_restart(os.environ)) is not None:
+            options["store"] = store
+        backend = processes.backend_for(self.root_device)
+        init_dist_connection(self.cluster_environment, backend, self.global_rank, self.world_size, **options)
+        self._device_mesh = processes.make_mesh(
+            self.root_device, self.num_nodes, self.num_processes, replicate=self.config.replicate_machines
+        )
+
+    @contextmanager
+    def _creating(self) -> Iterator[None]:
+        """Create weights where their tier is, from the first byte; on a GPU, on it, unless they stream or are cut."""
+        host = self._session.host_on(self.root_device)
+        if self.root_device.type == "cpu" or self.is_distributed or host.streams_weights:
+            with torch.device("cpu"), host.activate(), host.creating_weights():
+                yield
+        else:
+            yield
+
+    # -- together ----------------------------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        if self._has_met:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return processes.broadcast(obj, src) if self._has_met else obj
+
+    def _reduce(self, tensor: Any, group: Any, op: Any) -> Any:
+        """Replace a tensor by that of all processes together; anything else stays as it is."""
+        return processes.reduce(tensor, group, op) if self._has_met and isinstance(tensor, Tensor) else tensor
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor, group, sync_grads) if self._has_met else tensor
+
+    @property
+    def _has_met(self) -> bool:
+        return self.is_distributed and dist.is_initialized()
+
+    # -- report ------------------------------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        """Return bytes planned, used and at the peak, per tier and role, JSON-able; see `Session.report`."""
+        return self._session.report(self.root_device)
+
+    def __str__(self) -> str:
+        return self._session.describe(type(self).__name__, self.root_device)
+
+    def __repr__(self) -> str:
+        return self._session.describe_options(type(self).__name__)
 
 
 class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
@@ -107,7 +268,6 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
     # -- processes ---------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        """Several processes are started by Lightning where nobody else has; else what was started is checked."""
         if self.is_distributed:
             assert self.cluster_environment is not None
             self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -171,9 +331,25 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         loop, defers = loop_of(trainer, self.config.on_overflow)
         self._start_run(self.optimizers, loop)
         follow(names, self.model, self.optimizers)  # some modules make new parameters when they move
-        self._adopt_optimizers(trainer)
+        run, active, before = self.run, self._session.active, list(self.optimizers)
+        self.optimizers = run.adopt(before)
+        for old, new in zip(before, self.optimizers, strict=True):
+            for config in self.lr_scheduler_configs if old is not new else ():
+                repoint_scheduler(config.scheduler, old, new)
+                active.callback(repoint_scheduler, config.scheduler, new, old)
+        if run.masters.has_separate:
+            check_masters_are_found(trainer)
         self.setup_precision_plugin()
-        self._attach_scaling(defers)
+        # clipping and a loss scaler work on host gradients, without a pass of their own where that is allowed
+        plugin, unscale = self.precision_plugin, None
+        scaler: Any = getattr(plugin, "scaler", None)
+        if scaler is not None:
+            unscale = HostUnscale(scaler, unwrap, defers, run.guard)
+            setattr(scaler, UNSCALE, unscale)
+            active.callback(put_back, scaler, UNSCALE, None)
+        active.callback(put_back, plugin, "clip_grad_by_norm", vars(plugin).get("clip_grad_by_norm"))
+        clip = HostClip(plugin.clip_grad_by_norm, unwrap, defers, run.guard, unscale)
+        plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
         self._open_saves(trainer)
 
     def _start_run(self, optimizers: Sequence[Optimizer], loop: Loop) -> None:
@@ -191,48 +367,21 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         self._cut_model()
         self._start_run([], Loop())
 
-    def _adopt_optimizers(self, trainer: Trainer) -> None:
-        before = list(self.optimizers)
-        adopted = self.run.adopt(before)
-        for old, new in zip(before, adopted, strict=True):
-            for config in self.lr_scheduler_configs if old is not new else ():
-                repoint_scheduler(config.scheduler, old, new)
-                self._session.active.callback(repoint_scheduler, config.scheduler, new, old)
-        self.optimizers = adopted
-        if self.run.masters.has_separate:
-            check_masters_are_found(trainer)
-
-    def _attach_scaling(self, defers: Defers) -> None:
-        """Let clipping and a loss scaler work on host gradients, without a pass of their own where that is allowed."""
-        plugin, guard, active = self.precision_plugin, self.run.guard, self._session.active
-        scaler: Any = getattr(plugin, "scaler", None)
-        unscale = None
-        if scaler is not None:
-            unscale = HostUnscale(scaler, unwrap, defers, guard)
-            setattr(scaler, UNSCALE, unscale)
-            active.callback(put_back, scaler, UNSCALE, None)
-        active.callback(put_back, plugin, "clip_grad_by_norm", vars(plugin).get("clip_grad_by_norm"))
-        clip = HostClip(plugin.clip_grad_by_norm, unwrap, defers, guard, unscale)
-        plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
-
     def _cut_model(self) -> None:
         """Cut the model over all processes, if there are several. See [Note: Sharded models]."""
         if self.is_distributed:
             assert isinstance(self.model, nn.Module)
-            self._warn_of_unused_io()
+            given = self.checkpoint_io  # `AsyncCheckpointIO` asks for what `_open_saves` does: the plug-in in it writes
+            io = given.checkpoint_io if isinstance(given, AsyncCheckpointIO) else given
+            if self.is_global_zero and not isinstance(io, CXLCheckpointIO):
+                warnings.warn(
+                    f"{type(io).__name__} writes no checkpoints here: {self.world_size} processes write each its part "
+                    "of a folder. It reads files of one process. Leave it out, or train with devices=1",
+                    LightningCXLWarning,
+                    stacklevel=2,
+                )
             root = self.model if getattr(self.model, "automatic_optimization", False) else None
             self._root = cut_for(self._session, self.model, self.device_mesh, self.root_device, root)
-
-    def _warn_of_unused_io(self) -> None:
-        given = self.checkpoint_io  # `AsyncCheckpointIO` asks for what `_open_saves` does: the plug-in in it writes
-        io = given.checkpoint_io if isinstance(given, AsyncCheckpointIO) else given
-        if self.is_global_zero and not isinstance(io, CXLCheckpointIO):
-            warnings.warn(
-                f"{type(io).__name__} writes no checkpoints here: {self.world_size} processes write each its part of a "
-                "folder. It reads files of one process. Leave it out, or train with devices=1",
-                LightningCXLWarning,
-                stacklevel=2,
-            )
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -240,8 +389,7 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         self.run.start_backward()
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Wait for the gradients: clipping and the optimizer read them next."""
-        self.run.finish_backward()
+        self.run.finish_backward()  # clipping and the optimizer read gradients next
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Let the activation arenas forget the step before; adopt what hooks have put into the optimizers since."""
@@ -324,7 +472,6 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _save_together(self, checkpoint: Mapping[str, Any], own: Mapping[str, Any], filepath: Any) -> None:
-        """Write a checkpoint, each process its shards. See [Note: Sharded checkpoints]."""
         states = checkpoint.get("optimizer_states", [])
         assert isinstance(self.lightning_module, nn.Module)
         names_of: dict[nn.Parameter, list[str]] = {}
@@ -417,7 +564,7 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
     def _open_saves(self, trainer: Trainer) -> None:
         """Let checkpoints be written while training goes on, where the user asks for that with `AsyncCheckpointIO`."""
         if self.is_distributed and isinstance(self.checkpoint_io, AsyncCheckpointIO):
-            on_all_ranks(partial(self._check_saves, trainer))
+            processes.on_all_ranks(partial(self._check_saves, trainer))
             engine = self._session.host_on(self.root_device).engine
             self._saves = AsyncSaves(self.timeout, engine.use_in_this_thread)
 
