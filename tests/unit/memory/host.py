@@ -1,15 +1,33 @@
-"""Real memory of this machine under the allocator hook, for tests."""
+"""Memory of this machine for tests: real, under the allocator hook, or in the role of other nodes."""
 
 import torch
 from torch import nn
 
+from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.hook import HostAllocationMode
 from lightning_cxl.memory.host_memory import HostMemory, residency
 from lightning_cxl.memory.placement import Placer, TensorRole
-from lightning_cxl.memory.resource import PinnedResource
+from lightning_cxl.memory.resource import NumaResource, PinnedResource, Span
 
-LIMIT = 64 * 2**20
+MIB = 2**20
+LIMIT = 64 * MIB
+
+
+class Leaf(NumaResource):
+    """Pretends to be node `label` and really uses node 0; where it is `full`, it fails when it has backed memory."""
+
+    def __init__(self, tier="dram", label=0, *, free=2**30, full=False, inherit=False) -> None:
+        super().__init__(tier, 0, Topology.fake(("64GiB",), ()), inherit=inherit, free_bytes=lambda: free)
+        self.label, self.full = label, full
+        self.sizes: list[int] = []
+
+    def back(self, mapping, parts):
+        spans = super().back(mapping, parts)
+        if self.full:
+            raise TierFullError(f"node {self.label} is full")
+        self.sizes += [nbytes for _, nbytes in parts]
+        return tuple(Span(span.tier, self.label, span.offset, span.nbytes) for span in spans)
 
 
 class Host:
@@ -17,13 +35,14 @@ class Host:
 
     def __init__(self, **options) -> None:
         self.topology = Topology.detect()
-        self.pinned: list[int] = []
-        options = {"budgets": {"dram": LIMIT, "cxl": LIMIT}, "pin": True, "pinner": self._pinner, **options}
-        self.memory = HostMemory(self.topology, **options)
+        self.pinned: dict[int, int] = {}
+        """Bytes by address, of what is registered."""
+        options = {"budgets": {"dram": LIMIT, "cxl": LIMIT}, "pin": True, **options}
+        self.memory = HostMemory(self.topology, pinner=self.pinner, **options)
+        self.placer = Placer(self.topology, self.memory.free_bytes)
 
     def mode(self, **options) -> HostAllocationMode:
-        placer = Placer(self.topology, self.memory.free_bytes)
-        return HostAllocationMode(self.memory, placer, **options)
+        return HostAllocationMode(self.memory, self.placer, **options)
 
     def tier(self, tensor: torch.Tensor) -> str | None:
         """Return the one tier that holds all of a tensor, None when its memory is not ours."""
@@ -36,9 +55,8 @@ class Host:
     def bytes_of(self, role: TensorRole) -> dict[str, int]:
         return {name: size for name, size in self.memory.stats()["roles"].get(role.value, {}).items() if size}
 
-    def _pinner(self, upstream):
-        register = lambda address, nbytes: self.pinned.append(address)  # noqa: E731
-        return PinnedResource(upstream, register=register, unregister=lambda address: None, where=None)
+    def pinner(self, upstream):
+        return PinnedResource(upstream, register=self.pinned.__setitem__, unregister=self.pinned.pop, where=None)
 
 
 class Net(nn.Module):

@@ -1,13 +1,22 @@
+"""The hook places what torch creates, alone and in modules; `host_allocation`, `empty` and `residency`; scopes."""
+
+import contextvars
 import copy
+import io
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from lightning_cxl.memory.placement import TensorRole
-from tests.unit.memory.host import Host
+from lightning_cxl.errors import ConfigError, TierFullError, TierNotFoundError
+from lightning_cxl.memory import hook as scope
+from lightning_cxl.memory.hook import empty, host_allocation, is_placing, new_weight, ordinary_memory, residency
+from lightning_cxl.memory.placement import TensorRole, TierSpec, constructing, constructing_spec, tier
+from lightning_cxl.native._numa import NOWHERE, page_nodes
+from tests.unit.memory.host import LIMIT, Host, Net
 
 
 @pytest.fixture
@@ -15,6 +24,13 @@ def host():
     made = Host()
     yield made
     made.memory.close()
+
+
+@pytest.fixture
+def run(host):
+    """The host, in use as in a run."""
+    with scope.activate(host.memory, host.placer):
+        yield host
 
 
 # -- factories -------------------------------------------------------------------------------------------------------
@@ -92,44 +108,11 @@ def test_requires_grad_and_autograd_work(host):
     assert made.grad.tolist() == [3.0, 5.0, 7.0, 9.0]
 
 
-# -- untouched -------------------------------------------------------------------------------------------------------
-
-
 def test_tensors_without_elements_stay_resizable(host):
     with host.mode(tier="cxl"):
         for made in (torch.empty(0), torch.zeros(3, 0), torch.tensor([]), SOURCE[:0].clone(), torch.rand(0)):
             assert host.tier(made) is None
             made.resize_(10)
-
-
-def test_views_and_out_variants_are_left_alone(host):
-    base, target = torch.ones(6), torch.empty(6)
-    with host.mode(tier="cxl", role=TensorRole.COMPUTE_WEIGHTS):
-        views = [base[1:], base.view(2, 3), base.detach(), base.expand(2, 6), base.to("cpu"), base.contiguous()]
-        assert torch.add(base, base, out=target) is target
-        torch.arange(6, out=target)
-    assert all(view.untyped_storage().data_ptr() == base.data_ptr() for view in views)
-    assert host.tier(target) is None
-
-
-def test_memory_shared_with_others_stays_shared(host):
-    array, data = np.zeros(3, dtype=np.float32), bytearray(12)
-    with host.mode(tier="cxl", role=TensorRole.COMPUTE_WEIGHTS):
-        shared = [torch.from_numpy(array), torch.as_tensor(array), torch.asarray(array)]
-        shared += [torch.frombuffer(data, dtype=torch.float32), torch.from_dlpack(SOURCE)]
-    array[:] = 5
-    assert [tensor[0].item() for tensor in shared[:3]] == [5.0] * 3
-    data[:4] = np.float32(7).tobytes()
-    assert shared[3][0] == 7 and shared[4].data_ptr() == SOURCE.data_ptr()
-
-
-def test_a_mapped_file_stays_mapped(host, tmp_path):
-    path = tmp_path / "data"
-    path.write_bytes(bytes(12))
-    with host.mode(tier="cxl", role=TensorRole.COMPUTE_WEIGHTS):
-        mapped = torch.from_file(str(path), shared=True, size=3)
-        mapped.fill_(1.0)
-    assert path.read_bytes() == np.ones(3, dtype=np.float32).tobytes()
 
 
 def test_other_devices_are_left_alone(host):
@@ -168,11 +151,6 @@ def test_other_layouts_and_subclasses_are_left_alone(host):
     assert answered.tolist() == [9.0, 9.0]
 
 
-def test_arithmetic_is_left_alone(host):
-    with host.mode(tier="cxl"):
-        assert host.tier(SOURCE + SOURCE) is None
-
-
 def test_a_forked_child_allocates_as_if_there_were_no_hook(host):
     with host.mode(tier="cxl"):
         torch.ones(3)
@@ -183,7 +161,26 @@ def test_a_forked_child_allocates_as_if_there_were_no_hook(host):
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-# -- pinned ----------------------------------------------------------------------------------------------------------
+def test_views_results_and_shared_memory_are_left_alone(host, tmp_path):
+    base, target, path = torch.ones(6), torch.empty(6), tmp_path / "data"
+    array, data = np.zeros(3, dtype=np.float32), bytearray(12)
+    path.write_bytes(bytes(12))
+    with host.mode(tier="cxl"):
+        assert host.tier(SOURCE + SOURCE) is None, "arithmetic"
+    with host.mode(tier="cxl", role=TensorRole.COMPUTE_WEIGHTS):
+        views = [base[1:], base.view(2, 3), base.detach(), base.expand(2, 6), base.to("cpu"), base.contiguous()]
+        assert torch.add(base, base, out=target) is target
+        torch.arange(6, out=target)
+        shared = [torch.from_numpy(array), torch.as_tensor(array), torch.asarray(array)]
+        shared += [torch.frombuffer(data, dtype=torch.float32), torch.from_dlpack(SOURCE)]
+        torch.from_file(str(path), shared=True, size=3).fill_(1.0)
+    assert all(view.untyped_storage().data_ptr() == base.data_ptr() for view in views)
+    assert host.tier(target) is None
+    array[:] = 5
+    data[:4] = np.float32(7).tobytes()
+    assert [tensor[0].item() for tensor in shared[:4]] == [5.0, 5.0, 5.0, 7.0]
+    assert shared[4].data_ptr() == SOURCE.data_ptr()
+    assert path.read_bytes() == np.ones(3, dtype=np.float32).tobytes()
 
 
 def test_pin_memory_asks_for_page_locked_memory(host):
@@ -193,8 +190,242 @@ def test_pin_memory_asks_for_page_locked_memory(host):
         made = torch.ones(3, pin_memory=True)
         assert len(host.pinned) == 1
         drawn = torch.rand(2**23, pin_memory=True)  # larger than the pool's slab
-        copied = IMAGE.pin_memory()
-        like = torch.zeros_like(SOURCE, pin_memory=True)
+        copied, like = IMAGE.pin_memory(), torch.zeros_like(SOURCE, pin_memory=True)
     assert len(host.pinned) == 2
     assert [host.tier(tensor) for tensor in (made, drawn, like)] == ["cxl"] * 3
     assert torch.equal(copied, IMAGE) and copied.stride() == IMAGE.stride()
+
+
+# -- modules ---------------------------------------------------------------------------------------------------------
+
+
+def test_modules_keep_their_initial_values(host):
+    torch.manual_seed(0)
+    expected = Net()
+    torch.manual_seed(0)
+    with host.mode(role=TensorRole.COMPUTE_WEIGHTS):
+        got = Net()
+    for (name, left), right in zip(got.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(left, right), name
+        assert host.tier(left) == "cxl", name  # home of weights
+    assert all(isinstance(parameter, nn.Parameter) and parameter.requires_grad for parameter in got.parameters())
+    assert sum(host.bytes_of(TensorRole.COMPUTE_WEIGHTS).values()) == sum(v.nbytes for v in got.state_dict().values())
+
+
+def test_the_innermost_decorated_module_decides(host):
+    @tier(weights="cxl")
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.scale = nn.Parameter(torch.randn(4) * 0.02)
+
+    @tier(weights="dram", activations="cxl")
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(2, 2)
+            self.inner = Inner()
+            self.scale = nn.Parameter(torch.zeros(4) + 1)
+            self.empty = nn.Parameter(empty(100).zero_())
+            self.far = nn.Parameter(empty(100, tier="cxl").zero_())
+
+    with host.mode(), scope.activate(host.memory, host.placer):
+        net, outside = Outer(), torch.ones(3)
+    for name, value in net.named_parameters():
+        assert host.tier(value) == ("cxl" if name.startswith("inner.") or name == "far" else "dram"), name
+    assert host.tier(outside) == "cxl"
+
+
+def test_of_tier_and_decorator_the_innermost_decides(host):
+    @tier(weights="dram")
+    class Decorated(nn.Module):
+        def __init__(self, inner_tier: str | None = None) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            if inner_tier is not None:
+                with host.mode(tier=inner_tier):
+                    self.inner = nn.Parameter(torch.ones(3))
+                    self.child = Decorated()
+
+    with host.mode(tier="cxl"):
+        net = Decorated("cxl")
+        after = torch.ones(3)
+    assert [host.tier(t) for t in (net.weight, net.inner, net.child.weight, after)] == ["dram", "cxl", "dram", "cxl"]
+
+
+def test_a_parameter_made_from_a_view_still_shares_it(host):
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = torch.randn(4) * 2
+            self.left = nn.Parameter(self.both[:2])
+
+    with host.mode(role=TensorRole.COMPUTE_WEIGHTS):
+        split = Split()
+    assert split.left.data_ptr() == split.both.data_ptr()
+
+
+def test_deepcopy_save_and_load(host):
+    with host.mode(tier="cxl"):
+        net = Net()
+        copied = copy.deepcopy(net)
+        file = io.BytesIO()
+        torch.save(net.state_dict(), file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+    file.seek(0)
+    outside = torch.load(file, weights_only=True)
+    assert {host.tier(parameter) for parameter in copied.parameters()} == {"cxl"}
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, copied.state_dict()[name])
+        assert torch.equal(value, loaded[name]) and torch.equal(value, outside[name])
+    net.load_state_dict(loaded, assign=True)
+    copied.load_state_dict(outside)
+    assert file.getbuffer().nbytes < 2 * sum(v.numel() * v.element_size() for v in loaded.values()) + 20000
+
+
+def test_exceptions_end_the_mode_and_leak_nothing(host):
+    with pytest.raises(KeyError), host.mode(tier="cxl"):
+        kept = torch.ones(1000)
+        raise KeyError(kept.shape)
+    del kept
+    assert host.tier(torch.ones(3)) is None
+    with host.mode(tier="cxl"):
+        with pytest.raises(RuntimeError, match="negative dimension"):
+            torch.empty(-1)
+        with pytest.raises(TierFullError, match="compute_weights"):
+            torch.empty(2 * LIMIT)
+        assert host.tier(torch.ones(3)) == "cxl"
+    assert host.memory.stats()["tiers"]["cxl"]["used_bytes"] == 0
+
+
+def in_a_thread(call):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def test_other_threads_are_not_affected(run):
+    def with_own() -> str | None:
+        with run.mode(tier="dram"):
+            return run.tier(torch.ones(3))
+
+    with run.mode(tier="cxl"), constructing(TierSpec(weights="dram")):
+        assert in_a_thread(lambda: run.tier(torch.ones(3))) is None and in_a_thread(with_own) == "dram"
+        assert in_a_thread(constructing_spec) is None
+        assert in_a_thread(lambda: scope.current().memory) is not run.memory
+        assert constructing_spec() == TierSpec(weights="dram") and scope.current().memory is run.memory
+        with constructing(None):
+            assert constructing_spec() is None
+    assert constructing_spec() is None
+
+
+def like(*shape, **options):
+    return torch.empty(*shape, device="meta", **options)
+
+
+def test_a_new_weight_keeps_shape_strides_and_dtype_and_the_policy_or_a_spec_decides(run):
+    weight = new_weight(like(4, 6).t(), torch.bfloat16, None)
+    assert (weight.shape, weight.stride(), weight.dtype) == ((6, 4), (1, 6), torch.bfloat16)
+    assert run.tier(weight) == "cxl" and run.bytes_of(TensorRole.COMPUTE_WEIGHTS) == {"cxl": 48}
+    assert run.tier(new_weight(like(9), torch.float32, TierSpec(weights="dram"))) == "dram"
+    assert run.tier(new_weight(like(9), torch.float32, TierSpec(gradients="dram"))) == "cxl"
+    with pytest.raises(TierNotFoundError, match="hbm"):
+        new_weight(like(9), torch.float32, TierSpec(weights="hbm"))
+
+
+def test_the_hook_pauses_in_this_thread_and_goes_on(host):
+    with host.mode():
+        assert is_placing()
+        with ordinary_memory():
+            assert not is_placing()
+            assert host.tier(torch.ones(9)) is None and host.tier(torch.ones(9).clone()) is None
+            with ordinary_memory():
+                pass
+            assert host.tier(torch.ones(9)) is None
+        assert host.tier(torch.ones(9)) == "cxl"
+        with pytest.raises(KeyError), ordinary_memory():
+            raise KeyError
+        assert is_placing()
+    assert not is_placing()
+
+
+# -- the public interface, and scopes ---------------------------------------------------------------------------------
+
+
+def test_host_allocation_places_by_tier_role_and_policy(run):
+    cases = [({"tier": "dram"}, "dram"), ({"role": "momentum"}, "dram"), ({"role": TensorRole.ACTIVATIONS}, "cxl")]
+    made = []
+    for options, tier_name in [*cases, ({}, "cxl")]:
+        with host_allocation(**options):
+            made.append(torch.ones(100))
+        assert residency(made[-1]) == {tier_name: 400}
+    assert run.memory.stats()["roles"] == {
+        "compute_weights": {"dram": 400, "cxl": 400},
+        "momentum": {"dram": 400},
+        "activations": {"cxl": 400},
+    }
+
+
+@pytest.mark.parametrize("call", [lambda **kw: host_allocation(**kw).__enter__(), lambda **kw: empty(3, **kw)])
+def test_bad_names_are_refused_and_the_good_ones_named(run, call):
+    with pytest.raises(TierNotFoundError, match=r"'hbm'.*'dram', 'cxl'"):
+        call(tier="hbm")
+    with pytest.raises(ConfigError, match=r"'weights'.*'compute_weights'.*'staging'"):
+        call(role="weights")
+    assert run.tier(torch.ones(100)) is None
+
+
+def test_empty_gives_what_was_asked_for(run):
+    made = empty((3, 4), dtype=torch.int16, tier="dram", role="staging")
+    made.fill_(7)
+    assert made.shape == (3, 4) and made.dtype == torch.int16 and made.is_contiguous()
+    assert residency(made) == {"dram": 24} and run.bytes_of(TensorRole.STAGING) == {"dram": 24}
+    assert empty(5).dtype == torch.get_default_dtype() and empty(5).shape == (5,)
+    assert empty((2, 0)).numel() == 0 and residency(empty((2, 0))) == {}
+    assert residency(torch.ones(1000)) == {"dram": 4000}, "memory that is not ours"
+    assert residency(torch.ones(3, device="meta")) == {"meta": 12}
+    with pytest.raises(ValueError, match="shape"):
+        empty((-1, 3))
+
+
+def test_the_innermost_scope_is_used_and_each_leaves_by_itself(monkeypatch):
+    outer, inner = Host(), Host()
+    first, second = (scope.activate(host.memory, host.placer) for host in (outer, inner))
+    first.__enter__()
+    second.__enter__()
+    assert scope.current().memory is inner.memory
+    first.__exit__(None, None, None)  # not in order
+    assert scope.current().memory is inner.memory
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getpid", lambda: -1)
+        assert scope.current().memory is not inner.memory, "a forked child"
+    second.__exit__(None, None, None)
+    assert scope.current().memory not in (outer.memory, inner.memory)
+
+
+def test_the_default_is_built_once_and_has_all_tiers():
+    def check() -> None:
+        default = scope.current()
+        assert default is scope.current()
+        made = empty(100, tier="cxl").zero_()
+        assert default.memory.tier_at(made.data_ptr()).name == "cxl"
+        assert residency(made) == {"cxl": 400}
+
+    contextvars.Context().run(check)
+
+
+def backed_bytes(ranges: list[tuple[int, int]]) -> int:
+    """Return how much of some address ranges has pages, as the kernel says."""
+    found = [page_nodes(address, nbytes) for address, nbytes in ranges]
+    return sum(size for nodes in found for node, size in nodes.items() if node != NOWHERE)
+
+
+@pytest.mark.parametrize(("mib", "count"), [(1, 96), (96, 1)])
+@pytest.mark.parametrize("options", [{}, {"role": "activations"}, {"role": "momentum"}])
+def test_outside_of_a_run_memory_goes_back_to_the_kernel_with_its_tensor(options, mib, count):
+    tensors = [empty((mib << 20,), torch.uint8, **options) for _ in range(count)]
+    ranges = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+    assert backed_bytes(ranges) == 96 << 20
+    del tensors
+    assert backed_bytes(ranges) <= 2 << 20  # other threads may have mapped something there meanwhile

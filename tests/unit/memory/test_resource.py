@@ -1,0 +1,491 @@
+"""Mappings, pages of nodes, stripes, page-locked memory, free blocks and pools."""
+
+import mmap
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from lightning_cxl.devices.transfer import CudaDevices
+from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError, PlacementError, TierFullError
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.memory.resource import (
+    BlockList,
+    Budget,
+    BudgetResource,
+    Buffer,
+    MemoryResource,
+    NumaResource,
+    PinnedResource,
+    PoolResource,
+    StripedResource,
+    stripe_bytes_for,
+)
+from lightning_cxl.native._numa import NOWHERE, Mapping, Range, page_nodes
+from tests.unit.memory.host import MIB, Leaf
+
+PAGE = 4096
+
+
+def view(mapping):
+    return memoryview(Range(mapping.address, mapping.nbytes, mapping))
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"".join(bytes([page]) * PAGE for page in range(1, 5)))
+    fd = os.open(path, os.O_RDWR)
+    yield path, fd
+    os.close(fd)
+
+
+def test_a_part_shows_a_file_and_what_is_written_there_stays_private(file):
+    path, fd = file
+    before = path.read_bytes()
+    mapping = Mapping(4 * PAGE)
+    shown = view(mapping)
+    shown[0] = 9
+    mapping.show(PAGE, 2 * PAGE, fd, 2 * PAGE)
+    assert bytes(shown) == bytes([9]) + bytes(PAGE - 1) + bytes([3]) * PAGE + bytes([4]) * PAGE + bytes(PAGE)
+    shown[PAGE] = 7
+    assert path.read_bytes() == before
+    mapping.show(PAGE, 2 * PAGE, fd, 2 * PAGE)
+    assert shown[PAGE] == 3
+    mapping.hide(PAGE, PAGE)
+    assert not any(shown[PAGE : 2 * PAGE]) and shown[2 * PAGE] == 4 and shown[0] == 9
+    shown[PAGE] = 1
+
+
+def test_what_is_shown_outlives_file_and_descriptor(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes([5]) * PAGE)
+    mapping = Mapping(PAGE)
+    fd = os.open(path, os.O_RDONLY)
+    mapping.show(0, PAGE, fd, 0)
+    os.close(fd)
+    path.unlink()
+    assert bytes(view(mapping)) == bytes([5]) * PAGE
+
+
+def test_a_part_that_cannot_show_a_file_reads_as_zeros():
+    mapping = Mapping(2 * PAGE)
+    shown = view(mapping)
+    shown[:] = b"x" * 2 * PAGE
+    with pytest.raises(OSError, match="cannot show"):
+        mapping.show(0, PAGE, -1, 0)
+    assert bytes(shown) == bytes(PAGE) + b"x" * PAGE
+
+
+PARTS = [(1, PAGE), (0, PAGE - 1), (0, 0), (PAGE, PAGE), (0, 2 * PAGE), (2**63, PAGE)]
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), PARTS)
+def test_only_whole_pages_inside_the_mapping(file, offset, nbytes):
+    mapping = Mapping(PAGE)
+    methods = [mapping.hide, lambda *part: mapping.show(*part, file[1], 0)]
+    methods += [mapping.populate, mapping.discard, mapping.advise_huge] if nbytes and nbytes % PAGE == 0 else []
+    for method in methods:
+        with pytest.raises(ValueError, match="page"):
+            method(offset, nbytes)
+
+
+@pytest.mark.parametrize("file_offset", [1, -PAGE])
+def test_a_file_is_shown_from_a_page_on(file, file_offset):
+    with pytest.raises(ValueError):
+        Mapping(PAGE).show(0, PAGE, file[1], file_offset)
+
+
+def test_mapping_is_backed_only_where_populated() -> None:
+    mapping = Mapping(8 * MIB, 2 * MIB)
+    assert mapping.address % (2 * MIB) == 0
+    assert page_nodes(mapping.address, mapping.nbytes) == {NOWHERE: 8 * MIB}
+
+    mapping.populate(MIB, MIB)
+    assert page_nodes(mapping.address, mapping.nbytes) == {0: MIB, NOWHERE: 7 * MIB}
+
+    mapping.discard(MIB, 4096)
+    assert page_nodes(mapping.address + MIB + 100, 4096) == {NOWHERE: 3996, 0: 100}
+
+
+# -- pages of one node ---------------------------------------------------------------------------------------------
+
+
+def node(where=None, **options) -> NumaResource:
+    return NumaResource("dram", 0, Topology.detect(), where=where, **options)
+
+
+def test_a_full_node_is_refused_before_anything_is_touched() -> None:
+    asked = []
+    resource = node(lambda *part: asked.append(part) or page_nodes(*part), free_bytes=lambda: 10 * MIB)
+    with pytest.raises(TierFullError, match=r"11\.0 MiB on node 0 of tier `dram`: 10\.0 MiB free"):
+        resource.allocate(11 * MIB)
+    assert asked == []
+    assert resource.allocate(10 * MIB).nbytes == 10 * MIB
+
+
+@pytest.mark.parametrize("discards", [False, True])
+def test_pages_that_land_elsewhere_are_moved_and_then_accepted(discards) -> None:
+    """Linux 6.12 discards zero pages of a huge page that it splits: they are populated again."""
+    mapping, found = Mapping(4 * MIB), []
+
+    def where(address: int, nbytes: int) -> dict[int, int]:
+        found.append(page_nodes(address, nbytes))
+        if len(found) > 1:
+            return found[-1]
+        if discards:
+            mapping.discard(0, 2 * MIB)
+        return {0: nbytes - 4096, 1: 4096}
+
+    node(where).back(mapping, [(0, 4 * MIB)])
+    assert found == [{0: 4 * MIB}] * 2
+
+
+@pytest.mark.parametrize(("elsewhere", "text"), [(1, r"on node 1\. They were given back"), (NOWHERE, "nowhere")])
+def test_pages_that_stay_elsewhere_or_unbacked_are_given_back(elsewhere, text) -> None:
+    resource, mapping = node(lambda _, nbytes: {0: nbytes - 8192, elsewhere: 8192}), Mapping(4 * MIB)
+    with pytest.raises(TierFullError, match=rf"8\.0 KiB {text}"):
+        resource.back(mapping, [(MIB, 2 * MIB)])
+    assert page_nodes(mapping.address, mapping.nbytes) == {NOWHERE: 4 * MIB}
+
+
+def test_a_kernel_that_refuses_is_an_error_where_there_are_several_nodes() -> None:
+    def refuse(address: int, nbytes: int) -> dict[int, int]:
+        raise PermissionError(1, "Operation not permitted")
+
+    with pytest.raises(PlacementError, match="allow the system call move_pages"):
+        node(refuse).allocate(4096)
+    several = Topology.fake(dram=("1GiB",), cxl=("1GiB",))  # node 1 does not exist here
+    with pytest.raises(PlacementError, match=r"node 1 of tier `cxl`.*CAP_SYS_NICE"):
+        NumaResource("cxl", 1, several).allocate(4096)
+    single = Topology.fake(dram=("1GiB",), cxl=())
+    assert NumaResource("dram", 900, single, free_bytes=lambda: MIB).allocate(4096).nbytes == 4096
+
+
+def test_only_as_many_bytes_as_asked_are_held() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident()
+    buffer = node().allocate(33 * MIB + 1)  # a power of two would be 64
+    assert 33 * MIB <= resident() - before < 36 * MIB
+    assert buffer.tensor((33, MIB), torch.uint8).fill_(1).sum().item() == 33 * MIB
+
+
+LARGE_PAGES = """
+import mmap, sys
+mmap.PAGESIZE = 65536  # as on some aarch64 machines
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.memory.resource import NumaResource
+from lightning_cxl.native._numa import Mapping, page_nodes
+from lightning_cxl.storage.store import Store
+from tests.storage_cases import bytes_of, folders, get, put
+from pathlib import Path
+
+for mapping in (Mapping(1), Mapping(65537)):
+    assert mapping.nbytes % 65536 == mapping.address % 65536 == 0, (mapping.address, mapping.nbytes)
+buffers = [NumaResource("dram", 0, Topology.detect()).allocate(n) for n in (1, 65537)]
+assert all(buffer.address % 65536 == 0 and page_nodes(buffer.address, buffer.nbytes) for buffer in buffers)
+store = Store(folders(Path(sys.argv[1])), budget_bytes=2**24)
+records = [store.reserve(str(n), n) for n in (1, 65537)]  # the second is shown from where the first ends
+for seed, record in enumerate(records):
+    window, contents = store.window(record), put(store, record, seed)
+    assert get(store, record) == contents == bytes_of(window)
+store.close()
+"""
+
+
+def test_pages_have_the_size_that_the_machine_says(tmp_path) -> None:
+    subprocess.run([sys.executable, "-c", LARGE_PAGES, str(tmp_path)], check=True)
+
+
+# -- stripes over several nodes ------------------------------------------------------------------------------------
+
+
+def bytes_by_label(buffer: Buffer) -> Counter[int]:
+    count: Counter[int] = Counter()
+    for span in buffer.spans:
+        count[span.node_id] += span.nbytes
+    return count
+
+
+def test_stripes_follow_the_weights() -> None:
+    buffer = StripedResource([(Leaf("cxl", 1), 3.0), (Leaf("cxl", 2), 1.0)]).allocate(64 * MIB)
+    assert bytes_by_label(buffer) == {1: 48 * MIB, 2: 16 * MIB}
+    assert max(span.nbytes for span in buffer.spans if span.node_id == 2) == 2 * MIB
+    assert page_nodes(buffer.address, buffer.nbytes) == {0: 64 * MIB}
+    nearly_full = [(Leaf("cxl", 1, free=5 * MIB), 1.0), (Leaf("cxl", 2), 1.0)]
+    assert bytes_by_label(StripedResource(nearly_full).allocate(32 * MIB)) == {1: 4 * MIB, 2: 28 * MIB}
+
+
+def test_when_all_are_full_nothing_stays_backed() -> None:
+    resource = StripedResource([(Leaf("cxl", 1, full=True), 1.0), (Leaf("cxl", 2, full=True), 1.0)])
+    mapping = Mapping(8 * MIB)
+    with pytest.raises(TierFullError, match=r"cannot place 8\.0 MiB on tier `cxl`"):
+        resource.back(mapping, [(0, 8 * MIB)])
+    assert page_nodes(mapping.address, mapping.nbytes) == {NOWHERE: 8 * MIB}
+
+
+@pytest.mark.parametrize("capacity, expected", [(0, 2), (2**30, 2), (64 * 2**30, 2), (2**40, 32), (2**40 + 1, 34)])
+def test_stripes_grow_with_the_tier_so_that_the_kernel_can_count_them(capacity: int, expected: int) -> None:
+    assert stripe_bytes_for(capacity) == expected * MIB
+
+
+def test_a_turn_comes_when_all_before_it_are_full() -> None:
+    near, also_near, far = (Leaf("cxl", 1 + index, free=free) for index, free in enumerate((9 * MIB, 9 * MIB, 2**30)))
+    resource = StripedResource([(far, 1.0), (near, 1.0), (also_near, 1.0)], turns=[21, 10, 10])
+    assert bytes_by_label(resource.allocate(12 * MIB)) == {1: 6 * MIB, 2: 6 * MIB}
+    buffer = resource.allocate(32 * MIB)
+    assert bytes_by_label(buffer) == {1: 8 * MIB, 2: 8 * MIB, 3: 16 * MIB}
+    assert buffer.spans[-1].node_id == 3
+    unexpected = StripedResource([(Leaf("cxl", 1, full=True), 1.0), (Leaf("cxl", 2), 1.0)], turns=[10, 21])
+    assert bytes_by_label(unexpected.allocate(8 * MIB)) == {2: 8 * MIB}
+
+
+# -- page-locked memory --------------------------------------------------------------------------------------------
+
+
+class Driver(dict[int, int]):
+    """Registers ranges as the CUDA driver does: whole, disjoint, up to a limit of locked bytes."""
+
+    limit = 2**40
+
+    def register(self, address: int, nbytes: int) -> None:
+        if sum(self.values()) + nbytes > self.limit:
+            raise PinnedMemoryError("locked-memory limit")
+        assert address not in self
+        self[address] = nbytes
+
+    def resource(self, budget: Budget, **options) -> PinnedResource:
+        upstream = BudgetResource(NumaResource("dram", 0, Topology.fake(dram=("1GiB",), cxl=())), budget)
+        return PinnedResource(upstream, register=self.register, **{"unregister": self.pop, **options})
+
+
+@pytest.fixture
+def budget() -> Budget:
+    return Budget("dram", 64 * MIB)
+
+
+def test_memory_is_registered_as_a_whole_and_unregistered_before_it_goes_back(budget) -> None:
+    driver, order = Driver(), []
+    resource = driver.resource(
+        budget, unregister=lambda address: order.append((driver.pop(address), budget.held_bytes))
+    )
+    buffer = resource.allocate(10 * MIB)
+    assert driver == {buffer.address: 10 * MIB}
+    del buffer
+    assert driver == {} and order == [(10 * MIB, 10 * MIB)], "still held while it was unregistered"
+    assert budget.held_bytes == 0
+
+
+def test_a_forked_child_leaves_registrations_to_its_parent(budget, monkeypatch) -> None:
+    driver = Driver()
+    buffer = driver.resource(budget).allocate(MIB)
+    address = buffer.address
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getpid", lambda: 1)
+        del buffer
+    assert driver == {address: MIB}
+
+
+def test_failure_falls_back_to_pageable_with_one_warning_or_is_raised_when_pinning_is_required(budget) -> None:
+    driver = Driver()
+    driver.limit = 6 * MIB
+    resource = driver.resource(budget, required=True)
+    with pytest.raises(PinnedMemoryError, match="locked-memory limit"):
+        resource.allocate(10 * MIB)
+    assert driver == {} and budget.held_bytes == 0
+    assert resource.allocate(5 * MIB).nbytes == 5 * MIB
+    resource = driver.resource(budget)
+    with pytest.warns(LightningCXLWarning, match=r"page-lock 10\.0 MiB.*ulimit -l.*memlock=-1.*pageable") as caught:
+        first, second = resource.allocate(10 * MIB), resource.allocate(1 * MIB)
+    assert len(caught) == 1 and "page-lock 10.0 MiB" in resource.failure
+    assert driver == {} and budget.held_bytes == 11 * MIB
+    assert first.tensor((MIB,), torch.uint8).fill_(1).sum().item() == MIB
+    del first, second
+    assert budget.held_bytes == 0
+
+
+def test_pages_that_the_pin_moved_off_the_card_are_noticed(budget) -> None:
+    driver, moved = Driver(), lambda address, nbytes: {0: nbytes - MIB, 3: MIB}
+    text = r"moved 1\.0 MiB of 8\.0 MiB on nodes \[0\] to nodes \[3\].*--no-movable"
+    with pytest.raises(PinnedMemoryError, match=text):
+        driver.resource(budget, required=True, where=moved).allocate(8 * MIB)
+    assert driver == {} and budget.held_bytes == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_without_cuda_the_driver_functions_say_so() -> None:
+    with pytest.raises(PinnedMemoryError, match="CUDA cannot be used"):
+        CudaDevices().register(4096, 4096)
+    CudaDevices().unregister(4096)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_torch_sees_the_memory_as_pinned() -> None:
+    driver, upstream = CudaDevices(), NumaResource("dram", 0, Topology.detect())
+    buffer = PinnedResource(upstream, driver.register, driver.unregister, required=True).allocate(8 * MIB)
+    tensor = buffer.tensor((MIB,), torch.float32)
+
+    assert tensor.is_pinned()
+    assert tensor.fill_(2.0).to("cuda", non_blocking=True).sum().item() == 2.0 * MIB
+
+
+# -- free blocks, and pools ----------------------------------------------------------------------------------------
+
+RANGES = {0: 4096, 4096: 8192, 20480: 1 << 16}  # the first two touch
+
+
+class Blocks(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = BlockList()
+        for offset, nbytes in RANGES.items():
+            self.blocks.add_range(offset, nbytes)
+        self.live: dict[int, int] = {}
+
+    @rule(nbytes=st.integers(1, 9000), shift=st.integers(0, 13))
+    def allocate(self, nbytes: int, shift: int) -> None:
+        offset = self.blocks.allocate(nbytes, 1 << shift)
+        if offset is None:
+            assert not any(self.fits(start, end, nbytes, 1 << shift) for start, end in self.gaps())
+            return
+        assert offset % (1 << shift) == 0
+        assert any(start <= offset and offset + nbytes <= end for start, end in self.gaps())
+        self.live[offset] = -(-nbytes // 64) * 64
+
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        if self.live:
+            offset = data.draw(st.sampled_from(sorted(self.live)))
+            self.blocks.free(offset)
+            del self.live[offset]
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return the free parts as the live blocks leave them."""
+        gaps = []
+        for start, nbytes in RANGES.items():
+            position = start
+            for offset in sorted(o for o in self.live if start <= o < start + nbytes):
+                gaps.append((position, offset))
+                position = offset + self.live[offset]
+            gaps.append((position, start + nbytes))
+        return [gap for gap in gaps if gap[0] < gap[1]]
+
+    def fits(self, start: int, end: int, nbytes: int, alignment: int) -> bool:
+        return -(-start // alignment) * alignment + -(-nbytes // 64) * 64 <= end
+
+    @invariant()
+    def ranges_are_free_exactly_when_nothing_lives_in_them(self) -> None:
+        expected = [start for start, size in RANGES.items() if not any(start <= o < start + size for o in self.live)]
+        assert self.blocks.free_ranges() == expected
+
+
+Blocks.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBlocks = Blocks.TestCase
+
+
+def test_a_range_in_use_cannot_be_dropped() -> None:
+    blocks = BlockList()
+    blocks.add_range(0, 4096)
+    offset = blocks.allocate(64, 64)
+
+    with pytest.raises(ValueError, match="in use"):
+        blocks.drop_range(0)
+    blocks.free(offset)
+    assert blocks.drop_range(0) == 4096
+    assert blocks.allocate(1, 1) is None
+
+
+def budgeted(limit: int) -> tuple[MemoryResource, Budget]:
+    budget = Budget("dram", limit)
+    return BudgetResource(Leaf(), budget), budget
+
+
+def test_small_requests_share_a_slab_and_large_ones_get_their_own() -> None:
+    upstream = Leaf()
+    pool = PoolResource(upstream, slab_bytes=4 * MIB)
+    kept = [pool.allocate(size) for size in (100, 200_000, 300_000, MIB, 3 * MIB + 5)]
+    assert upstream.sizes == [4 * MIB, MIB, 3 * MIB + 4096]
+    assert pool.usage() == (sum(b.nbytes for b in kept), 8 * MIB + 4096)
+
+
+def test_what_large_buffers_leave_behind_serves_any_size_that_fits() -> None:
+    upstream = Leaf()
+    pool = PoolResource(upstream, slab_bytes=MIB)
+    address = pool.allocate(8 * MIB).address
+    first, second = pool.allocate(3 * MIB), pool.allocate(5 * MIB)
+    assert {first.address, second.address} == {address, address + 3 * MIB}
+    del first, second
+    assert pool.allocate(8 * MIB).address == address, "the parts are one again"
+    assert upstream.sizes == [8 * MIB]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_lengths_that_change_beside_gradients_settle(seed: int) -> None:
+    """Gradients, whose sizes do not change, come while inputs go, and live on in turns of a few units."""
+    draw = random.Random(seed)
+    upstream = Leaf()
+    pool = PoolResource(upstream, slab_bytes=MIB // 16)
+    depth, live = draw.randint(2, 12), draw.randint(1, 3)
+    gradients = [draw.randint(4, 40) * 4096 for _ in range(draw.randint(1, 4))]
+    lengths = [draw.randint(4, 30) for _ in range(8)]
+    peak, taken = 0, []
+    for _ in range(5):
+        before = len(upstream.sizes)
+        for length in lengths:
+            inputs = [pool.allocate(length * 4096 - 64) for _ in range(depth)]
+            updating: list[list[Buffer]] = []
+            while inputs:
+                updating.append([pool.allocate(nbytes) for nbytes in gradients])
+                peak = max(peak, pool.usage()[0])
+                inputs.pop()
+                del updating[: max(0, len(updating) - live)]
+            updating.clear()
+        taken.append(len(upstream.sizes) - before)
+    assert taken[3:] == [0, 0]
+    assert pool.usage()[1] <= 1.5 * peak + MIB // 16
+
+
+def test_free_slabs_do_not_pile_up_beyond_the_peak() -> None:
+    pool = PoolResource(Leaf(), slab_bytes=MIB)
+    for size in range(1, 40):  # every size is new, so nothing can be reused
+        pool.allocate(size * 5 * MIB // 4 + 4096)
+    used, held = pool.usage()
+    assert used == 0 and held <= 1.125 * (39 * 5 * MIB // 4 + 4096) + MIB
+
+
+def test_a_full_upstream_makes_the_pool_give_free_slabs_back_first() -> None:
+    upstream, budget = budgeted(20 * MIB)
+    pool = PoolResource(upstream, slab_bytes=MIB)
+    both = [pool.allocate(9 * MIB), pool.allocate(9 * MIB)]
+    both.clear()
+    assert budget.held_bytes == 18 * MIB, "which the pool would keep below its peak of use"
+    kept = pool.allocate(12 * MIB)
+    assert budget.held_bytes == kept.nbytes == 12 * MIB
+    del kept
+    kept = pool.allocate(16 * MIB)
+    with pytest.raises(TierFullError, match=r"4\.0 MiB of 20\.0 MiB free"):
+        pool.allocate(5 * MIB)
+    assert pool.usage() == (kept.nbytes, 16 * MIB)
+
+
+def test_the_end_of_a_budget_smaller_than_a_slab_is_usable() -> None:
+    upstream, budget = budgeted(10 * 4096)
+    pool = PoolResource(upstream, slab_bytes=16 * MIB)
+    kept = [pool.allocate(4096) for _ in range(10)]
+
+    assert budget.held_bytes == 10 * 4096
+    with pytest.raises(TierFullError):
+        pool.allocate(1)
+    del kept
+    assert pool.allocate(1).nbytes == 1
