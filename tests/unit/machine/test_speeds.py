@@ -1,24 +1,302 @@
-"""Which source of speeds wins: file, calibration, firmware, and nothing is guessed."""
+"""Machines in YAML, measured speeds that are kept, and which source of speeds wins."""
 
+import json
+import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_cxl.config import SsdOptions
-from lightning_cxl.errors import ConfigError, TierNotFoundError
+from lightning_cxl.errors import ConfigError, LightningCXLWarning, TierNotFoundError
 from lightning_cxl.machine.speeds import (
+    Cache,
+    Calibration,
+    Device,
+    DeviceSpeeds,
+    Machine,
+    MachineLinks,
+    MachineSsd,
+    MachineTier,
+    NodeSpeeds,
     SsdSpeeds,
+    calibration_path,
+    describe_machine,
+    load_calibration,
+    load_machine,
     machine_of,
     machine_without_speeds,
     save_calibration,
+    save_machine,
     tier_speeds,
     with_new_tiers,
 )
 from lightning_cxl.machine.topology import TierKind, Topology
-from tests.unit.machine.test_calibration import CALIBRATION
+
+MACHINES = sorted((Path(__file__).resolve().parents[3] / "examples" / "machines").glob("*.yaml"))
+GIB = 2**30
+SMALL = """
+name: small
+tiers:
+  - name: dram0
+    kind: dram
+    capacity_bytes: 8GiB
+    adam_bytes_per_s: 40 GB/s
+    device_read_bytes_per_s: 50e9
+    device_write_bytes_per_s: 2 GiB/s
+device:
+  flops: 1.0e+12
+  h2d_bytes_per_s: 12000000000
+  d2h_bytes_per_s: 12 GB/s
+"""
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Return ``written(text)``: a YAML file with that text."""
+
+    def write(text):
+        (tmp_path / "mine.yaml").write_text(text)
+        return tmp_path / "mine.yaml"
+
+    return write
+
+
+def test_a_file_is_read_as_people_write_it(written):
+    more = "ssd: {capacity_bytes: 1TiB, read_bytes_per_s: 7 GB/s, write_bytes_per_s: 6.0e+9}\n"
+    more += "links: {peer_bytes_per_s: 360 GB/s, network_bytes_per_s: 5.0e+10, network_latency_s: 2.0e-5}\n"
+    speeds = {"adam_bytes_per_s": 40e9, "device_read_bytes_per_s": 50e9, "device_write_bytes_per_s": 2 * GIB}
+    tier = MachineTier(name="dram0", kind=TierKind.DRAM, capacity_bytes=8 * GIB, **speeds)
+    device = Device(flops=1e12, h2d_bytes_per_s=12e9, d2h_bytes_per_s=12e9)
+    plain = Machine(name="small", tiers=(tier,), device=device)
+    assert load_machine(written(SMALL)) == plain and plain.links == MachineLinks()
+    ssd = MachineSsd(capacity_bytes=1 << 40, read_bytes_per_s=7e9, write_bytes_per_s=6e9)
+    links = MachineLinks(peer_bytes_per_s=360e9, network_bytes_per_s=5e10, network_latency_s=2e-5)
+    found = load_machine(written(SMALL + more))
+    assert found == replace(plain, ssd=ssd, links=links)
+    assert found.ssd.has_speeds and not replace(ssd, write_bytes_per_s=None).has_speeds
+    assert found.names == ("dram0",)
+
+
+def test_every_example_is_read_and_comes_back_from_a_file(tmp_path):
+    assert len(MACHINES) > 1
+    for path in MACHINES:
+        machine = load_machine(path)
+        assert machine.name == path.stem and machine.source
+        save_machine(machine, tmp_path / "copy.yaml")
+        assert load_machine(tmp_path / "copy.yaml") == machine
+
+
+def test_every_field_comes_back_from_a_file(tmp_path):
+    speeds = {"adam_bytes_per_s": 1 / 3, "device_read_bytes_per_s": 1e-7, "device_write_bytes_per_s": 1e20}
+    near = MachineTier(name="near", kind=TierKind.DRAM, capacity_bytes=3, num_nodes=2, **speeds,
+                       device_write_buffer_bytes=7, latency_ns=1e2)  # fmt: skip
+    machine = Machine(
+        name="ünusual: name",
+        tiers=(near, replace(near, name="far", kind=TierKind.CXL, backed_by="near", latency_ns=None)),
+        device=Device(name="cpu", flops=0.1, h2d_bytes_per_s=1, d2h_bytes_per_s=2, copy_latency_s=1e-5, count=3,
+                      is_host=True),
+        cache=Cache(nbytes=5, bytes_per_s=math.inf),
+        write_contention=4.5,
+        source="measured, 1 run",
+        host_bytes=11,
+        has_speeds=False,
+        links=MachineLinks(devices_per_port=3, port_bytes_per_s=1e-3, peer_bytes_per_s=1 / 3, peer_latency_s=1e-6,
+                           network_bytes_per_s=1e12, network_latency_s=0.5),
+        ssd=MachineSsd(capacity_bytes=13, read_bytes_per_s=1 / 7, write_bytes_per_s=None, num_drives=2, versions=2),
+    )  # fmt: skip
+    save_machine(machine, tmp_path / "machine.yaml")
+    assert load_machine(tmp_path / "machine.yaml") == machine
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("name: small", "nam: small", "the file has the unknown key 'nam'; its keys are: name, tiers, device, cache"),
+        ("    kind: dram\n", "", "tier 1 of 1 lacks kind; its keys are: name, kind, capacity_bytes"),
+        ("kind: dram", "kind: tape", "tier 1 of 1: kind must be one of gpu, dram, cxl, ssd, got 'tape'"),
+        ("8GiB", "8 apples", "tier 1 of 1: capacity_bytes: cannot read '8 apples' as a size"),
+        ("8GiB", "[8]", "tier 1 of 1: capacity_bytes: a size must be"),
+        ("40 GB/s", "fast", "tier 1 of 1: adam_bytes_per_s must be a number of bytes per second, or text such as"),
+        ("40 GB/s", "0 GB/s", "tier 1 of 1: adam_bytes_per_s must be positive, got 0.0"),
+        ("40 GB/s", "-.inf", "adam_bytes_per_s must be positive, got -inf"),
+        ("40 GB/s", ".inf", "adam_bytes_per_s must be finite, got inf"),
+        ("1.0e+12", "true", "the file: device: flops must be a number, got True"),
+        ("1.0e+12", ".nan", "the file: device: flops must be a number, got nan"),
+        ("  flops", "  count: 1.5\n  flops", "the file: device: count must be a whole number, got 1.5"),
+        ("  flops", "  is_host: 1\n  flops", "the file: device: is_host must be true or false, got 1"),
+        ("  flops", "  name: 5\n  flops", "the file: device: name must be text, got 5"),
+        ("device:", "cache: {size: 5}\ndevice:", "the file: cache has the unknown key 'size'; its keys are: nbytes"),
+        ("kind: dram", "kind: dram\n    backed_by: cxl", "the file: there is no tier 'cxl'; machine `small` has"),
+        ("name: small", "name: small\nwrite_contention: 0.5", "write_contention must be at least 1, got 0.5"),
+        ("kind: dram", "kind: ssd", "has the tier 'ssd' among `tiers`, which are memory: describe it under `ssd`"),
+        ("name: dram0", "name: ssd", "has the tier 'ssd' among `tiers`"),
+        ("device:", "ssd: {read_bytes_per_s: 1}\ndevice:", "the file: ssd lacks capacity_bytes; its keys are"),
+        ("device:", "ssd: {capacity_bytes: 1, num_drives: 0}\ndevice:", "ssd: num_drives must be at least 1"),
+        ("device:", "ssd: {capacity_bytes: 1, versions: 3}\ndevice:", "versions must be 1 or 2, got 3"),
+        ("device:", "links: 5\ndevice:", "the file: links must map devices_per_port, port_bytes_per_s, peer_bytes"),
+        ("device:", "links: {peer_bytes_per_s: 0}\ndevice:", "links: peer_bytes_per_s must be positive, got 0"),
+        ("device:", "links: {network_bytes_per_s: fast}\ndevice:", "network_bytes_per_s must be a number of bytes per"),
+        ("device:", "links: {devices_per_port: 0}\ndevice:", "devices_per_port must be at least 1, got 0"),
+        ("device:", "links: {devices_per_port: 2}\ndevice:", "2 devices share a port, and port_bytes_per_s does"),
+        ("device:", "links: {peer_latency_s: -1}\ndevice:", "links: peer_latency_s must be at least 0, got -1"),
+    ],
+)
+def test_a_file_that_says_something_else_is_refused(old, new, message, written):
+    assert old in SMALL
+    path = written(SMALL.replace(old, new, 1))
+    with pytest.raises(ConfigError) as refused:
+        load_machine(path)
+    assert str(refused.value).startswith(f"{path}: ")
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file must map name, tiers, device"),
+        ("- 1", "the file must map name, tiers, device"),
+        ("name: x\ntiers: 3\ndevice: {}", "tiers must be a list, each entry with name, kind"),
+        ("{", "is not YAML"),
+    ],
+)
+def test_what_is_no_machine_is_refused(text, message, written):
+    with pytest.raises(ConfigError, match=message):
+        load_machine(written(text))
+    with pytest.raises(ConfigError, match=r"cannot read the machine file .*nowhere.yaml: No such file"):
+        load_machine("nowhere.yaml")
+
+
+def test_devices_share_a_port_with_those_that_are_used(written):
+    device = Device(name="gpu", flops=1e12, h2d_bytes_per_s=50e9, d2h_bytes_per_s=40e9, count=4)
+    links = MachineLinks(devices_per_port=2, port_bytes_per_s=60e9)
+    machine = replace(load_machine(written(SMALL)), device=device, links=links)
+    assert machine.with_devices(1).device == replace(device, count=1)
+    for count in (2, 3, 4):
+        expected = replace(device, count=count, h2d_bytes_per_s=30e9, d2h_bytes_per_s=30e9)
+        assert machine.with_devices(count).device == machine.with_devices(count).with_devices(count).device == expected
+    for count in (0, 5):
+        with pytest.raises(ConfigError, match=f"`small` has 4 x gpu, got {count} devices: choose 1 to 4 of each"):
+            machine.with_devices(count)
+    cpu = replace(machine, device=replace(device, is_host=True, count=1))
+    assert cpu.with_devices(4).device == replace(device, is_host=True, count=4, flops=0.25e12)
+
+
+# -- measured speeds are kept for this very machine, whole or not at all -----------------------------------------------
 
 NODE = "sys/devices/system/node"
+
+
+CALIBRATION = Calibration(
+    date="2026-01-31",
+    num_threads=2,
+    nodes=(
+        NodeSpeeds(node_id=0, read_bytes_per_s=30e9, write_bytes_per_s=20e9, adam_bytes_per_s=25e9, latency_ns=90.5),
+        NodeSpeeds(node_id=1, read_bytes_per_s=10e9, write_bytes_per_s=8e9, adam_bytes_per_s=9e9, latency_ns=250.0,
+                   h2d_bytes_per_s=7e9, d2h_bytes_per_s=5e9),
+    ),
+    devices=(
+        DeviceSpeeds(kind="cpu", name="some CPU", flops=1e11),
+        DeviceSpeeds(kind="cuda", name="gpu", flops=4e14, h2d_bytes_per_s=5e10, d2h_bytes_per_s=4e10,
+                     copy_latency_s=1e-5),
+    ),
+    cache_bytes=32 << 20,
+    cache_bytes_per_s=1e11,
+    ssds=(SsdSpeeds(folder="/nvme", read_bytes_per_s=7e9, write_bytes_per_s=6e9, direct=True),),
+)  # fmt: skip
+
+
+@pytest.fixture
+def two_nodes(machine):
+    return Topology.detect(machine("2node"))
+
+
+def test_what_is_kept_comes_back(two_nodes):
+    assert load_calibration(two_nodes, ["gpu"]) is None
+    path = save_calibration(CALIBRATION, two_nodes, ["gpu"])
+    assert path == calibration_path(two_nodes, ["gpu"])
+    assert load_calibration(two_nodes, ["gpu"]) == CALIBRATION and list(path.parent.iterdir()) == [path]
+    later = replace(CALIBRATION, date="2026-02-01")
+    save_calibration(later, two_nodes, ["gpu"])
+    assert load_calibration(two_nodes, ["gpu"]) == later
+    save_calibration(CALIBRATION, Topology.fake(), [])
+    assert load_calibration(Topology.fake(), []) is None, "an invented machine was not measured"
+
+
+def described(root):
+    return describe_machine(replace(Topology.detect(root), measured_on=frozenset({0, 1})))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "is_other"),
+    [
+        ("node1/meminfo", "Node 1 MemTotal: 2097152 kB\n", True),
+        ("node1/meminfo", f"Node 1 MemTotal: {1031208 - 2048} kB\n", False),  # kernels differ in what they keep
+        ("has_memory", "0\n", True),
+        ("node0/cpulist", "0\n", True),
+        ("../../../../proc/cpuinfo", "model name\t: Another CPU\n", True),
+    ],
+)
+def test_a_changed_machine_is_not_given_old_numbers(machine, file, text, is_other):
+    root = machine("2node", {"proc/cpuinfo": "model name\t: A CPU\n"})
+    before = described(root)
+    (root / NODE / file).write_text(text)
+    assert (described(root) != before) is is_other
+
+
+def test_other_devices_and_other_cpus_of_the_process_are_another_machine(two_nodes):
+    cpus = frozenset({0, 1})
+    names = {
+        calibration_path(replace(two_nodes, measured_on=allowed), devices)
+        for devices, allowed in [([], cpus), (["H100"], cpus), (["H100", "H100"], cpus), ([], frozenset({0}))]
+    }
+    assert len(names) == 4
+
+
+def changed(content: dict, *keys, value) -> str:
+    part = content
+    for key in keys[:-1]:
+        part = part[key]
+    if value is None:
+        del part[keys[-1]]
+    else:
+        part[keys[-1]] = value
+    return json.dumps(content)
+
+
+DAMAGE = {
+    "cut off": (lambda content: json.dumps(content)[:-40], "JSONDecodeError"),
+    "old": (lambda content: changed(content, "version", value=0), "its version is 0, this program writes 1"),
+    "moved": (lambda content: changed(content, "machine", "cpu", value="other"), "it is of another machine"),
+    "zero": (
+        lambda content: changed(content, "speeds", "nodes", 0, "adam_bytes_per_s", value=0),
+        "adam_bytes_per_s must be positive",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(two_nodes, name):
+    path = save_calibration(CALIBRATION, two_nodes, [])
+    damage, message = DAMAGE[name]
+    path.write_text(damage(json.loads(path.read_text())))
+    with pytest.warns(LightningCXLWarning, match=rf"{path}.*{re.escape(message)}") as caught:
+        assert load_calibration(two_nodes, []) is None
+    assert len(caught) == 1
+
+
+def test_a_write_that_fails_leaves_the_old_file(two_nodes, monkeypatch):
+    path = save_calibration(CALIBRATION, two_nodes, [])
+    monkeypatch.setattr(json, "dump", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save_calibration(replace(CALIBRATION, num_threads=5), two_nodes, [])
+    assert list(path.parent.iterdir()) == [path] and load_calibration(two_nodes, []) == CALIBRATION
+
+
+# -- file, calibration, firmware: which wins ---------------------------------------------------------------------------
+
 RATINGS = [f"access1/initiators/{way}_{kind}" for way in ("read", "write") for kind in ("bandwidth", "latency")]
 
 
@@ -47,10 +325,9 @@ def test_firmware(machine):
     assert "\n" not in found.source
 
 
-def test_calibration_wins_over_firmware(machine):
-    topology = Topology.detect(machine("2node"))
-    save_calibration(CALIBRATION, topology, [])
-    found = machine_of(topology)
+def test_calibration_wins_over_firmware(two_nodes):
+    save_calibration(CALIBRATION, two_nodes, [])
+    found = machine_of(two_nodes)
     dram, card = found.tiers
     assert (dram.adam_bytes_per_s, dram.latency_ns) == (25e9, 90.5)
     # no device was measured on node 0: the CPU shows what the memory can do
@@ -77,84 +354,60 @@ def test_nodes_without_ratings_have_equal_parts(machine):
     assert machine_of(topology).tier("cxl").device_read_bytes_per_s == pytest.approx(2 * 7e9)
 
 
-def test_a_file_wins_field_by_field(machine, tmp_path):
-    topology = Topology.detect(machine("2node"))
-    save_calibration(CALIBRATION, topology, [])
-    file = tmp_path / "mine.yaml"
-    file.write_text(
-        "name: mine\n"
-        "write_contention: 4\n"
-        "source: my own hands\n"
-        "tiers:\n"
-        "  - {name: cxl, adam_bytes_per_s: 12e9, device_read_bytes_per_s: 2 GiB/s, capacity_bytes: 512MiB}\n"
-        "device: {flops: 3.0e+12}\n"
-        "cache: {nbytes: 1MiB}\n"
+def test_a_file_wins_field_by_field(two_nodes, written):
+    save_calibration(CALIBRATION, two_nodes, [])
+    file = written(
+        "name: mine\nwrite_contention: 4\nsource: my own hands\ndevice: {flops: 3.0e+12}\ncache: {nbytes: 1MiB}\n"
+        "links: {peer_bytes_per_s: 25 GB/s}\n"
+        "tiers: [{name: cxl, adam_bytes_per_s: 12e9, device_read_bytes_per_s: 2 GiB/s, capacity_bytes: 512MiB}]\n"
     )
-    found = machine_of(topology, file=file)
+    found = machine_of(two_nodes, file=file)
     card = found.tier("cxl")
-    assert (card.adam_bytes_per_s, card.device_read_bytes_per_s) == (12e9, 2 * 2**30)
-    assert card.device_write_bytes_per_s == 5e9  # still the calibration's
-    assert card.latency_ns == 250
-    assert card.capacity_bytes == 512 << 20
+    assert (card.adam_bytes_per_s, card.device_read_bytes_per_s, card.capacity_bytes) == (12e9, 2 * GIB, 512 << 20)
+    assert (card.device_write_bytes_per_s, card.latency_ns) == (5e9, 250), "still the calibration's"
     assert found.tier("dram").adam_bytes_per_s == 25e9
-    assert found.device.flops == 3e12
+    assert found.device.flops == 3e12 and found.links == MachineLinks(peer_bytes_per_s=25e9)
     assert (found.cache.nbytes, found.cache.bytes_per_s) == (1 << 20, 1e11)
     assert (found.name, found.write_contention) == ("mine", 4)
     assert "cxl: file and calibration of 2026-01-31 with 2 threads" in found.source
-    assert "but flops: file" in found.source
-    assert found.source.endswith("(my own hands)")
+    assert "but flops: file" in found.source and found.source.endswith("(my own hands)")
 
 
 @pytest.mark.parametrize("missing", [unrated(1), {f"{NODE}/node1/access1/initiators/write_bandwidth": None}])
-def test_nothing_is_guessed(machine, tmp_path, missing):
+def test_nothing_is_guessed(machine, written, missing):
     topology = Topology.detect(machine("2node", missing))
     assert machine_of(topology) is None
     assert tier_speeds(topology.tier("cxl"), None).origin == "unknown"
-    file = tmp_path / "all.yaml"
-    file.write_text(
-        "tiers: [{name: cxl, adam_bytes_per_s: 1, device_read_bytes_per_s: 2, device_write_bytes_per_s: 3}]\n"
-    )
-    assert machine_of(topology, file=file).tier("cxl").adam_bytes_per_s == 1
+    fields = "adam_bytes_per_s: 1, device_read_bytes_per_s: 2, device_write_bytes_per_s: 3"
+    assert machine_of(topology, file=written(f"tiers: [{{name: cxl, {fields}}}]")).tier("cxl").adam_bytes_per_s == 1
 
 
-def test_an_emulated_tier_is_as_fast_as_the_memory_behind_it(machine):
+def test_an_emulated_tier_is_as_fast_as_the_memory_behind_it_also_where_it_is_added_later(machine):
     topology = Topology.detect(machine("2node", {f"{NODE}/has_memory": "0\n"}))
+    before = machine_of(topology)
+    assert before.names == ("dram",) and with_new_tiers(before, topology) is before
     assert topology.tier("cxl").emulated
     found = machine_of(topology)
     dram, cxl = found.tiers
-    assert (cxl.backed_by, cxl.kind) == ("dram", TierKind.CXL)
-    assert cxl.adam_bytes_per_s == dram.adam_bytes_per_s
+    assert (cxl.backed_by, cxl.kind, cxl.adam_bytes_per_s) == ("dram", TierKind.CXL, dram.adam_bytes_per_s)
+    assert with_new_tiers(before, topology).tiers == found.tiers
 
 
-def test_a_tier_that_is_asked_for_later_is_added_as_it_would_have_been_found(machine):
-    topology = Topology.detect(machine("2node", {f"{NODE}/has_memory": "0\n"}))
-    before = machine_of(topology)
-    assert before.names == ("dram",)
-    assert with_new_tiers(before, topology) is before
-    topology.tier("cxl")
-    assert with_new_tiers(before, topology).tiers == machine_of(topology).tiers
-
-
-def test_capacity_is_the_smallest_that_is_said(machine, tmp_path):
-    topology = Topology.detect(machine("2node"))
-    file = tmp_path / "mine.yaml"
-    file.write_text("tiers: [{name: dram, capacity_bytes: 100MiB}, {name: cxl, capacity_bytes: 300MiB}]\n")
+def test_capacity_is_the_smallest_that_is_said(two_nodes, written):
+    file = written("tiers: [{name: dram, capacity_bytes: 100MiB}, {name: cxl, capacity_bytes: 300MiB}]\n")
     given = {"dram": 200 << 20, "cxl": 200 << 20}
-    assert [tier.capacity_bytes for tier in machine_of(topology, capacity_bytes=given).tiers] == [200 << 20, 200 << 20]
-    both = machine_of(topology, file=file, capacity_bytes=given)
+    assert [tier.capacity_bytes for tier in machine_of(two_nodes, capacity_bytes=given).tiers] == [200 << 20, 200 << 20]
+    both = machine_of(two_nodes, file=file, capacity_bytes=given)
     assert [tier.capacity_bytes for tier in both.tiers] == [100 << 20, 200 << 20]
 
 
-def test_devices_without_a_measurement_are_marked(machine):
-    topology = Topology.detect(machine("2node"))
-    host = machine_of(topology, "cpu")
-    assert host.device.is_host
-    assert host.device.flops > 0
+def test_devices_without_a_measurement_are_marked(two_nodes):
+    host = machine_of(two_nodes, "cpu")
+    assert host.device.is_host and host.device.flops > 0
     assert host.device.h2d_bytes_per_s == host.tiers[0].device_read_bytes_per_s
     assert "cpu: default" in host.source
-    gpu = machine_of(topology, torch.device("cuda"))
-    assert not gpu.device.is_host
-    assert gpu.device.h2d_bytes_per_s == 51.8 * 2**30
+    gpu = machine_of(two_nodes, torch.device("cuda"))
+    assert not gpu.device.is_host and gpu.device.h2d_bytes_per_s == 51.8 * GIB
     assert "default, as an H100 with PCIe 5.0 x16" in gpu.source
 
 
@@ -167,77 +420,63 @@ def test_devices_without_a_measurement_are_marked(machine):
         ("speed: 3", ConfigError, "unknown key 'speed'"),
     ],
 )
-def test_files_with_mistakes_are_refused(machine, tmp_path, text, error, message):
-    file = tmp_path / "mine.yaml"
-    file.write_text(text)
+def test_files_with_mistakes_are_refused(two_nodes, written, text, error, message):
     with pytest.raises(error, match=message):
-        machine_of(Topology.detect(machine("2node")), file=file)
-
-
-def measured(folder, read, write):
-    return SsdSpeeds(folder=str(folder), read_bytes_per_s=read, write_bytes_per_s=write, direct=True)
-
-
-def on_drives(machine, monkeypatch, paths, *ssds, **options):
-    """Return the machine with the tier ssd in some folders, each folder's parent a drive of its own."""
-    monkeypatch.setattr("lightning_cxl.machine.speeds.drive_of", lambda folder: str(folder).split("/drive")[1][0])
-    topology = Topology.detect(machine("2node")).with_ssd(SsdOptions(tuple(paths), 1 << 40, **options))
-    save_calibration(replace(CALIBRATION, ssds=ssds), topology, [])
-    return topology
+        machine_of(two_nodes, file=written(text))
 
 
 @pytest.fixture
-def folders(tmp_path):
-    found = [tmp_path / "drive1" / "a", tmp_path / "drive1" / "b", tmp_path / "drive2" / "c"]
-    for folder in found:
-        folder.mkdir(parents=True)
-    return found
+def on_drives(two_nodes, monkeypatch, tmp_path):
+    """Return ``on_drives(["drive1/a"], {"drive1/a": (read, written)})``: a machine with the tier ssd in some folders.
+
+    Each folder's parent is a drive of its own; other options are those of the tier.
+    """
+    for folder in ("drive1/a", "drive1/b", "drive2/c"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setattr("lightning_cxl.machine.speeds.drive_of", lambda folder: str(folder).split("/drive")[1][0])
+
+    def make(paths, measured, **options):
+        ssds = tuple(
+            SsdSpeeds(folder=str(tmp_path / folder), read_bytes_per_s=read, write_bytes_per_s=written, direct=True)
+            for folder, (read, written) in measured.items()
+        )
+        save_calibration(replace(CALIBRATION, ssds=ssds), two_nodes, [])
+        return two_nodes.with_ssd(SsdOptions(tuple(tmp_path / path for path in paths), 1 << 40, **options))
+
+    return make
 
 
-def test_the_tier_ssd_has_what_was_measured_in_its_folder(machine, monkeypatch, folders):
-    a, b, _ = folders
-    topology = on_drives(machine, monkeypatch, [a], measured(b, 1e9, 1e9), measured(a, 7e9, 6e9))
+A, B, C = "drive1/a", "drive1/b", "drive2/c"
+
+
+@pytest.mark.parametrize(
+    ("paths", "measured", "read", "written_", "origin"),
+    [
+        ([A], {B: (1e9, 1e9), A: (7e9, 6e9)}, 7e9, 6e9, "calibration of 2026-01-31 with 2 threads"),
+        ([f"{A}/later"], {B: (7e9, 6e9)}, 7e9, 6e9, "calibration"),  # not measured: as fast as its drive
+        ([A, C], {A: (7e9, 6e9), C: (3e9, 8e9)}, 2 * 3e9, 2 * 6e9, "calibration"),  # the slowest drive decides
+        ([A, B], {A: (7e9, 6e9)}, 7e9, 6e9, "calibration"),  # folders on one drive are no faster than it
+        ([A, C], {A: (7e9, 6e9)}, None, None, "unknown; "),  # as long as one drive was not measured
+    ],
+)
+def test_the_tier_ssd_has_what_was_measured_on_its_drives(on_drives, paths, measured, read, written_, origin):
+    topology = on_drives(paths, measured, checkpoint="reference")
     found = machine_of(topology)
-    assert (found.ssd.capacity_bytes, found.ssd.read_bytes_per_s, found.ssd.write_bytes_per_s) == (1 << 40, 7e9, 6e9)
-    assert (found.ssd.num_drives, found.ssd.versions) == (1, 1)
-    assert "; ssd: calibration of 2026-01-31 with 2 threads; " in found.source
-    assert found.names == ("dram", "cxl")
+    assert (found.ssd.capacity_bytes, found.ssd.read_bytes_per_s, found.ssd.write_bytes_per_s) == (
+        1 << 40,
+        read,
+        written_,
+    )
+    assert (found.ssd.num_drives, found.ssd.versions, found.ssd.has_speeds) == (len(paths), 2, read is not None)
+    assert f"; ssd: {origin}" in found.source and found.names == ("dram", "cxl")
     assert machine_without_speeds(topology).ssd == found.ssd
 
 
-def test_a_folder_that_was_not_measured_is_as_fast_as_its_drive(machine, monkeypatch, folders):
-    a, b, _ = folders
-    topology = on_drives(machine, monkeypatch, [a / "later"], measured(b, 7e9, 6e9), checkpoint="reference")
-    assert machine_of(topology).ssd.read_bytes_per_s == 7e9
-    assert machine_of(topology).ssd.versions == 2
-
-
-def test_the_slowest_drive_decides(machine, monkeypatch, folders):
-    a, _, c = folders
-    topology = on_drives(machine, monkeypatch, [a, c], measured(a, 7e9, 6e9), measured(c, 3e9, 8e9))
-    found = machine_of(topology).ssd
-    assert (found.read_bytes_per_s, found.write_bytes_per_s, found.num_drives) == (2 * 3e9, 2 * 6e9, 2)
-
-
-def test_folders_on_one_drive_are_no_faster_than_it(machine, monkeypatch, folders):
-    a, b, _ = folders
-    assert machine_of(on_drives(machine, monkeypatch, [a, b], measured(a, 7e9, 6e9))).ssd.read_bytes_per_s == 7e9
-
-
-def test_speeds_are_not_known_as_long_as_one_drive_was_not_measured(machine, monkeypatch, folders):
-    a, _, c = folders
-    found = machine_of(on_drives(machine, monkeypatch, [a, c], measured(a, 7e9, 6e9)))
-    assert not found.ssd.has_speeds
-    assert "; ssd: unknown; " in found.source
-
-
-def test_a_file_wins_for_the_tier_ssd_too(machine, monkeypatch, folders, tmp_path):
-    topology = on_drives(machine, monkeypatch, folders[:1], measured(folders[0], 7e9, 6e9))
-    file = tmp_path / "mine.yaml"
-    file.write_text("ssd: {read_bytes_per_s: 9 GB/s, capacity_bytes: 1GiB, num_drives: 5, versions: 2}\n")
+def test_a_file_wins_for_the_tier_ssd_too(on_drives, written):
+    topology = on_drives([A], {A: (7e9, 6e9)})
+    file = written("ssd: {read_bytes_per_s: 9 GB/s, capacity_bytes: 1GiB, num_drives: 5, versions: 2}\n")
     found = machine_of(topology, file=file)
     assert (found.ssd.read_bytes_per_s, found.ssd.write_bytes_per_s, found.ssd.capacity_bytes) == (9e9, 6e9, 1 << 30)
-    assert (found.ssd.num_drives, found.ssd.versions) == (1, 1)  # the machine knows that itself
+    assert (found.ssd.num_drives, found.ssd.versions) == (1, 1), "the machine knows that itself"
     assert "; ssd: file and calibration" in found.source
-    without = replace(topology, ssd=None)
-    assert machine_of(without, file=file).ssd is None
+    assert machine_of(replace(topology, ssd=None), file=file).ssd is None

@@ -1,42 +1,129 @@
+"""Tiers of machines, as the kernel describes nodes, limits and drives."""
+
 import copy
+import os
 import pickle
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lightning_cxl.config import SsdOptions
-from lightning_cxl.errors import MissingTierWarning, TierNotFoundError
-from lightning_cxl.machine.topology import TierKind, Topology
+from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundError
+from lightning_cxl.machine import topology as disk_space
+from lightning_cxl.machine.topology import (
+    TierKind,
+    Topology,
+    cgroup_limits,
+    host_available_bytes,
+    host_limit_bytes,
+    node_free_bytes,
+    read_nodes,
+    ssd_capacity_bytes,
+)
 
+MIB = 1 << 20
 NODE = "sys/devices/system/node"
 
 
-def cpuset(nodes):
-    return {"proc/self/status": f"Name:\tpython\nMems_allowed_list:\t{nodes}\n"}
+# -- nodes -----------------------------------------------------------------------------------------------------------
 
 
+def test_read_nodes_of_a_machine_with_two_cards(machine):
+    dram, first, second = read_nodes(machine("3node"))
+    assert (dram.node_id, dram.has_cpus, dram.distance) == (0, True, 10)
+    assert (first.node_id, first.has_cpus, first.distance) == (1, False, 24)
+    assert (second.node_id, second.has_cpus, second.distance) == (2, False, 24)
+    assert first.capacity_bytes == 1032020 * 1024
+    assert (first.read_bytes_per_s, first.write_bytes_per_s) == (28672e6, 28672e6)
+    assert (first.read_latency_ns, first.write_latency_ns) == (250, 250)
+    assert not any(node.movable for node in (dram, first, second))
+
+
+@pytest.mark.parametrize(
+    ("files", "distances"),
+    [
+        # from the nearest node with CPUs
+        ({"node1/cpulist": "1\n", "node2/distance": "31 17 10\n"}, {0: 10, 1: 10, 2: 17}),
+        # node 1 is off, so the second column is node 2's own
+        ({"online": "0,2", "has_memory": "0,2", "node2/distance": "28 10\n"}, {0: 10, 2: 28}),
+        # a socket without DIMMs: its CPUs are the nearest to node 1
+        ({"has_memory": "0-1", "node2/cpulist": "2-3\n"}, {0: 10, 1: 24}),
+    ],
+)
+def test_distances(machine, files, distances):
+    nodes = read_nodes(machine("3node", {f"{NODE}/{name}": text for name, text in files.items()}))
+    assert {node.node_id: node.distance for node in nodes} == distances
+
+
+def test_movable_is_a_node_without_normal_memory(machine):
+    root = machine("3node", {f"{NODE}/has_normal_memory": "0,2\n"})
+    assert [node.movable for node in read_nodes(root)] == [False, True, False]
+
+
+def test_ratings_prefer_access_class_1_and_fall_back_to_0(machine):
+    root = machine(
+        "2node",
+        {
+            f"{NODE}/node1/access0/initiators/read_bandwidth": "1000\n",
+            f"{NODE}/node1/access0/initiators/read_latency": "777\n",
+            f"{NODE}/node1/access1/initiators/read_latency": None,
+            f"{NODE}/node1/access1/initiators/write_latency": None,
+        },
+    )
+    card = read_nodes(root)[1]
+    assert card.read_bytes_per_s == 28672e6
+    assert card.read_latency_ns == 777
+    assert card.write_latency_ns is None
+
+
+def test_kernel_without_numa_is_one_node(tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  1024 kB\nMemAvailable: 512 kB\n")
+    (node,) = read_nodes(tmp_path)
+    assert (node.node_id, node.has_cpus, node.capacity_bytes, node.movable) == (0, True, 1 << 20, False)
+
+
+def test_node_free_counts_file_cache_and_keeps_headroom(machine):
+    meminfo = ["MemTotal: 1048576 kB", "MemFree: 524288 kB", "Active(file): 1024 kB", "Inactive(file): 2048 kB"]
+    root = machine("2node", {f"{NODE}/node1/meminfo": "\n".join(f"Node 1 {line}" for line in meminfo)})
+    capacity = 1 << 30
+    assert node_free_bytes(root, 1, capacity) == (512 << 20) + (3 << 20) - capacity // 64
+
+
+# -- tiers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("name", "cards"), [("2node", (1,)), ("3node", (1, 2))])
 def test_memory_only_nodes_are_cxl(machine, name, cards):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        topology = Topology.detect(machine(name))
-    assert topology.names == ("dram", "cxl")
+    topology = Topology.detect(machine(name))
+    assert topology.names == ("dram", "cxl") and topology.notes == ()
     assert topology.tier("dram").node_ids == (0,)
     cxl = topology.tier("cxl")
     assert (cxl.kind, cxl.node_ids, cxl.emulated) == (TierKind.CXL, cards, False)
     assert cxl.capacity_bytes == {1: 1031208, 2: 1032020 + 1031208}[len(cards)] * 1024
     assert cxl.read_bytes_per_s == cxl.write_bytes_per_s == 28672e6 * len(cards)
     assert cxl.read_latency_ns == 250
-    assert topology.notes == ()
+    assert copy.deepcopy(topology).tiers == pickle.loads(pickle.dumps(topology)).tiers == topology.tiers
+    with pytest.raises(TierNotFoundError, match=r"no tier 'cxl7'.*'dram', 'cxl'"):
+        topology.tier("cxl7")
 
 
-def test_the_memory_of_a_gpu_is_no_tier(machine):
-    """Such a node has no CPUs, either."""
+def test_nodes_that_are_left_out(machine):
+    """The memory of a GPU has no CPUs, either."""
     status = "proc/driver/nvidia/gpus/0009:01:00.0/numa_status"
     topology = Topology.detect(machine("3node", {status: "Node: 1\nStatus: online\n"}))
     assert topology.tier("cxl").node_ids == (2,)
+
+
+def test_a_cpuset_leaves_a_card_out(machine):
+    topology = Topology.detect(machine("3node", {"proc/self/status": "Name:\tpython\nMems_allowed_list:\t0,2\n"}))
+    assert topology.tier("cxl").node_ids == (2,)
+    (note,) = topology.notes
+    assert "node 1 (CXL, 1007.8 MiB)" in note and "cpuset" in note
 
 
 def test_speed_of_a_tier_is_unknown_when_one_node_has_no_rating(machine):
@@ -49,25 +136,24 @@ def test_speed_of_a_tier_is_unknown_when_one_node_has_no_rating(machine):
     assert cxl.write_bytes_per_s == 2 * 28672e6
 
 
+@pytest.mark.filterwarnings("error")
 def test_two_sockets_without_a_card_are_one_tier_and_no_word_about_it(machine):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        topology = Topology.detect(machine("2socket"))
-    assert topology.names == ("dram",)
-    assert topology.tier("dram").node_ids == (0, 1)
+    topology = Topology.detect(machine("2socket"))
+    assert topology.names == ("dram",) and topology.tier("dram").node_ids == (0, 1)
     assert "cxl" not in topology.describe().lower()
+    with pytest.raises(TierNotFoundError, match=r"no CXL memory.*dram: 2\.9 GiB.*daxctl"):
+        Topology.detect(topology.root, on_missing_tier="error")
 
 
 def test_the_missing_tier_that_is_asked_for_is_dram_with_one_warning(machine):
     topology = Topology.detect(machine("2socket"))
-    with pytest.warns(MissingTierWarning) as caught:
+    with pytest.warns(MissingTierWarning, match="node 0, 1") as caught:
         cxl = topology.tier("cxl")
         assert topology.tier("cxl") is cxl
     assert len(caught) == 1
-    assert "node 0, 1" in str(caught[0].message)
     assert (cxl.emulated, cxl.kind, cxl.node_ids) == (True, TierKind.CXL, (0, 1))
     assert cxl.describe().endswith("[emulated: backed by DRAM]")
-    assert topology.names == ("dram", "cxl")
+    assert topology.names == ("dram", "cxl") and topology.node_tier(0).name == "dram"
 
 
 def test_threads_that_ask_at_once_get_one_missing_tier():
@@ -79,30 +165,6 @@ def test_threads_that_ask_at_once_get_one_missing_tier():
     assert topology.names == ("dram", "cxl")
 
 
-def test_missing_tier_can_be_refused(machine):
-    with pytest.raises(TierNotFoundError, match=r"no CXL memory.*dram: 2\.9 GiB.*daxctl"):
-        Topology.detect(machine("2socket"), on_missing_tier="error")
-
-
-def test_cpuset_leaves_a_card_out(machine):
-    topology = Topology.detect(machine("3node", cpuset("0,2")))
-    assert topology.tier("cxl").node_ids == (2,)
-    (note,) = topology.notes
-    assert "node 1 (CXL, 1007.8 MiB)" in note
-    assert "cpuset" in note
-
-
-def test_unknown_tier_names_what_exists(machine):
-    with pytest.raises(TierNotFoundError, match=r"no tier 'cxl7'.*'dram', 'cxl'"):
-        Topology.detect(machine("2node")).tier("cxl7")
-
-
-def test_node_tier_is_never_an_emulated_one():
-    topology = Topology.fake(("1GiB",), ())
-    assert topology.tier("cxl").node_ids == (0,)
-    assert topology.node_tier(0).name == "dram"
-
-
 def test_node_free_reads_now(machine):
     root = machine("2node")
     topology = Topology.detect(root)
@@ -110,27 +172,6 @@ def test_node_free_reads_now(machine):
     assert 0 < before < topology.tier("cxl").capacity_bytes
     (root / NODE / "node1/meminfo").write_text("Node 1 MemTotal: 1032020 kB\nNode 1 MemFree: 102400 kB\n")
     assert topology.node_free_bytes(1) < before
-
-
-def test_node_free_respects_a_control_group(machine):
-    group = "sys/fs/cgroup/job"
-    root = machine(
-        "2node",
-        {
-            "proc/self/cgroup": "0::/job\n",
-            f"{group}/memory.max": str(256 << 20),
-            f"{group}/memory.current": str(200 << 20),
-        },
-    )
-    topology = Topology.detect(root)
-    assert topology.node_free_bytes(1) == 56 << 20
-    assert topology.host_limit_bytes() == 256 << 20
-
-
-def test_copies_and_pickles(machine):
-    topology = Topology.detect(machine("3node"))
-    assert copy.deepcopy(topology).tiers == topology.tiers
-    assert pickle.loads(pickle.dumps(topology)).tiers == topology.tiers
 
 
 ON_DISK = SsdOptions((Path("/nvme/run"),), 1 << 40)
@@ -152,3 +193,162 @@ def test_the_tier_ssd_is_no_tier_of_memory():
 def test_a_missing_tier_ssd_says_how_to_have_it():
     with pytest.raises(TierNotFoundError, match=r'this machine has: .dram., .cxl.\. Name a folder.*"path": "/nvme'):
         Topology.fake().tier("ssd")
+
+
+# -- limits ----------------------------------------------------------------------------------------------------------
+
+UNLIMITED_V1 = "9223372036854771712\n"
+
+
+@pytest.fixture
+def limited(machine):
+    """Return limits and what is available of a machine of 4 GiB with 3 GiB available, where files say more."""
+
+    def limits(files):
+        root = machine("2node", {"proc/meminfo": "MemTotal: 4194304 kB\nMemAvailable: 3145728 kB\n", **files})
+        return host_limit_bytes(root), host_available_bytes(root), len(cgroup_limits(root))
+
+    return limits
+
+
+def v1(path, limit, usage=0, inactive_file=0):
+    folder = f"sys/fs/cgroup/memory{path}"
+    return {
+        f"{folder}/memory.limit_in_bytes": f"{limit}\n",
+        f"{folder}/memory.usage_in_bytes": f"{usage}\n",
+        f"{folder}/memory.stat": f"inactive_file 12345\ntotal_inactive_file {inactive_file}\ntotal_active_file 0\n",
+    }
+
+
+def v2(path, limit, usage=0, inactive_file=0, high="max"):
+    folder = f"sys/fs/cgroup{path}"
+    return {
+        f"{folder}/memory.max": f"{limit}\n",
+        f"{folder}/memory.high": f"{high}\n",
+        f"{folder}/memory.current": f"{usage}\n",
+        f"{folder}/memory.stat": f"anon 5\ninactive_file {inactive_file}\nactive_file 0\n",
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "limit_mib", "available_mib"),
+    [
+        ({"proc/self/cgroup": "4:memory:/a\n0::/\n", **v1("/a", UNLIMITED_V1), **v1("", UNLIMITED_V1)}, 4096, 3072),
+        # other controllers
+        ({"proc/self/cgroup": "3:cpuset:/a\n2:name=memory-like:/a\n", **v1("/a", 64 * MIB)}, 4096, 3072),
+        # a limit of its own kind of v2
+        ({"proc/self/cgroup": "0::/a\n", **v2("/a", "max", 10 * MIB, high=64 * MIB)}, 64, 54),
+        ({"proc/self/cgroup": "0::/a\n", **v2("/a", 128 * MIB, 10 * MIB, high=64 * MIB)}, 64, 54),
+        ({"proc/self/cgroup": "0::/a\n", **v2("/a", 64 * MIB, 10 * MIB, high=128 * MIB)}, 64, 54),
+        # a group over its limit
+        ({"proc/self/cgroup": "0::/a\n", **v2("/a", 64 * MIB, 70 * MIB)}, 64, 0),
+    ],
+)
+def test_which_limits_count(limited, files, limit_mib, available_mib):
+    assert limited(files) == (limit_mib * MIB, available_mib * MIB, int(limit_mib < 4096))
+
+
+@pytest.mark.parametrize(("version", "prefix"), [(v1, "4:cpu,memory:"), (v2, "0::")])
+@pytest.mark.parametrize(
+    ("path", "groups", "limit_mib", "available_mib"),
+    [
+        ("/a/b", {"/a/b": (512 * MIB, 300 * MIB, 100 * MIB)}, 512, 512 - 300 + 100),
+        ("/a/b", {"/a/b": (2048 * MIB, 1024 * MIB), "/a": (3072 * MIB, 2944 * MIB)}, 2048, 128),
+        ("/docker/0ab", {"": (256 * MIB, 56 * MIB)}, 256, 200),  # a container sees its own group at the mount's top
+        ("/../outside/0ab", {"": (256 * MIB, 56 * MIB)}, 256, 200),
+    ],
+)
+def test_every_group_and_ancestor_counts(limited, version, prefix, path, groups, limit_mib, available_mib):
+    files = {name: text for group, numbers in groups.items() for name, text in version(group, *numbers).items()}
+    found = limited({"proc/self/cgroup": f"{prefix}{path}\n", **files})
+    assert found == (limit_mib * MIB, available_mib * MIB, len(groups))
+
+
+def test_node_free_respects_a_control_group(machine):
+    files = {"proc/self/cgroup": "0::/job\n", **v2("/job", 256 * MIB, 200 * MIB)}
+    topology = Topology.detect(machine("2node", files))
+    assert topology.node_free_bytes(1) == 56 * MIB and topology.host_limit_bytes() == 256 * MIB
+
+
+# -- drives ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def drives(monkeypatch, tmp_path):
+    """Makes folders, and says what is free on which drive: ``drives(a=(drive, free), ...)``."""
+
+    def make(**given):
+        real = os.stat
+        for name in given:
+            (tmp_path / name).mkdir()
+        by_path = {str(tmp_path / name): value for name, value in given.items()}
+        monkeypatch.setattr(
+            os, "statvfs", lambda path: SimpleNamespace(f_bavail=by_path[str(path)][1] // 4096, f_frsize=4096)
+        )
+
+        def stat(path, **kwargs):
+            found = by_path.get(str(path))
+            return real(path, **kwargs) if found is None or kwargs else SimpleNamespace(st_dev=found[0])
+
+        monkeypatch.setattr("lightning_cxl.machine.topology.os.stat", stat)
+        monkeypatch.setattr(disk_space, "filesystem_of", lambda folder: "")
+        return [tmp_path / name for name in given]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("given", "blocks"),
+    [
+        ({"a": (1, 1000)}, 980),  # less two percent
+        ({"a": (1, 1000), "b": (2, 100), "c": (3, 5000)}, 294),  # the drive with least free space decides
+        ({"a": (1, 1000), "b": (1, 1000)}, 980),  # folders on one drive share what is free there
+    ],
+)
+def test_without_a_budget_the_capacity_is_what_is_free(drives, given, blocks):
+    folders = drives(**{name: (drive, 4096 * free) for name, (drive, free) in given.items()})
+    assert ssd_capacity_bytes(SsdOptions(tuple(folders))) == 4096 * blocks
+    later = tuple(folder / "run" / "state" for folder in folders)  # count as the ones around them
+    assert ssd_capacity_bytes(SsdOptions(later)) == 4096 * blocks
+    assert ssd_capacity_bytes(SsdOptions(tuple(folders), 1 << 50)) == 1 << 50, "a budget counts whatever is free"
+
+
+def test_a_path_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r'the path .*file/run of "ssd" is no folder: .*file is something else'):
+        ssd_capacity_bytes(SsdOptions((tmp_path / "file" / "run",)))
+
+
+def test_a_folder_in_memory_is_refused_and_one_on_a_network_is_warned_of(tmp_path, monkeypatch, caplog):
+    options = SsdOptions((tmp_path / "new",), 1 << 30)
+    for kind in ("tmpfs", "ramfs"):
+        monkeypatch.setattr(disk_space, "filesystem_of", lambda folder, kind=kind: kind)
+        with pytest.raises(ConfigError, match=f"lies in memory.*is on {kind}.*Give a folder on a drive"):
+            ssd_capacity_bytes(options)
+    for kind, is_said in (("ext4", False), ("", False), ("nfs4", True), ("fuse.sshfs", True), ("fuseblk", False)):
+        caplog.clear()
+        monkeypatch.setattr(disk_space, "filesystem_of", lambda folder, kind=kind: kind)
+        assert ssd_capacity_bytes(options) == 1 << 30
+        assert (f"is on {kind}:" in caplog.text) is is_said
+
+
+@pytest.mark.parametrize("place", ["disk", "partition", "slave", "slave of a slave"])
+def test_a_disk_that_says_that_it_rotates_is_warned_of(tmp_path, monkeypatch, caplog, place):
+    options, blocks, devices = SsdOptions((tmp_path,), 1 << 30), tmp_path / "dev/block", tmp_path / "devices"
+    disk = devices / "sda"
+    block = {"disk": disk, "partition": disk / "sda1"}.get(place, devices / "dm-0")
+    for folder in (disk / "device", disk / "sda1", block / "slaves", devices / "dm-1/slaves", blocks):
+        folder.mkdir(parents=True, exist_ok=True)
+    (devices / "dm-1/slaves/sda1").symlink_to(disk / "sda1")
+    if place.startswith("slave"):
+        below = disk / "sda1" if place == "slave" else devices / "dm-1"
+        (block / "slaves" / below.name).symlink_to(below)
+    drive = disk_space.drive_of(tmp_path)
+    (blocks / f"{os.major(drive)}:{os.minor(drive)}").symlink_to(block)
+    monkeypatch.setattr(disk_space, "_BLOCKS", blocks)
+    for page, is_said in ((None, False), ("00b1003c0001", False), ("00b1003c0000", False), ("00b1003c1c20", True)):
+        if page is not None:
+            (disk / "device/vpd_pgb1").write_bytes(bytes.fromhex(page))
+        caplog.clear()
+        assert ssd_capacity_bytes(options) == 1 << 30
+        assert ("rotates (7200 rpm)" in caplog.text) is is_said
