@@ -450,9 +450,7 @@ class Ordered(Task):
 
 def narrow(state, steps, **given):
     options = {name: given.pop(name) for name in ("accumulate", "master") if name in given}
-    return run(
-        Ordered, {"state": state, **options}, steps, weights_only=True if "ckpt_path" in given else None, **given
-    )
+    return run(Ordered, {"state": state, **options}, steps, **given)
 
 
 def state_of(module, trainer):

@@ -1,0 +1,631 @@
+"""Streamed weights and updates behind the device: never a stale weight, whatever users do, and really behind."""
+
+import copy
+import time
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.gradients import step as updates
+from lightning_cxl.gradients.offload import GradientOffload
+from lightning_cxl.optim.cpu_adam import AdamStep
+from tests import training_device
+from tests.cases import every_value
+from tests.integration.gate import Gate
+from tests.integration.training import EXACT, assert_same_weights, offload, run, train
+from tests.models import Block, Task, TinyTransformer, token_data
+
+IGNORE, AFTER = {"on_overflow": "ignore"}, {"overlap_step": False}
+STAYS = {"stream_weights": False, **AFTER}
+slow_updates = pytest.mark.usefixtures("slow_updates")
+pytestmark = pytest.mark.usefixtures("late_copies")
+
+
+def no_dropout():
+    return TinyTransformer(dropout=0.0)
+
+
+def fit(options, *, make_model=TinyTransformer, task=Task, steps=6, **given):
+    return run(options, lambda: task(make_model()), steps, **given)
+
+
+def assert_same(one, other):
+    """Losses, weights and the state of the first optimizer are equal, bit for bit."""
+    assert one[0].losses == other[0].losses and len(set(one[0].losses)) > 1
+    assert_same_weights(one[0].cpu(), other[0].cpu())
+    states = [trainer.optimizers[0].state_dict()["state"] for _, trainer in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    for index, entry in states[1].items():
+        assert entry.keys() == states[0][index].keys()
+        for key, value in entry.items():
+            assert torch.equal(states[0][index][key].cpu(), value.cpu()), (index, key)
+
+
+def assert_as_plain(*, plain_task=None, **arguments):
+    plain = arguments if plain_task is None else {**arguments, "task": plain_task}
+    assert_same(fit(EXACT, **arguments), fit("auto", **plain))
+    plain = fit(AFTER, **arguments)
+    for options in ({}, IGNORE):
+        assert_same(fit(options, **arguments), plain)
+
+
+# -- every form of masters; other models are in the table of parity ----------------------------------------------------
+
+FORMS = {
+    "fp32": {},
+    "split": {"precision": "bf16-true"},
+    "separate": {"precision": "bf16-true", "master": "fp32"},
+    "8bit": {"precision": "bf16-true", "state": "8bit"},
+}
+
+
+def assert_is_the_plain_schedule(form, accumulate, twice=False):
+    """With updates behind the next forward, and with updates behind the backward."""
+    options = {**FORMS[form]}
+    given = {"accumulate_grad_batches": accumulate, "precision": options.pop("precision", "32-true")}
+    given["make_model"] = partial(TinyTransformer, twice=twice)
+    plain = fit({**options, **AFTER}, **given)
+    assert_same(fit(options, **given), plain)
+    assert_same(fit({**options, **IGNORE}, **given), plain)
+
+
+@slow_updates
+@pytest.mark.parametrize(
+    ("form", "accumulate", "twice"),
+    [("fp32", 1, False), ("fp32", 1, True), ("split", 3, False), ("separate", 1, False), ("8bit", 3, False)],
+)
+def test_is_the_plain_schedule(form, accumulate, twice):
+    assert_is_the_plain_schedule(form, accumulate, twice)
+
+
+@pytest.fixture
+def _the_cpu_is_asked_for_both(monkeypatch):
+    monkeypatch.setattr(training_device, "current", training_device.CPU)
+    monkeypatch.setenv("LIGHTNING_CXL_STREAM_WEIGHTS", "true")
+    monkeypatch.setenv("LIGHTNING_CXL_OVERLAP_STEP", "true")
+
+
+@pytest.mark.usefixtures("slow_updates", "_the_cpu_is_asked_for_both")
+@pytest.mark.parametrize(("form", "accumulate"), [("fp32", 1), ("split", 3)])
+def test_is_the_plain_schedule_on_the_cpu_too(form, accumulate):
+    assert_is_the_plain_schedule(form, accumulate)
+
+
+@slow_updates
+def test_clipping_and_schedulers_are_those_of_the_plain_schedule():
+    arguments = {"gradient_clip_val": 0.3, "steps": 8}
+    assert_same(fit({}, **arguments), fit(AFTER, **arguments))
+
+
+def test_an_update_does_not_write_what_was_fetched_when_the_one_before_ended(monkeypatch):
+    """The step is slow to start updates: the end of one fetches units ahead, whose own updates start then."""
+    training_device.make_late("to the device, much")
+    start = updates.Updates.start
+
+    def slow(*arguments):
+        time.sleep(0.004)
+        start(*arguments)
+
+    monkeypatch.setattr(updates.Updates, "start", slow)
+    assert_same(fit({}), fit(AFTER))
+
+
+class Rotates(TinyTransformer):
+    """Begins with another block every time: what is fetched when a backward ends is a wrong guess."""
+
+    num_calls = 0
+
+    def forward(self, tokens):
+        self.num_calls += 1
+        x = self.embed(tokens)
+        for index in range(len(self.blocks)):
+            x = self.blocks[(self.num_calls + index) % len(self.blocks)](x, scale=0.5)
+        return self.head(self.norm(x))
+
+
+@slow_updates
+@pytest.mark.parametrize("options", [EXACT, {}], ids=["torch AdamW", "CPUAdam"])
+def test_a_step_does_not_write_what_is_being_fetched(options):
+    training_device.make_late("to the device, much")
+    arguments = {"make_model": lambda: Rotates(depth=6)}
+    assert_same(fit(options, **arguments), fit("auto" if options is EXACT else AFTER, **arguments))
+
+
+class Skips(TinyTransformer):
+    """Leaves the first block out of every second forward."""
+
+    num_calls = 0
+
+    def forward(self, tokens):
+        self.num_calls += 1
+        x = self.embed(tokens)
+        for block in self.blocks[self.num_calls % 2 :]:
+            x = block(x, scale=0.5)
+        return self.head(self.norm(x))
+
+
+@slow_updates
+def test_a_skipped_block_whose_update_is_late(monkeypatch):
+    arrived = updates.Updates._update_arrived
+
+    def late(self, *args):
+        time.sleep(0.05)
+        arrived(self, *args)
+
+    monkeypatch.setattr(updates.Updates, "_update_arrived", late)
+    assert_same(fit(IGNORE, make_model=Skips), fit({**IGNORE, **STAYS}, make_model=Skips))
+
+
+# -- what users read and write between steps ---------------------------------------------------------------------------
+# Writes to weights that stream, which are their own masters; others are written back by the next step.
+
+
+class Looks(Callback):
+    """Reads the model in every way, between the steps."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, *_):
+        block, model = module.model.blocks[1], module.model
+        ways = [
+            lambda: block.mlp[0].weight.norm(),
+            lambda: sum(p.double().sum() for p in module.parameters()),
+            lambda: module.state_dict()["model.blocks.2.qkv.weight"].sum(),
+            lambda: copy.deepcopy(model).blocks[0].out.weight.sum(),
+            lambda: dict(block.norm1._parameters)["weight"].sum(),
+            lambda: sum(entry["exp_avg"].sum().item() for entry in trainer.optimizers[0].state.values()),
+        ]
+        self.seen.append(float(ways[len(self.seen) % 6]()))
+
+
+@slow_updates
+def test_whoever_looks_between_steps_sees_the_new_weights():
+    ours, plain = Looks(), Looks()
+    fit(IGNORE, callbacks=[ours], steps=12)
+    fit(AFTER, callbacks=[plain], steps=12)
+    assert ours.seen == plain.seen and len(set(plain.seen)) == 12
+
+
+@slow_updates
+def test_validation_and_checkpoints_in_the_middle(tmp_path):
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            trainer.save_checkpoint(tmp_path / name / f"{trainer.global_step}.ckpt")
+
+    results = {}
+    for name, options in {"ours": IGNORE, "plain": AFTER}.items():
+        module, trainer = fit(options, callbacks=[Saves()], steps=4)
+        results[name] = trainer.validate(module, token_data(4), verbose=False)
+    assert results["ours"] == results["plain"]
+    for step in range(1, 5):
+        ours, plain = (torch.load(tmp_path / who / f"{step}.ckpt", weights_only=True) for who in results)
+        parts = [(ours["state_dict"], plain["state_dict"])]
+        states = [each["optimizer_states"][0]["state"] for each in (ours, plain)]
+        parts += [(states[0][index], entry) for index, entry in states[1].items()]
+        for mine, theirs in parts:
+            assert [key for key, value in theirs.items() if not torch.equal(mine[key], value)] == []
+
+
+class Clamps(Task):
+    def on_train_batch_end(self, *_):
+        time.sleep(0.02)
+        for parameter in self.model.blocks.parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+
+
+class ClampsGroups(Task):
+    @torch.no_grad()
+    def on_train_batch_end(self, *_):
+        streamed = set(self.model.blocks.parameters())
+        for group in self.optimizers().param_groups:
+            for parameter in streamed.intersection(group["params"]):
+                parameter.clamp_(-0.05, 0.05)
+
+
+class Shrinks(Task):
+    def on_train_batch_end(self, *_):
+        flat = nn.utils.parameters_to_vector(self.model.blocks.parameters()) * 0.9
+        nn.utils.vector_to_parameters(flat, self.model.blocks.parameters())
+
+
+@slow_updates
+@pytest.mark.parametrize("task", [Clamps, ClampsGroups, Shrinks])
+def test_writes_between_steps_count(task):
+    # the groups of the reference may hold masters of what stays on the device
+    assert_as_plain(task=task, plain_task=Clamps if task is ClampsGroups else None)
+
+
+class ByReference(Task):
+    """Leaves no trace: neither a look nor a new version."""
+
+    def on_train_start(self):
+        self.held = [list(block.parameters()) for block in self.model.blocks]
+
+    def on_train_batch_end(self, *_):
+        torch.accelerator.synchronize()  # nobody else sees to it that no copy is under way
+        for parameter in self.held[0]:
+            parameter.data.mul_(0.9)
+        for parameter in self.held[1]:
+            parameter.data = parameter.data * 0.9
+
+
+@slow_updates
+def test_writes_that_leave_no_trace_count():
+    arguments = {"task": ByReference, "accumulate_grad_batches": 2}  # also where no step makes copies old
+    assert_same(fit(EXACT, **arguments), fit("auto", **arguments))
+
+
+class Validates(Task):
+    def validation_step(self, batch, batch_idx):
+        self.record(self.loss(batch))
+
+
+@slow_updates
+def test_averaged_weights_are_swapped_in_and_out():
+    def averaged(options):
+        return fit(
+            options, task=Validates, make_model=no_dropout, steps=8, callbacks=[EMAWeightAveraging(decay=0.5)],
+            val_check_interval=4, validation=token_data(num_batches=2),
+        )  # fmt: skip
+
+    plain = averaged(STAYS)
+    for options in ({}, AFTER):
+        assert_same(averaged(options), plain)
+
+
+class RollsBack(Task):
+    """Goes back to an earlier state of the optimizer, whose first parameter streams."""
+
+    def configure_optimizers(self):
+        own = [p for name, p in self.named_parameters() if "blocks" in name]
+        return torch.optim.AdamW(own[::-1], lr=3e-3)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        optimizer = self.trainer.optimizers[0]
+        if batch_idx == 1:
+            self.saved = copy.deepcopy(optimizer.state_dict())
+        if batch_idx == 3:
+            optimizer.load_state_dict(self.saved)
+
+
+@slow_updates
+def test_an_optimizer_that_is_rolled_back_between_steps():
+    assert_same(fit({}, task=RollsBack), fit(AFTER, task=RollsBack))
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+class Manual(Task):
+    """Two micro-batches a step, by hand; keeps copies of the gradients of the blocks after each."""
+
+    automatic_optimization = False
+
+    def __init__(self, model):
+        super().__init__(model, scheduler=False)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.record(loss)
+        self.beside()
+        self.manual_backward(loss)
+        self.seen.append({name: p.grad.cpu().clone() for name, p in self.model.blocks.named_parameters()})
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    def beside(self):
+        pass
+
+
+class OnTheHost(Manual):
+    num_on_host = 0
+
+    def beside(self):
+        if len(self.seen) % 2 and self.model.blocks[0].qkv.weight.grad.device.type == "cpu":
+            self.num_on_host += 1
+
+
+class AsksForOthers(Manual):
+    def beside(self):
+        """`torch.autograd.grad` recomputes the same units, but delivers nothing."""
+        tokens = torch.arange(12, device=self.device).view(1, 12)
+        x = self.model.embed(tokens).detach().requires_grad_()
+        y = x
+        for block in self.model.blocks:
+            y = block(y)
+        (grad,) = torch.autograd.grad(y.square().mean(), x)
+        self.record(grad.norm())
+
+
+def triple(parameter):
+    parameter.grad.mul_(3)
+
+
+class Hooked(Manual):
+    """Puts a hook on before the run, and another one in it."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.model.blocks[1].qkv.weight.register_post_accumulate_grad_hook(triple)
+
+    def beside(self):
+        if len(self.seen) == 1:
+            self.model.blocks[1].out.weight.register_post_accumulate_grad_hook(triple)
+
+    def training_step(self, batch, batch_idx):  # one micro-batch a step: hooks find no sum in `p.grad` where it streams
+        super().training_step(batch, 1)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("task", [OnTheHost, AsksForOthers, Hooked])
+def test_gradients_are_those_of_the_plain_run_when_backward_returns(task):
+    plain, ours = (fit(options, task=task, steps=3)[0] for options in ("auto", EXACT))
+    assert ours.losses == plain.losses and len(ours.seen) == len(plain.seen) == (3 if task is Hooked else 6)
+    for mine, theirs in zip(ours.seen, plain.seen, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert [name for name, value in theirs.items() if not torch.equal(mine[name], value)] == []
+    assert task is not OnTheHost or ours.num_on_host == 3
+
+
+class Appends(Block):
+    def __init__(self, there):
+        super().__init__(32, 0.1)
+        self.router, self.there = nn.Linear(32, 4), there
+
+    def forward(self, x, collected):
+        shares = self.router(x).softmax(-1)
+        collected["losses"].append(shares.square().mean().to(self.there))
+        collected["states"].append(super().forward(x) * shares[..., :1])
+        return collected["states"][-1]
+
+
+class Collects(TinyTransformer):
+    """Every block appends a loss and its result to lists that the model reads: more blocks than slots."""
+
+    def __init__(self, there):
+        super().__init__(depth=0)
+        self.blocks = nn.ModuleList(Appends(there) for _ in range(6))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        collected = {"losses": [], "states": [x]}
+        for block in self.blocks:
+            x = block(x, collected)
+        assert len(collected["losses"]) == 6 and len(collected["states"]) == 7
+        self.losses = collected["losses"]
+        return self.head(self.norm(sum(collected["states"])))
+
+
+class AddsLosses(Task):
+    def loss(self, batch):
+        loss = super().loss(batch)
+        return loss + sum(self.model.losses).to(loss.device)
+
+
+@slow_updates
+@pytest.mark.parametrize("late", ["copies and kernels"], indirect=True)
+@pytest.mark.parametrize("there", [None, "cpu"])
+def test_losses_that_blocks_append_to_a_list_of_the_model(late, there):
+    assert_as_plain(make_model=lambda: Collects(there), task=AddsLosses, steps=3)
+
+
+def second_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=1e-1, weight_decay=0.1)
+
+
+def second_hooked(parameters):
+    optimizer = torch.optim.AdamW(parameters, lr=1e-1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+@slow_updates
+@pytest.mark.parametrize("second", [second_sgd, second_hooked])
+def test_a_second_optimizer_over_the_same_weights(second):
+    class Two(Task):
+        automatic_optimization = False
+
+        def configure_optimizers(self):
+            own = list(self.model.blocks.parameters())
+            return [torch.optim.AdamW(own, lr=1e-2), second(own)]
+
+        def training_step(self, batch, batch_idx):
+            first, other = self.optimizers()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            first.step()
+            other.step()
+            first.zero_grad()
+
+    assert_same(fit({}, task=Two), fit(AFTER, task=Two))
+
+
+class LeavesSomeOut(Task):
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for name, p in self.model.named_parameters() if "qkv" not in name], lr=1e-3)
+
+
+def test_a_gradient_that_no_optimizer_waits_for_is_refused():
+    module = LeavesSomeOut(TinyTransformer())
+    with pytest.raises(UnsupportedError, match=r"blocks.2`: no optimizer has `qkv.weight`, `qkv.bias`, which"):
+        run({}, module, 2)
+    assert module.model.blocks[2].qkv.weight.grad is None
+    assert all(p.device.type == "cpu" for p in module.model.blocks.parameters())
+    assert_same(fit({**EXACT, **STAYS}, task=LeavesSomeOut), fit("auto", task=LeavesSomeOut))
+
+
+# -- memory of the device and of the host ------------------------------------------------------------------------------
+
+ROUND = 1 << 16  # the gradients of one unit: how many are on their way is a matter of time
+
+
+class Casts(Task):
+    """Casts under an autocast of its own, which keeps the casts of weights."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.autocast(training_device.current.type, torch.bfloat16):
+            return super().training_step(batch, batch_idx)
+
+
+def peaks(depth, options, task):
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    losses, _ = train(partial(TinyTransformer, depth=depth), offload(**options), steps=3, task=task)
+    assert len(losses) == 3
+    return torch.accelerator.max_memory_allocated(), torch.accelerator.max_memory_reserved()
+
+
+KINDS = {"behind the forward": ({}, Task), "behind the backward": (IGNORE, Task), "autocast": ({}, Casts)}
+
+
+@pytest.mark.parametrize(("late", "kind"), every_value(["nothing", "kernels", "copies"], KINDS))
+def test_the_peak_does_not_grow_with_the_number_of_units(late, kind):
+    options, task = KINDS[kind]
+    if training_device.current.type == "cpu":
+        pytest.skip("needs a device apart")
+    training_device.make_late(late)  # late kernels let the host run far ahead
+    few, many = peaks(6, options, task), peaks(18, options, task)
+    assert many == pytest.approx(few, abs=ROUND)
+
+
+def test_gradients_of_a_few_units_exist_at_a_time():
+    def peak(options):
+        _, trainer = fit(options, make_model=lambda: TinyTransformer(depth=12), steps=4)
+        report = trainer.strategy.report()
+        return [sum(report[kind]["compute_grads"].values()) for kind in ("peak_roles", "planned_roles")]
+
+    (all_peak, all_planned), (few_peak, few_planned) = peak({}), peak(IGNORE)
+    assert all_planned > 2.5 * few_planned
+    assert all_peak > 1.5 * few_peak
+
+
+# -- really behind -----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_returns_while_its_updates_run(monkeypatch):
+    gate = Gate(monkeypatch)
+
+    class Opens(Callback):
+        def on_train_batch_end(self, *_):
+            self.was_open = gate.is_open.is_set()
+            gate.is_open.set()
+
+    opens = Opens()
+    fit({}, callbacks=[opens], steps=1)
+    assert not opens.was_open and gate.num_waiting == 3
+
+
+def test_updates_run_behind_the_backward(monkeypatch):
+    gate = Gate(monkeypatch)
+
+    class Opens(TinyTransformer):
+        def forward(self, tokens):
+            x = super().forward(tokens)
+            self.embed.weight.register_hook(self.at_the_end) if self.training else None
+            return x
+
+        def at_the_end(self, grad):
+            """Runs when the gradient of the embedding is there, the last of all."""
+            gate.open_when_one_waits()
+
+    fit(IGNORE, make_model=Opens, steps=1)
+    assert gate.is_open.is_set() and gate.num_waiting >= 3
+
+
+def test_hooks_around_the_step_get_the_plain_schedule(monkeypatch):
+    seen = []
+
+    class Hooked(Task):
+        def configure_optimizers(self):
+            made = super().configure_optimizers()
+            made["optimizer"].register_step_post_hook(lambda *args: seen.append(sum_of_one(*args)))
+            return made
+
+    monkeypatch.setattr(updates.Updates, "start", lambda *_: pytest.fail("an update ran behind"))
+    ours = fit(IGNORE, task=Hooked)
+    assert len(set(seen)) == 6
+    assert_same(ours, fit(AFTER))
+
+
+def sum_of_one(optimizer, *_):
+    return optimizer.param_groups[0]["params"][3].sum().item()
+
+
+def test_hooks_around_every_optimizers_step_run_too():
+    seen = []
+    handle = register_optimizer_step_post_hook(lambda *args: seen.append(sum_of_one(*args)))
+    try:
+        ours = fit({})
+    finally:
+        handle.remove()
+    assert len(set(seen)) == 6
+    assert_same(ours, fit(AFTER))
+
+
+def test_an_overlap_that_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match="overlap_step=True needs stream_weights"):
+        offload(overlap_step=True, stream_weights=False)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_in_an_update_while_another_one_ends_the_run(monkeypatch, caplog):
+    """The first error is raised, the others are logged: raised, they would keep the Trainer from its own teardown."""
+
+    def fails(step, work, scale):
+        raise MemoryError("no memory for an update")
+
+    class Breaks(Task):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                monkeypatch.setattr(AdamStep, "apply", fails)
+            return super().training_step(batch, batch_idx)
+
+    with caplog.at_level("WARNING"), pytest.raises(MemoryError, match="no memory for an update"):
+        fit(IGNORE, task=Breaks, steps=4)
+    assert "was not the only one" in caplog.text
+
+
+@slow_updates
+def test_the_real_error_of_a_gradient_is_raised(monkeypatch):
+    accumulate = GradientOffload._accumulate
+
+    def fails(self, group):
+        if any("blocks.1" in each.pair.name for each in group.gradients):
+            raise RuntimeError("the real reason")
+        time.sleep(0.002)
+        accumulate(self, group)
+
+    monkeypatch.setattr(GradientOffload, "_accumulate", fails)
+    with pytest.raises(RuntimeError, match="the real reason"):
+        fit(IGNORE)
+
+
+class Fails(TinyTransformer):
+    def forward(self, tokens):
+        out = super().forward(tokens)
+        self.blocks[0].register_forward_pre_hook(lambda *_: 1 / 0)  # in the recompute, the last of the backward
+        return out
+
+
+@slow_updates
+@pytest.mark.parametrize("options", [{}, IGNORE])
+def test_after_an_error_in_a_recompute_weights_are_on_the_host(options):
+    module, homes = Task(Fails()), {}
+
+    def addresses():
+        return {name: p.data_ptr() for name, p in module.model.blocks.named_parameters()}
+
+    module.on_train_start = lambda *_: homes.update(addresses())
+    with pytest.raises(ZeroDivisionError):
+        run(options, module, 2)
+    assert addresses() == homes and homes
