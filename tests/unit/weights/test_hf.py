@@ -1,10 +1,12 @@
-"""`from_pretrained` against transformers' own."""
+"""`from_pretrained` and `save_pretrained` against transformers' own; names of models, on the hub and elsewhere."""
 
 import json
+import re
 
 import pytest
 import torch
 import transformers as tf
+from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from lightning_cxl import from_pretrained, save_pretrained
@@ -12,64 +14,34 @@ from lightning_cxl.commands.export import build_empty
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
 from lightning_cxl.finetune.data import load_tokenizer
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.weights.hf import model_on_meta
+from lightning_cxl.weights import hf as model_names
+from lightning_cxl.weights.hf import is_cached, model_on_meta, require_model
 from tests.models import TINY_LLAMA
 
-BERT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-}
-ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+BERT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32}  # fmt: skip
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
+        "eos_token_id": 2}  # fmt: skip
 T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-GPT2 = {
-    "vocab_size": 64,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TIED = {**TINY_LLAMA, "tie_word_embeddings": True}
+VIT = {"image_size": 32, "patch_size": 8, **{name: BERT[name] for name in BERT if name != "vocab_size"}}
+
+
+def llama(**fields):
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**{**TINY_LLAMA, **fields}))
+
+
 CASES = {
-    "Llama": lambda: (tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA)), tf.AutoModelForCausalLM),
-    "Llama, tied": lambda: (
-        tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA, tie_word_embeddings=True)),
-        tf.LlamaForCausalLM,
-    ),
-    "Llama 3 rotary": lambda: (
-        tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA, rope_scaling=ROPE)),
-        tf.AutoModelForCausalLM,
-    ),
+    "Llama": lambda: (llama(), tf.AutoModelForCausalLM),
+    "Llama, tied": lambda: (llama(**TIED), tf.LlamaForCausalLM),
+    "Llama 3 rotary": lambda: (llama(rope_scaling=ROPE), tf.AutoModelForCausalLM),
     "Llama without head": lambda: (tf.LlamaModel(tf.LlamaConfig(**TINY_LLAMA)), tf.AutoModel),
-    "Qwen2": lambda: (
-        tf.Qwen2ForCausalLM(tf.Qwen2Config(**TINY_LLAMA, tie_word_embeddings=True)),
-        tf.AutoModelForCausalLM,
-    ),
+    "Qwen2": lambda: (tf.Qwen2ForCausalLM(tf.Qwen2Config(**TIED)), tf.AutoModelForCausalLM),
     "GPT-2": lambda: (tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)), tf.AutoModelForCausalLM),
     "BERT": lambda: (tf.BertForMaskedLM(tf.BertConfig(**BERT)), tf.AutoModelForMaskedLM),
     "T5": lambda: (tf.T5ForConditionalGeneration(tf.T5Config(**T5)), tf.AutoModelForSeq2SeqLM),
-    "ViT": lambda: (
-        tf.ViTForImageClassification(
-            tf.ViTConfig(
-                hidden_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                intermediate_size=48,
-                image_size=32,
-                patch_size=8,
-            )
-        ),
-        tf.AutoModelForImageClassification,
-    ),
+    "ViT": lambda: (tf.ViTForImageClassification(tf.ViTConfig(**VIT)), tf.AutoModelForImageClassification),
 }
 
 
@@ -106,6 +78,10 @@ def assert_equal_models(ours, theirs):
         assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
 
 
+def names_in(folder):
+    return {name for path in folder.glob("*.safetensors") for name in load_file(path)}
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_the_model_is_the_one_that_transformers_loads(tmp_path, case, dtype):
@@ -120,8 +96,7 @@ def test_transformers_loads_what_we_save_and_so_do_we(tmp_path, case):
     model, auto = CASES[case]()
     save(model, tmp_path / "theirs")
     save_pretrained(model, tmp_path / "ours", max_shard_bytes=30_000)
-    names = lambda folder: {name for path in folder.glob("*.safetensors") for name in load_file(path)}  # noqa: E731
-    assert names(tmp_path / "ours") == names(tmp_path / "theirs"), "also where transformers has others in memory"
+    assert names_in(tmp_path / "ours") == names_in(tmp_path / "theirs"), "also where transformers has others in memory"
     ours, theirs = (json.loads((tmp_path / who / "config.json").read_text()) for who in ("ours", "theirs"))
     assert ours == theirs
     loaded, again = auto.from_pretrained(tmp_path / "ours"), from_pretrained(auto, tmp_path / "ours")
@@ -135,29 +110,23 @@ def test_a_model_is_saved_under_the_names_it_was_loaded_with(tmp_path):
     ours, theirs = from_pretrained(auto, tmp_path), auto.from_pretrained(tmp_path)
     assert len(ours._weight_conversions) == len(theirs._weight_conversions) > 0
     ours.save_pretrained(tmp_path / "again")
-    assert load_file(tmp_path / "again" / "model.safetensors").keys() != ours.state_dict().keys()
     save_pretrained(ours, tmp_path / "ours")
-    names = [load_file(tmp_path / who / "model.safetensors").keys() for who in ("again", "ours")]
-    assert names[0] == names[1]
+    assert names_in(tmp_path / "again") == names_in(tmp_path / "ours") != ours.state_dict().keys()
 
 
-def test_a_config_without_a_dtype_leaves_it_to_the_files(tmp_path):
-    save(tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA)).bfloat16(), tmp_path)
+def test_fields_of_the_config_can_be_replaced_and_a_dtype_left_to_the_files(tmp_path):
+    save(llama(), tmp_path)
+    fields = {"attn_implementation": "eager", "rms_norm_eps": 0.5}
+    model = from_pretrained(tf.LlamaForCausalLM, tmp_path, **fields)
+    assert model.config._attn_implementation == "eager" and model.model.norm.variance_epsilon == 0.5
+    assert_equal_models(model, tf.LlamaForCausalLM.from_pretrained(tmp_path, **fields))
+    with pytest.raises(ConfigError, match="LlamaConfig has no field 'rms_norm_epsilon'"):
+        from_pretrained(tf.LlamaForCausalLM, tmp_path, rms_norm_epsilon=0.5)
+    save(llama().bfloat16(), tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     del content["dtype"]
     (tmp_path / "config.json").write_text(json.dumps(content))
     assert from_pretrained(tf.AutoModelForCausalLM, tmp_path).dtype == torch.bfloat16
-
-
-def test_fields_of_the_config_can_be_replaced(tmp_path):
-    save(tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA)), tmp_path)
-    model = from_pretrained(tf.LlamaForCausalLM, tmp_path, attn_implementation="eager", rms_norm_eps=0.5)
-    assert model.config._attn_implementation == "eager" and model.model.norm.variance_epsilon == 0.5
-    assert_equal_models(
-        model, tf.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", rms_norm_eps=0.5)
-    )
-    with pytest.raises(ConfigError, match="LlamaConfig has no field 'rms_norm_epsilon'"):
-        from_pretrained(tf.LlamaForCausalLM, tmp_path, rms_norm_epsilon=0.5)
 
 
 def test_names_of_old_files_are_translated(tmp_path):
@@ -172,9 +141,7 @@ def test_names_of_old_files_are_translated(tmp_path):
 
 def test_a_base_model_loads_into_one_with_a_new_head(tmp_path):
     save(tf.BertModel(tf.BertConfig(**BERT)), tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"2 weights are missing from the files: `classifier\.weight`, `classifier"
-    ):
+    with pytest.raises(CheckpointError, match=r"2 weights are missing .*: `classifier\.weight`, `classifier"):
         from_pretrained(tf.BertForSequenceClassification, tmp_path)
     with pytest.warns(LightningCXLWarning, match=r"newly initialised.*classifier\.weight"):
         model = from_pretrained(tf.BertForSequenceClassification, tmp_path, num_labels=3, strict=False)
@@ -185,17 +152,13 @@ def test_a_base_model_loads_into_one_with_a_new_head(tmp_path):
     assert_equal_models(model, reference)
 
 
-def test_a_model_with_a_head_loads_into_the_base_model(tmp_path):
-    save(tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA)), tmp_path)
+def test_a_model_with_a_head_loads_into_the_base_model_and_an_untied_one_into_no_tied_one(tmp_path):
+    save(llama(), tmp_path)
     with pytest.raises(CheckpointError, match=r"1 tensors of the files are not in the model: `lm_head\.weight`"):
         from_pretrained(tf.LlamaModel, tmp_path)
     with pytest.warns(LightningCXLWarning, match=r"In the files but not in the model: \['lm_head\.weight'\]"):
         model = from_pretrained(tf.LlamaModel, tmp_path, strict=False)
     assert_equal_models(model, tf.LlamaModel.from_pretrained(tmp_path))
-
-
-def test_tied_in_the_config_but_not_in_the_files_names_the_way_out(tmp_path):
-    save(tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA)), tmp_path)
     with pytest.raises(CheckpointError, match="tie_word_embeddings=False"):
         from_pretrained(tf.LlamaForCausalLM, tmp_path, tie_word_embeddings=True)
     model = from_pretrained(tf.LlamaForCausalLM, tmp_path, tie_word_embeddings=False)
@@ -213,8 +176,7 @@ def test_experts_are_merged_in_the_order_of_their_numbers(tmp_path, dtype):
     ours = from_pretrained(tf.AutoModelForCausalLM, tmp_path, dtype)
     assert_equal_models(ours, tf.AutoModelForCausalLM.from_pretrained(tmp_path, **options))
     ours.save_pretrained(tmp_path / "apart")
-    whole = {name for path in tmp_path.glob("*.safetensors") for name in load_file(path)}
-    assert load_file(tmp_path / "apart" / "model.safetensors").keys() == whole
+    assert names_in(tmp_path / "apart") == names_in(tmp_path)
 
 
 def test_merged_experts_are_saved_merged_with_a_warning_and_load(tmp_path):
@@ -226,13 +188,12 @@ def test_merged_experts_are_saved_merged_with_a_warning_and_load(tmp_path):
     assert torch.equal(reference.lm_head.weight, model.lm_head.weight)
 
 
-@pytest.mark.parametrize("lost", [r"experts.3.w1.weight", r"experts.3.w2.weight"])
+@pytest.mark.parametrize("lost", ["w1", "w2"])
 def test_a_missing_expert_is_an_error_before_anything_is_loaded(tmp_path, lost):
     mixture().save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
-    state = {
-        name: value for name, value in load_file(path).items() if not name.endswith(f"layers.1.block_sparse_moe.{lost}")
-    }
+    state = load_file(path)
+    del state[f"model.layers.1.block_sparse_moe.experts.3.{lost}.weight"]
     save_file(state, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"do not make up `model\.layers\.1\.mlp|do not fit MixtralForCausalLM"):
         from_pretrained(tf.MixtralForCausalLM, tmp_path)
@@ -271,3 +232,72 @@ def test_code_of_a_model_is_neither_run_nor_asked_about(tmp_path, monkeypatch, k
     with pytest.raises(ConfigError, match=r"code of its own.*trust_remote_code=False.*lightning_cxl\.from_pretrained"):
         load()
     assert not (tmp_path / "ran").exists()
+
+
+# -- names of models ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """Let the hub answer with what is put in here; records who was asked for."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    answers = {"asked": [], "raises": None}
+
+    def model_info(self, name, *, timeout):
+        answers["asked"].append((name, timeout))
+        if answers["raises"] is not None:
+            raise answers["raises"]
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    return answers
+
+
+def refused(name):
+    with pytest.raises(ConfigError) as caught:
+        require_model(name)
+    return str(caught.value)
+
+
+def test_a_folder_is_a_model_when_it_has_a_config(hub, tmp_path):
+    assert "has no config.json" in refused(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    require_model(str(tmp_path))
+    assert not hub["asked"]
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8", "./runs/export", "/no/such/folder", "a/b/c", "owner/", "../x"])
+def test_what_is_no_hub_id_is_not_asked_for(hub, name, tmp_path, monkeypatch):
+    here = tmp_path / "here"  # the folder of the tests may have runs/export in it, or x beside it
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert "It is no folder" in refused(name)
+    assert not hub["asked"]
+
+
+def test_a_model_of_the_hub_is_asked_for_once_with_a_time_limit(hub, monkeypatch):
+    require_model("Qwen/Qwen2.5-0.5B")
+    assert hub["asked"] == [("Qwen/Qwen2.5-0.5B", model_names._HUB_SECONDS)]
+    hub["raises"] = RepositoryNotFoundError.__new__(RepositoryNotFoundError)
+    assert re.search(r"did you mean qwen2.5-0.5b \(Qwen/Qwen2.5-0.5B\).*no such model", refused("Qwen/Qwen2.5-0.5"))
+    hub["raises"] = OSError("Name or service not known")
+    message = refused("Qwen/Qwen2.5-0.5B")
+    assert "cannot be asked (https://huggingface.co: Name or service not known)" in message
+    assert "HF_HOME" in message and "HF_ENDPOINT" in message
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    hub["asked"].clear()
+    assert "HF_HUB_OFFLINE is set" in refused("Qwen/Qwen2.5-0.5B")
+    assert not hub["asked"]
+
+
+def test_a_cached_model_needs_no_hub(hub, tmp_path):
+    name, revision = "owner/name", "0" * 40
+    folder = tmp_path / "cache" / "models--owner--name"
+    (folder / "snapshots" / revision).mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(revision)
+    assert not is_cached(name)
+    (folder / "snapshots" / revision / "config.json").write_text("{}")
+    assert is_cached(name)
+    require_model(name)
+    assert not hub["asked"]

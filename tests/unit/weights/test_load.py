@@ -1,4 +1,7 @@
+"""`empty_weights` and `load_weights`: what a model gets, what does not fit, failures, and where weights go."""
+
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -6,12 +9,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import lightning_cxl
-from lightning_cxl.errors import CheckpointError, TierFullError
+from lightning_cxl.errors import CheckpointError, ConfigError, TierFullError
 from lightning_cxl.memory import hook as scope
-from lightning_cxl.memory.hook import HostAllocationMode
 from lightning_cxl.memory.placement import Placer, TensorRole
 from lightning_cxl.weights.files import FileTensor
-from lightning_cxl.weights.load import empty_weights, load_weights
+from lightning_cxl.weights.load import empty_weights, load_weights, refuse_unready
 from tests.models import TinyConvNet, TinyTransformer
 from tests.unit.memory.host import Host
 
@@ -43,22 +45,95 @@ def assert_loaded(model, state):
         assert loaded.dtype == value.dtype and torch.equal(loaded, value), name
 
 
+def existing(make, *args, **kwargs):
+    return make(*args, **kwargs)
+
+
+def loaded(model, path, **options):
+    load_weights(model, path, **options)
+    return model
+
+
+BUILDS = pytest.mark.parametrize("build", [built_empty, existing])
+
+
+# -- models without weights --------------------------------------------------------------------------------------------
+
+
+class Rotary(nn.Module):
+    def __init__(self, persistent=False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3), requires_grad=False)
+        self.register_buffer("frequencies", 1.0 / torch.arange(1.0, 5.0), persistent=persistent)
+        self.alias = self.weight
+        both = nn.Parameter(torch.ones(2))
+        both.role = "scale"
+        self.one, self.two = both, both
+
+
+def test_parameters_have_no_memory_and_buffers_are_real():
+    make = lambda: nn.ModuleList([TinyConvNet(), Rotary(), nn.LSTM(2, 3), nn.MultiheadAttention(4, 2)])  # noqa: E731
+    model, reference = built_empty(make), make()
+    assert all(p.is_meta and type(p) is nn.Parameter for p in model.parameters())
+    for name, buffer in reference.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    facts = lambda each: {n: (p.shape, p.dtype, p.stride(), p.requires_grad) for n, p in each.named_parameters()}  # noqa: E731
+    assert facts(model) == facts(reference)
+    rotary, tied = model[1], built_empty(TinyTransformer, tied=True)
+    assert tied.head.weight is tied.embed.weight
+    assert rotary.alias is rotary.weight and rotary.one is rotary.two and rotary.one.role == "scale"
+
+
+def test_it_ends_with_the_region_also_after_an_error():
+    with pytest.raises(KeyError), empty_weights():
+        raise KeyError
+    assert not nn.Linear(2, 2).weight.is_meta
+    with empty_weights(), empty_weights():
+        pass
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_nothing_is_placed_that_is_thrown_away():
+    host = Host()
+    with host.mode(role=None), empty_weights():
+        TinyTransformer()
+        assert host.tier(torch.ones(100)) is None
+    assert not any(tier["held_bytes"] for tier in host.memory.stats()["tiers"].values())
+    with host.mode():
+        assert host.tier(torch.ones(100)) is not None, "placing goes on afterwards"
+
+
+def test_tensors_on_meta_are_refused_by_name():
+    refuse_unready(TinyTransformer())
+    refuse_unready(nn.LazyLinear(3))
+    with empty_weights():
+        model = TinyTransformer()
+    with pytest.raises(ConfigError, match=r"of TinyTransformer are on the meta device.*`embed\.weight`.*load_weights"):
+        refuse_unready(model)
+    with torch.device("meta"):
+        norm = nn.BatchNorm1d(3)
+    norm.weight, norm.bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    with pytest.raises(ConfigError, match=r"3 of 5 tensors.*`running_mean`"):
+        refuse_unready(norm)
+
+
+# -- what is loaded --------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("make", [TinyTransformer, TinyConvNet])
-@pytest.mark.parametrize("build", [built_empty, lambda make: make()], ids=["empty", "existing"])
+@BUILDS
 def test_a_model_gets_the_values_of_the_files(path, make, build):
     state = saved(make(), path)
     model = build(make)
-    identities = {name: id(p) for name, p in model.named_parameters() if not p.is_meta}
-    addresses = {name: p.data_ptr() for name, p in model.named_parameters() if not p.is_meta}
+    before = {name: (p, p.data_ptr()) for name, p in model.named_parameters() if not p.is_meta}
     report = load_weights(model, path)
     assert_loaded(model, state)
     assert report.num_tensors == len(state) and report.missing_keys == report.unexpected_keys == []
     assert report.nbytes == sum(value.nbytes for value in state.values())
-    for name in identities:
-        parameter = model.get_parameter(name)
-        assert id(parameter) == identities[name] and parameter.data_ptr() == addresses[name]
-    strides = {name: p.stride() for name, p in make().named_parameters()}
-    assert {name: p.stride() for name, p in model.named_parameters()} == strides, "channels-last stays"
+    for name, (parameter, address) in before.items():
+        assert model.get_parameter(name) is parameter and parameter.data_ptr() == address
+    strides = lambda each: {name: p.stride() for name, p in each.named_parameters()}  # noqa: E731
+    assert strides(model) == strides(make()), "channels-last stays"
 
 
 def test_frozen_parameters_stay_frozen_and_attributes_survive(path):
@@ -77,21 +152,14 @@ def test_frozen_parameters_stay_frozen_and_attributes_survive(path):
     assert type(model.head.weight) is nn.Parameter and model.head.weight.is_leaf
 
 
-@pytest.mark.parametrize("kept", ["embed.weight", "head.weight"])
-@pytest.mark.parametrize("build", [built_empty, lambda make, **kw: make(**kw)], ids=["empty", "existing"])
-def test_tied_weights_stay_tied_whichever_name_the_file_has(path, kept, build):
-    dropped = {"embed.weight": "head.weight", "head.weight": "embed.weight"}[kept]
-    state = saved(TinyTransformer(tied=True), path, drop=[dropped])
-    model = build(TinyTransformer, tied=True)
-    load_weights(model, path)
-    assert model.head.weight is model.embed.weight and torch.equal(model.head.weight, state[kept])
-
-
-@pytest.mark.parametrize("build", [built_empty, lambda make, **kw: make(**kw)], ids=["empty", "existing"])
-def test_tied_weights_under_both_names_must_be_equal(path, build):
+@BUILDS
+def test_tied_weights_stay_tied_whichever_names_the_file_has(path, build):
+    for kept, dropped in (("embed.weight", "head.weight"), ("head.weight", "embed.weight")):
+        state = saved(TinyTransformer(tied=True), path, drop=[dropped])
+        model = loaded(build(TinyTransformer, tied=True), path)
+        assert model.head.weight is model.embed.weight and torch.equal(model.head.weight, state[kept])
     saved(TinyTransformer(tied=True), path)
-    model = build(TinyTransformer, tied=True)
-    load_weights(model, path)
+    model = loaded(build(TinyTransformer, tied=True), path)
     assert model.head.weight is model.embed.weight
     saved(TinyTransformer(tied=False), path)
     with pytest.raises(CheckpointError, match=r"`embed\.weight` and `head\.weight` are tied .* differ .* untied"):
@@ -111,87 +179,60 @@ def test_modules_used_twice_are_loaded_once(path):
 
 def test_dtypes_are_the_models_or_the_one_asked_for(path):
     state = saved(TinyConvNet(), path)
-    model = built_empty(lambda: TinyConvNet().bfloat16())
-    load_weights(model, path)
+    model = loaded(built_empty(lambda: TinyConvNet().bfloat16()), path)
     assert torch.equal(model.head.weight, state["head.weight"].bfloat16())
-    model = built_empty(TinyConvNet)
-    load_weights(model, path, dtype=torch.bfloat16)
+    model = loaded(built_empty(TinyConvNet), path, dtype=torch.bfloat16)
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     norm = model.blocks[0][1]
     assert norm.running_mean.dtype == torch.float32 and norm.num_batches_tracked.dtype == torch.int64
-    existing = TinyConvNet()
-    load_weights(existing, path, dtype=torch.bfloat16)
+    existing = loaded(TinyConvNet(), path, dtype=torch.bfloat16)
     assert existing.head.weight.dtype == torch.float32, "what has memory keeps its dtype"
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
 
 
-def test_missing_and_unexpected_are_one_error_before_anything_is_loaded(path):
-    saved(TinyTransformer(), path, drop=["norm.weight", "embed.weight"], extra=["norm.wieght", "other.thing"])
+def test_missing_and_unexpected_are_one_error_or_reported(path):
+    state = saved(TinyTransformer(), path, drop=["norm.weight", "embed.weight"], extra=["norm.wieght", "other.thing"])
     model = built_empty(TinyTransformer)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=r"2 weights are missing from the files: `embed\.weight`") as caught:
         load_weights(model, path)
-    text = str(caught.value)
-    assert "2 weights are missing from the files: `embed.weight`" in text
-    assert "`norm.weight`" in text and "`norm.wieght`" in text
-    assert "2 tensors of the files are not in the model" in text and "`other.thing`" in text
-    assert "strict=False" in text and "Nothing has been loaded" in text
+    for text in ("`norm.weight`", "`norm.wieght`", "2 tensors of the files are not in the model", "`other.thing`"):
+        assert text in str(caught.value)
+    assert "strict=False" in str(caught.value) and "Nothing has been loaded" in str(caught.value)
     assert all(p.is_meta for p in model.parameters())
-
-
-def test_what_fits_is_loaded_when_not_strict_and_the_rest_reported(path):
-    state = saved(TinyTransformer(), path, drop=["norm.weight"], extra=["other"])
-    model = built_empty(TinyTransformer)
     report = load_weights(model, path, strict=False)
-    assert report.missing_keys == ["norm.weight"] and report.unexpected_keys == ["other"]
+    assert sorted(report.missing_keys) == ["embed.weight", "norm.weight"]
+    assert sorted(report.unexpected_keys) == ["norm.wieght", "other.thing"]
     assert model.norm.weight.is_meta
-    assert_loaded(model, {name: value for name, value in state.items() if name != "norm.weight"})
+    assert_loaded(model, state)
 
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_other_shapes_and_kinds_are_always_an_error(path, strict):
-    state = TinyConvNet().state_dict()
-    state = {name: value.contiguous() for name, value in state.items()}
+    state = {name: value.contiguous() for name, value in TinyConvNet().state_dict().items()}
     state["head.weight"] = torch.ones(5, 9)
     state["blocks.0.1.num_batches_tracked"] = torch.tensor(3.0)
     save_file(state, path)
     model = TinyConvNet()
     before = model.stem.weight.clone()
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match="2 tensors do not fit TinyConvNet") as caught:
         load_weights(model, path, strict=strict)
-    assert "2 tensors do not fit TinyConvNet" in str(caught.value)
     assert "`head.weight`: (5, 9) float32 in the file, (5, 8) float32 in the model" in str(caught.value)
     assert "num_batches_tracked`: () float32 in the file, () int64 in the model" in str(caught.value)
     assert torch.equal(model.stem.weight, before)
 
 
-def test_computed_buffers_lost_on_meta_are_refused(path):
-    class Rotary(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
-            self.register_buffer("inv_freq", torch.ones(3), persistent=False)
-
+def test_computed_buffers_lost_on_meta_are_refused_and_in_an_old_file_not_unexpected(path):
     saved(Rotary(), path)
     with torch.device("meta"):
         model = Rotary()
-    with pytest.raises(CheckpointError, match=r"1 buffers of Rotary.*inv_freq.*empty_weights"):
+    with pytest.raises(CheckpointError, match=r"1 buffers of Rotary.*frequencies.*empty_weights"):
         load_weights(model, path)
     assert model.weight.is_meta
-    model = built_empty(Rotary)
-    load_weights(model, path)
-    assert torch.equal(model.inv_freq, torch.ones(3))
-
-
-def test_a_computed_buffer_that_an_old_file_holds_is_not_unexpected(path):
-    class Rotary(nn.Module):
-        def __init__(self, persistent) -> None:
-            super().__init__()
-            self.register_buffer("inv_freq", torch.ones(3), persistent=persistent)
-
-    saved(Rotary(True), path)
-    assert load_weights(Rotary(False), path) == ([], [], 0, 0)
+    assert torch.equal(loaded(built_empty(Rotary), path).frequencies, Rotary().frequencies)
+    state = saved(Rotary(persistent=True), path)
+    assert load_weights(Rotary(), path).unexpected_keys == [] and "frequencies" in state
 
 
 # -- in the middle -----------------------------------------------------------------------------------------------------
@@ -232,10 +273,6 @@ def test_after_an_error_in_the_middle_it_is_said_what_has_been_overwritten(path,
 # -- where it goes -----------------------------------------------------------------------------------------------------
 
 
-def tiers(host, model):
-    return {name: host.tier(p) for name, p in model.named_parameters()}
-
-
 @lightning_cxl.tier("dram")
 class Near(nn.Linear):
     pass
@@ -251,36 +288,27 @@ def make_decorated():
 def test_inside_a_run_weights_go_where_decorators_and_policy_say(path, with_hook):
     saved(make_decorated(), path)
     host = Host()
-    placer = Placer(host.topology, host.memory.free_bytes)
-    with scope.activate(host.memory, placer):
-        if with_hook:
-            with HostAllocationMode(host.memory, placer, role=TensorRole.COMPUTE_WEIGHTS):
-                model = built_empty(make_decorated)
-                load_weights(model, path)
-        else:
-            model = built_empty(make_decorated)
-            load_weights(model, path)
+    hook = host.mode(role=TensorRole.COMPUTE_WEIGHTS) if with_hook else nullcontext()
+    with scope.activate(host.memory, host.placer), hook:
+        model = loaded(built_empty(make_decorated), path)
     expected = {"near": "dram", "far": "cxl", "marked": "cxl"}
-    assert tiers(host, model) == {name: expected[name.split(".")[0]] for name in dict(model.named_parameters())}
+    for name, parameter in model.named_parameters():
+        assert host.tier(parameter) == expected[name.split(".")[0]], name
     weights = sum(p.nbytes for p in model.parameters())
     assert sum(host.memory.stats()["peak_roles"]["compute_weights"].values()) == weights, "and nothing else was placed"
 
 
 def test_an_explicit_tier_wins_inside_and_outside_of_a_run(path):
-    state = saved(nn.Linear(8, 8), path)
-    host = Host()
-    placer = Placer(host.topology, host.memory.free_bytes)
-    with scope.activate(host.memory, placer), lightning_cxl.host_allocation(tier="dram"):
-        model = built_empty(nn.Linear, 8, 8)
-        load_weights(model, path)
+    state, host = saved(nn.Linear(8, 8), path), Host()
+    load = lambda: loaded(built_empty(nn.Linear, 8, 8), path)  # noqa: E731
+    with scope.activate(host.memory, host.placer), lightning_cxl.host_allocation(tier="dram"):
+        model = load()
     assert host.tier(model.weight) == "dram"
     assert_loaded(model, state)
     with lightning_cxl.host_allocation(tier="cxl"):
-        model = built_empty(nn.Linear, 8, 8)
-        load_weights(model, path)
+        model = load()
     assert set(lightning_cxl.residency(model.weight)) == {"cxl"}
-    model = built_empty(nn.Linear, 8, 8)
-    load_weights(model, path)
+    model = load()
     assert host.tier(model.weight) is None and model.weight.untyped_storage().resizable(), "ordinary memory"
 
 

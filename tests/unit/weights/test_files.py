@@ -1,0 +1,430 @@
+"""Safetensors files: read and written in chunks, mapped, unread; and folders of them."""
+
+import ctypes
+import json
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lightning_cxl.errors import CheckpointError, UnsupportedError
+from lightning_cxl.weights import files as tensor_file
+from lightning_cxl.weights.files import (
+    NamedTensor,
+    Staging,
+    TensorFile,
+    UnreadWeight,
+    encode_header,
+    open_weights,
+    write_tensors,
+)
+from lightning_cxl.weights.load import load_weights
+from tests.models import TinyConvNet, TinyTransformer
+from tests.unit.weights.test_load import assert_loaded, built_empty, saved
+
+SAMPLES = {
+    "matrix": torch.randn(33, 17),
+    "half": torch.randn(5, 3).half(),
+    "brain": torch.randn(7).bfloat16(),
+    "double": torch.randn(4).double(),
+    "scalar": torch.tensor(3.5),
+    "count": torch.tensor(7),
+    "flags": torch.tensor([True, False, True]),
+    "bytes": torch.arange(256, dtype=torch.uint8),
+    "eight": torch.randn(9).to(torch.float8_e4m3fn),
+    "complex": torch.randn(3, dtype=torch.complex64),
+    "nothing": torch.empty(0, 4),
+    "ünïcode": torch.ones(1, dtype=torch.int16),
+}
+
+
+@pytest.fixture(params=[16, 64, 2**24], ids=lambda size: f"{size} B chunks")
+def chunk_bytes(request, monkeypatch):
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", request.param)
+    return request.param
+
+
+def write(path, tensors):
+    write_tensors(path, [NamedTensor(name, tensor, tensor.dtype) for name, tensor in tensors.items()], {"format": "pt"})
+    return path
+
+
+def equal(a, b):
+    bits = [each.contiguous().view(-1).view(torch.uint8) for each in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
+
+
+def read(path, target, name="w"):
+    with TensorFile(path) as file:
+        file.entries[name].read_into(target, Staging())
+    return target
+
+
+def test_the_reference_implementation_reads_what_we_write(tmp_path, chunk_bytes):
+    loaded = load_file(write(tmp_path / "f.safetensors", SAMPLES))
+    assert loaded.keys() == SAMPLES.keys()
+    assert all(equal(loaded[name], tensor) for name, tensor in SAMPLES.items())
+
+
+def test_we_read_what_the_reference_implementation_writes(tmp_path, chunk_bytes):
+    save_file(SAMPLES, tmp_path / "f.safetensors", metadata={"format": "pt", "by": "them"})
+    with TensorFile(tmp_path / "f.safetensors") as file:
+        assert file.metadata == {"format": "pt", "by": "them"}
+        assert file.entries.keys() == SAMPLES.keys()
+        for name, tensor in SAMPLES.items():
+            target = torch.zeros_like(tensor)
+            version = target._version
+            file.entries[name].read_into(target, Staging())
+            assert equal(target, tensor) and target._version > version
+            assert file.entries[name].holds(tensor)
+
+
+def test_data_is_aligned_for_readers_that_map_the_file(tmp_path):
+    write(tmp_path / "f", {"odd": torch.ones(3, dtype=torch.uint8), "wide": torch.ones(2).double()})
+    with TensorFile(tmp_path / "f") as file:
+        assert all(e.begin % e.dtype.itemsize == 0 for e in file.entries.values())
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.float16, torch.bfloat16])
+def test_conversion_rounds_as_torch_does_both_ways(tmp_path, chunk_bytes, stored, wanted):
+    values = torch.cat([torch.randn(50), torch.tensor([0.0, -0.0, float("inf"), float("nan"), 1 + 2**-8, 65520.0])])
+    values = values.to(stored)
+    target = read(write(tmp_path / "f", {"w": values}), torch.empty(values.shape, dtype=wanted))
+    write_tensors(tmp_path / "g", [NamedTensor("w", values, wanted)], {})
+    for converted in (target, load_file(tmp_path / "g")["w"]):
+        # the bits of a NaN depend on where in a vector torch meets it
+        assert torch.equal(converted.isnan(), values.isnan())
+        assert equal(converted.nan_to_num(0.0), values.to(wanted).nan_to_num(0.0))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(6, 4).t(),
+        lambda: torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        lambda: torch.empty(8, 10)[::2, 1::3],
+        lambda: torch.empty(3, 4, 5).permute(2, 0, 1),
+    ],
+)
+def test_tensors_of_any_layout_are_written_and_read(tmp_path, chunk_bytes, make):
+    source = make().copy_(torch.randn(make().shape))
+    path = write(tmp_path / "f", {"w": source})
+    assert torch.equal(load_file(path)["w"], source)
+    target = make()
+    strides = target.stride()
+    with TensorFile(path) as file:
+        file.entries["w"].read_into(target, Staging())
+        assert file.entries["w"].holds(source)
+        assert not file.entries["w"].holds(source + 1)
+    assert torch.equal(target, source) and target.stride() == strides
+
+
+def test_bits_are_compared_and_conjugates_written_as_what_they_mean(tmp_path):
+    value, nan = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64), torch.full((2,), float("nan"))
+    assert torch.equal(load_file(write(tmp_path / "f", {"w": value.conj()}))["w"], value.conj())
+    with TensorFile(write(tmp_path / "f", {"zero": torch.zeros(2), "nan": nan})) as file:
+        assert not file.entries["zero"].holds(-torch.zeros(2)) and file.entries["nan"].holds(nan)
+
+
+def entry(**changes):
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"PK\x03\x04torch",
+        [],
+        {"a": {"dtype": "F32"}},
+        {"a": entry(shape=[3])},
+        {"a": entry(dtype="F4")},  # of safetensors, and not of torch
+        {"a": entry(), "b": entry(data_offsets=[4, 12])},
+    ],
+)
+def test_what_is_no_safetensors_file_is_refused(tmp_path, content):
+    path = tmp_path / "f.safetensors"
+    if not isinstance(content, bytes):
+        content = json.dumps(content).encode()
+        content = len(content).to_bytes(8, "little") + content + bytes(8)
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{path}.*Download or save it again"):
+        TensorFile(path)
+
+
+@given(st.data())
+def test_a_header_with_any_byte_changed_is_read_or_refused(tmp_path_factory, data):
+    path = write(tmp_path_factory.getbasetemp() / "changed", {"a": torch.ones(3), "ü": torch.ones(2, 2).half()})
+    content = bytearray(path.read_bytes())
+    length = int.from_bytes(content[:8], "little")
+    content[data.draw(st.integers(0, 7 + length))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    try:
+        with TensorFile(path) as file:
+            assert sum(each.nbytes for each in file.entries.values()) == 20, "whatever it says, it fits the file"
+    except CheckpointError as error:
+        assert str(path) in str(error)
+
+
+def test_names_and_dtypes_that_cannot_be_written(monkeypatch):
+    with pytest.raises(CheckpointError, match="__metadata__"):
+        encode_header([("__metadata__", torch.float32, (1,))], {})
+    with pytest.raises(CheckpointError, match="two tensors named 'a'"):
+        encode_header([("a", torch.float32, (1,)), ("a", torch.float32, (1,))], {})
+    with pytest.raises(CheckpointError, match=r"cannot hold torch\.complex128; they hold .*float32"):
+        encode_header([("a", torch.complex128, (1,))], {})
+    monkeypatch.setattr(tensor_file, "MAX_HEADER_BYTES", 50)
+    with pytest.raises(CheckpointError, match="write more, smaller files"):
+        encode_header([("a" * 50, torch.float32, (1,))], {})
+
+
+def test_every_truncation_is_noticed_and_leaves_no_descriptor(tmp_path):
+    path = write(tmp_path / "f", {"a": torch.ones(3), "b": torch.ones(2, 2)})
+    whole = path.read_bytes()
+    before = len(os.listdir("/proc/self/fd"))
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError):
+            TensorFile(path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_errors_of_the_disk_name_the_file(tmp_path, chunk_bytes, monkeypatch):
+    path = write(tmp_path / "f", {"a": torch.ones(100)})
+    with pytest.raises(CheckpointError, match=r"gone`: No such file"):
+        TensorFile(tmp_path / "gone")
+    with TensorFile(path) as file:
+        os.truncate(path, path.stat().st_size - 40)
+        with pytest.raises(CheckpointError, match="has become shorter"):
+            file.entries["a"].read_into(torch.zeros(100), Staging())
+
+        def fail(*_):
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(CheckpointError, match=rf"{path}.*Input/output error"):
+            file.entries["a"].read_into(torch.zeros(100), Staging())
+
+
+def test_short_reads_and_writes_are_continued(tmp_path, monkeypatch):
+    preadv, write_, values = os.preadv, os.write, torch.randn(1000)
+    monkeypatch.setattr(os, "write", lambda fd, memory: write_(fd, memory[:333]))
+    path = write(tmp_path / "f", {"w": values})
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:77]], offset))
+    assert torch.equal(read(path, torch.zeros(1000)), values)
+
+
+def test_files_do_not_stay_in_the_page_cache(tmp_path):
+    """Asked from the kernel with mincore, through a map that touches nothing."""
+    if file_system(tmp_path) in ("tmpfs", "ramfs"):
+        pytest.skip("files there are nothing but page cache")
+    path = write(tmp_path / "f", {"a": torch.ones(2**20)})
+    with TensorFile(path) as file:
+        file.entries["a"].read_into(torch.zeros(2**20), Staging())
+    assert resident_pages(path) < 0.1 * path.stat().st_size / 4096
+    path.read_bytes()
+    assert resident_pages(path) > 0.9 * path.stat().st_size / 4096, "the probe sees pages where there are some"
+
+
+def file_system(path):
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    return max((len(mount[1]), mount[2]) for mount in mounts if path.is_relative_to(mount[1]))[1]
+
+
+def resident_pages(path):
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = path.stat().st_size
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), size) as mapped:
+        states = (ctypes.c_ubyte * -(-size // 4096))()
+        start = ctypes.c_char.from_buffer(mapped)
+        failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), states)
+        del start
+        assert not failed
+        return sum(state & 1 for state in states)
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.ones(3), "c": torch.ones(1)}, tmp_path / "two.safetensors")
+    write_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"})
+    return tmp_path
+
+
+def write_index(folder, weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def names(source):
+    with open_weights(source) as files:
+        return [sorted(file.entries) for file in files]
+
+
+def test_a_folder_with_an_index_a_file_and_a_list_of_files(sharded):
+    assert names(sharded) == names(str(sharded)) == [["a"], ["b", "c"]]
+    assert names(sharded / "model.safetensors.index.json") == [["a"], ["b", "c"]]
+    assert names(sharded / "two.safetensors") == [["b", "c"]]
+    assert names([sharded / "two.safetensors", str(sharded / "one.safetensors")]) == [["b", "c"], ["a"]]
+    save_file({"b": torch.ones(3)}, sharded / "old.safetensors")
+    with pytest.raises(CheckpointError, match=r"'b' is in .*two\.safetensors` and in .*old\.safetensors`"):
+        names([sharded / "two.safetensors", sharded / "old.safetensors"])
+    save_file({"z": torch.ones(2)}, sharded / "model.safetensors")
+    assert names(sharded) == [["z"]], "a single file comes before an index, as in transformers"
+
+
+NOT_BESIDE, NO_TABLE = "not a file beside it", "no table of names, or empty"
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "reason"),
+    [
+        ({"b": "three.safetensors", "c": "four.safetensors"}, r"2 of 2 files .*three\..*four\.safetensors.*Complete"),
+        ({"a": "two.safetensors"}, r"'a' is in `two\.safetensors`, but it is in none of its files"),
+        ({"a": "two.safetensors", "b": "one.safetensors"}, r"'a' is in `two\.safetensors`, but it is in `one\.safet"),
+        *(
+            ({"a": name}, NOT_BESIDE)
+            for name in ("../one.safetensors", "/etc/passwd", "..", "..\\\\one.safetensors", 3)
+        ),
+        ({}, NO_TABLE),
+        ([], NO_TABLE),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(sharded, weight_map, reason):
+    write_index(sharded, weight_map)
+    with pytest.raises(CheckpointError, match=reason):
+        names(sharded)
+
+
+@pytest.mark.parametrize("text", ["", "[", "[]", "{}", "3", '"x"', "\udcff"])
+def test_an_index_that_is_none_is_refused(sharded, text):
+    (sharded / "model.safetensors.index.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(CheckpointError, match="is not an index of safetensors files"):
+        names(sharded)
+
+
+def test_folders_without_weights_say_what_they_have(tmp_path):
+    with pytest.raises(CheckpointError, match="it has no weights of any kind"):
+        names(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"it has pytorch_model\.bin\. .*convert \.bin files"):
+        names(tmp_path)
+    with pytest.raises(CheckpointError, match="1 of 1 files with weights do not exist"):
+        names(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="empty list"):
+        names([])
+
+
+# -- weights that are in their file ------------------------------------------------------------------------------------
+
+VALUES = torch.arange(100.0)[10:26].view(4, 4)  # not at the begin of its memory, like the pages of a file
+OPERATORS = {
+    "transposed": lambda w: w.t().reshape(-1),
+    "a diagonal": lambda w: w.diagonal(),
+    "unfolded": lambda w: w.unfold(0, 2, 1),
+    "expanded": lambda w: w[0].expand(3, 4),
+    "split": lambda w: torch.cat(list(w.split(3))),
+    "a chunk": lambda w: w.chunk(2)[1],
+    "as complex numbers": lambda w: torch.view_as_complex(w.view(4, 2, 2)),
+    "as other numbers": lambda w: w.view(torch.int32),
+    "chosen": lambda w: w[w > 15],
+    "added": lambda w: w + 1,
+    "cloned": lambda w: w.clone(),
+    "copied from": lambda w: torch.zeros(4, 4).copy_(w),
+    "as it is": lambda w: w,
+}
+
+
+def unread():
+    return UnreadWeight(torch.empty(4, 4, device="meta"), torch.float32, lambda: VALUES)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_gives_what_it_gives_of_the_values(name):
+    expected, found = OPERATORS[name](VALUES.clone()), OPERATORS[name](unread())
+    values = found.values() if isinstance(found, UnreadWeight) else found
+    assert (found.dtype, found.shape, values.dtype) == (expected.dtype, expected.shape, expected.dtype)
+    assert torch.equal(values, expected)
+
+
+@pytest.mark.parametrize("operator", [lambda w: w.as_strided((2, 2), (4, 1)), lambda w: w[2].as_strided((2,), (1,), 8)])
+def test_what_counts_from_the_begin_of_memory_is_refused(operator):
+    with pytest.raises(UnsupportedError, match=r"as_strided.*is in its file.*mapped=False"):
+        operator(unread())
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "model.safetensors"
+
+
+def shown_file(tensor):
+    """The file whose pages a tensor shows, as the kernel says; empty for memory."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, *_, shown = line.split(maxsplit=5)
+        begin, end = (int(address, 16) for address in addresses.split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return shown
+    return ""
+
+
+def test_mapped_weights_show_the_pages_of_the_file(path):
+    state = saved(TinyTransformer(), path)
+    before = path.read_bytes()
+    model = built_empty(TinyTransformer)
+    report = load_weights(model, path, mapped=True)
+    assert_loaded(model, state)
+    assert report.nbytes == sum(value.nbytes for value in state.values())
+    assert {shown_file(parameter) for parameter in model.parameters()} == {str(path)}
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters()), "each can be saved alone"
+    with torch.no_grad():
+        model.head.weight.fill_(7)
+    assert path.read_bytes() == before, "what is written stays in memory"
+    assert model.embed.weight.equal(state["embed.weight"])
+
+
+def test_what_is_not_as_in_the_file_is_not_mapped(path):
+    """Converted, in another layout, in place, or not aligned."""
+    state = saved(TinyConvNet(), path)
+    model = built_empty(TinyConvNet)
+    load_weights(model, path, mapped=True)
+    assert_loaded(model, state)
+    in_memory = {name for name, p in model.named_parameters() if shown_file(p) != str(path)}
+    assert in_memory == {name for name, p in TinyConvNet().named_parameters() if not p.is_contiguous()} != set()
+    half = built_empty(TinyConvNet)
+    load_weights(half, path, dtype=torch.bfloat16, mapped=True)
+    existing = TinyConvNet()
+    load_weights(existing, path, mapped=True)
+    for each in (*half.parameters(), *existing.parameters()):
+        assert shown_file(each) != str(path)
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    path.write_bytes((length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :])
+    odd = built_empty(TinyConvNet)
+    load_weights(odd, path, mapped=True)
+    assert_loaded(odd, state)
+    assert all(shown_file(p) != str(path) for p in odd.parameters())
+
+
+def test_a_file_that_is_larger_than_memory_is_mapped(path):
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    memory = sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("MemTotal", "SwapTotal")))
+    numel = (memory + (1 << 30)) // 4
+    begin = encode_header([("weight", torch.float32, (numel,))], {})
+    with open(path, "xb") as file:  # of which the disk has one block
+        file.write(begin)
+        file.truncate(len(begin) + 4 * numel)
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.empty(numel, device="meta"))
+    load_weights(model, path, mapped=True)
+    assert model.weight.shape == (numel,) and shown_file(model.weight) == str(path)
+    assert model.weight[0] == model.weight[-1] == 0
