@@ -20,10 +20,11 @@ TINY_LLAMA = {
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with dropout, causal attention by SDPA."""
+    """A pre-norm transformer block with dropout, causal attention by SDPA; a gate without dimensions if `scalars`."""
 
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float, *, scalars=False) -> None:
         super().__init__()
+        self.gate = nn.Parameter(torch.rand(())) if scalars else None
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(
@@ -35,19 +36,24 @@ class Block(nn.Module):
         q, k, v = (t.view(batch, length, 4, width // 4).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(x.shape)) * scale
-        return x + self.mlp(self.norm2(x))
+        mlp = self.mlp(self.norm2(x))
+        return x + (mlp if self.gate is None else self.gate * mlp)
 
 
 class TinyTransformer(nn.Module):
-    """Token model; `tied` shares embedding and head, `twice` runs the first block again at the end."""
+    """Token model; `tied` shares embedding and head, `twice` runs the first block again at the end.
+
+    With `scalars` it has parameters without dimensions, in blocks and outside of them.
+    """
 
     def __init__(
-        self, vocab: int = 37, width: int = 32, depth: int = 3, *, dropout=0.1, tied=False, twice=False
+        self, vocab: int = 37, width: int = 32, depth: int = 3, *, dropout=0.1, tied=False, twice=False, scalars=False
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, dropout, scalars=scalars) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
+        self.logit_scale = nn.Parameter(torch.rand(())) if scalars else None
         self.head = nn.Linear(width, vocab, bias=False)
         self.unused = nn.Linear(width, 3)  # never gets a gradient
         if tied:
@@ -60,7 +66,8 @@ class TinyTransformer(nn.Module):
             x = block(x, scale=0.5)
         if self.twice:
             x = self.blocks[0](x, scale=1.0)
-        return self.head(self.norm(x))
+        logits = self.head(self.norm(x))
+        return logits if self.logit_scale is None else logits * self.logit_scale.exp()
 
 
 class TinyConvNet(nn.Module):

@@ -371,7 +371,7 @@ def list_tensors(
         return tuple(
             StreamedUnit(name, module, grouped(own, lambda p: (ask(p)[0], ssd is not None and is_updated(p))))
             for name, module, own in units
-            if own
+            if any(parameter.ndim for parameter in own)  # scalars beside shards, which are not cut, stay on the device
         )
 
     streamed = pieces_of(shards=False)

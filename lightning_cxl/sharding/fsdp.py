@@ -9,6 +9,8 @@ it is.
 
 * Whole: what quantised layers have is not cut, for bytes have no rows, and not gathered: every process has all of it
   and streams it to its own device ([Note: Residency of a unit]). It is frozen, so nothing of it is reduced.
+* Scalars: a parameter without dimensions has no rows, so every process has it whole and makes the same updates. FSDP2
+  ignores it; a hook averages its gradients when those of shards are reduced (`_average_gradients`).
 * Shards: when a run begins they move to the memory that the policy gives; FSDP2 gathers from there.
 * Offloaded checkpointing is inside of what FSDP2 wraps: FSDP2's hooks belong to the call of a module, ours stand in
   for its ``forward``. So weights are gathered when the recompute in the backward needs them.
@@ -24,6 +26,7 @@ it is.
 import mmap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +40,7 @@ from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.host_memory import large_blocks_apart
 from lightning_cxl.memory.resource import Buffer, MemoryResource, PoolResource
 from lightning_cxl.sharding.host_shard import HostShard, host_shards
-from lightning_cxl.sharding.processes import on_all_ranks
+from lightning_cxl.sharding.processes import on_all_ranks, reduce
 from lightning_cxl.shards import is_sharded, local, shard_of
 from lightning_cxl.torch_private import (
     collectives_of,
@@ -87,12 +90,13 @@ def cut(
     Returns:
         The root, which must be called for the parameters outside of units to be gathered.
     """
-    root, ignored = root_of(model) if root is None else root, set(whole)
+    root, whole = root_of(model) if root is None else root, set(whole)
+    scalars = [p for p in model.parameters() if not p.ndim and p not in whole]
+    ignored = {*whole, *scalars}
     if is_cut(model):
         refuse_other_cuts(model)
         reshard(model)
     else:
-        _refuse_scalars(model, ignored)
         values = {} if engine.computes_on_host else _without_values(model, engine.device, ignored)
         with large_blocks_apart():  # shards go on to their tiers, and must leave no holes
             for _, unit in units:
@@ -105,6 +109,8 @@ def cut(
                     model, lambda name, *_: shard_of(values.pop(name), owners[name]).to("cpu", copy=True), engine
                 )
         _agree_on_values(model, mesh)
+        if scalars:
+            _average_gradients(root, scalars, mesh)
         root.register_forward_hook(_reshard_after_evaluation)
     return root
 
@@ -172,14 +178,38 @@ def refuse_other_cuts(model: nn.Module) -> None:
             )
 
 
-def _refuse_scalars(model: nn.Module, whole: set[nn.Parameter]) -> None:
-    for name, parameter in model.named_parameters():
-        if not parameter.ndim and parameter not in whole:
+def _average_gradients(root: Any, scalars: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Let gradients of parameters that every process has whole be means over processes, as those of shards are.
+
+    As in FSDP2, those that come while `root` reduces nothing are not shown, and the next one is the mean of the sum.
+    """
+    reduces, held, set_plainly = True, dict[int, torch.Tensor](), root.set_requires_gradient_sync
+
+    def set_requires_gradient_sync(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        nonlocal reduces
+        reduces = requires_gradient_sync
+        set_plainly(requires_gradient_sync, recurse=recurse)
+
+    def average(index: int, grad: torch.Tensor) -> torch.Tensor:
+        if grad.requires_grad:
             raise UnsupportedError(
-                f"`{name}` has no dimensions, and several processes cut each parameter by its rows: register it with "
-                f"shape (1,), or, right after the model is made or loaded, do `p = model.get_parameter('{name}'); "
-                "p.data = p.data.reshape(1)`; or train with one process"
+                "several processes average the gradient of a parameter without dimensions, and it is part of a graph "
+                "(`create_graph=True`): train with one process"
             )
+        total = grad.to(torch.promote_types(grad.dtype, torch.float32)) + held.pop(index, 0)
+        if not reduces:
+            held[index] = total
+            return torch.zeros_like(grad)
+        for group in mesh.get_all_groups():
+            reduce(total, group)
+        return total.to(grad.dtype)
+
+    for index, scalar in enumerate(scalars):
+        is_trained = scalar.requires_grad
+        scalar.requires_grad_(True)  # else it takes no hooks; what is frozen may be trained later
+        scalar.register_hook(partial(average, index))  # type: ignore[no-untyped-call]
+        scalar.requires_grad_(is_trained)
+    root.set_requires_gradient_sync = set_requires_gradient_sync  # FSDP2 notes it in shards, if there are some
 
 
 @torch.no_grad()
@@ -205,13 +235,14 @@ def _without_values(model: nn.Module, device: torch.device, whole: set[nn.Parame
 
 @torch.no_grad()
 def _agree_on_values(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let copies of one shard be equal, and buffers on all processes: models may have been made with other seeds."""
+    """Let copies of a shard be equal, scalars and buffers on all processes: models may be made with other seeds."""
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
         if group.size() > 1:
             first = torch.distributed.get_global_rank(group, 0)
             shards = [] if dim == mesh.ndim - 1 else [local(p.detach()) for p in model.parameters() if is_sharded(p)]
-            for tensor in (*shards, *model.buffers()):
+            scalars = (p.detach() for p in model.parameters() if not p.ndim)
+            for tensor in (*shards, *scalars, *model.buffers()):
                 if not tensor.is_meta:
                     values = tensor.contiguous()
                     torch.distributed.broadcast(values, first, group)

@@ -614,7 +614,8 @@ def _materialise(read: Read, dtype: torch.dtype | None, mapped: bool | None, sta
     if isinstance(meta, nn.Parameter) and is_quantised_later(meta):
         weight.put(_quantised(read.source, meta, wanted, weight.spec))
         return
-    is_deferred = mapped is None and weight.is_parameter and is_reading_deferred()
+    # a scalar is whole on every process
+    is_deferred = mapped is None and weight.is_parameter and meta.ndim > 0 and is_reading_deferred()
     tensor = None
     # pages of files may stand for new memory that would have their layout, and be on the host
     if (mapped or is_deferred) and meta.is_contiguous() and torch.get_default_device().type == "cpu":

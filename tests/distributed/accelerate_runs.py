@@ -41,7 +41,7 @@ def train(
     torch.manual_seed(5)
     accelerator = accelerator_of(gradient_accumulation_steps=micro_batches, offload=options)
     world = accelerator.num_processes
-    model = TinyTransformer(dropout=0.0, tied=True)
+    model = TinyTransformer(dropout=0.0, tied=True, scalars=True)
     settings = {"eps": 1e-5} if "Adam" in optimizer else {"momentum": 0.9}
     decays = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -81,3 +81,17 @@ def train(
         return {"losses": losses, "norms": norms, "weights": weights, "reduced": moved.reduce_scatter}
     finally:
         accelerator.free_memory()
+
+
+def own_tests_of_syncs() -> None:
+    """Run Accelerate's own tests, whose model has parameters without dimensions alone."""
+    from accelerate.test_utils.scripts import test_sync
+
+    accelerator, given = accelerator_of(), test_sync.Accelerator
+    test_sync.Accelerator = accelerator_of
+    try:
+        test_sync.test_distributed_sync(accelerator)
+        test_sync.test_gradient_accumulation(sync_each_batch=True)  # what `accumulate` does here
+        test_sync.test_gradient_accumulation_with_opt_and_scheduler(sync_each_batch=True)
+    finally:
+        test_sync.Accelerator = given

@@ -30,7 +30,7 @@ def train(
     torch.manual_seed(5)
     fabric = Fabric(accelerator="cpu", devices=world, strategy=CXLFabricStrategy(**(options or {})))
     fabric.launch()
-    model = fabric.setup_module(TinyTransformer(dropout=0.0, tied=True).to(dtype))
+    model = fabric.setup_module(TinyTransformer(dropout=0.0, tied=True, scalars=True).to(dtype))
     options = {"eps": 1e-5} if "Adam" in optimizer else {"momentum": 0.9}
     stepper = fabric.setup_optimizers(getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3, **options))
     state = {"model": model, "stepper": stepper, "step": 0}

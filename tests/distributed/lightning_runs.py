@@ -36,7 +36,9 @@ class Module(LightningModule):
             self.model = adapted(quantised)
             self.strict_loading = False  # bitsandbytes does not load its layers from a state dict
         else:
-            self.model = tiny_llama(tie_word_embeddings=True) if llama else TinyTransformer(dropout=0.0, tied=True)
+            self.model = (
+                tiny_llama(tie_word_embeddings=True) if llama else TinyTransformer(dropout=0.0, tied=True, scalars=True)
+            )
         self.scale = nn.Parameter(torch.ones(VOCAB)) if own else None
         self.by_method = by_method  # calls its model by another method than `__call__`
         self.optimizer = optimizer

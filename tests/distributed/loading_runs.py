@@ -36,11 +36,11 @@ from tests.models import TINY_LLAMA
 MIB = 2**20
 
 
-def load(folder: Path, **options: Any) -> Any:
-    """Return the causal language model of a folder."""
-    from transformers import AutoModelForCausalLM
+def load(folder: Path, kind: str = "AutoModelForCausalLM", **options: Any) -> Any:
+    """Return the model of a folder."""
+    import transformers
 
-    return lightning_cxl.from_pretrained(AutoModelForCausalLM, folder, **options)
+    return lightning_cxl.from_pretrained(getattr(transformers, kind), folder, **options)
 
 
 def prepared(model: nn.Module) -> dict[str, torch.Tensor]:

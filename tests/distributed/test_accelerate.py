@@ -64,3 +64,8 @@ def test_what_one_process_has_saved_of_a_compiled_model_is_loaded(ranks, tmp_pat
 
 def test_ranks_generate_as_many_tokens_as_each_wants(ranks):
     assert ranks.of(2).run(accelerate_hooks.generate) == [(6, True), (11, True)]
+
+
+def test_own_tests_of_syncs(ranks):
+    """Their model has parameters without dimensions alone."""
+    ranks.of(2).run(accelerate_runs.own_tests_of_syncs)

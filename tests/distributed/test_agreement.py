@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from lightning_cxl.errors import TierFullError, UnsupportedError
+from lightning_cxl.errors import TierFullError
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run.session import Session
 from lightning_cxl.sharding.fsdp import cut, place_shards
@@ -81,53 +81,6 @@ def copies(job):
 
 def test_copies_of_a_shard_begin_equal_whatever_the_seeds(ranks):
     assert ranks.of(4).run(copies, Job(replicas=2, seeds=True)) == [True] * 4
-
-
-def with_a_scale(contender, job, shape):
-    """Train a model that multiplies what it returns by a parameter of this shape; return what came out, or the error.
-
-    Returns:
-        With an error its text, and whether parameters are those of before.
-    """
-    make, made = training.make_model, []
-
-    def scaled(job):
-        model = make(job)
-        model.logit_scale = torch.nn.Parameter(torch.tensor(1.5))
-        model.register_forward_hook(lambda module, _inputs, output: output * module.logit_scale)
-        if shape:  # as the error advises
-            p = model.get_parameter("logit_scale")
-            p.data = p.data.reshape(1)
-        made.append((model, list(model.parameters())))
-        return model
-
-    training.make_model = scaled
-    try:
-        return getattr(training, contender)(job)
-    except UnsupportedError as error:
-        ((model, before),) = made
-        return str(error), all(p is q for p, q in zip(model.parameters(), before, strict=True))
-    finally:
-        training.make_model = make
-
-
-@pytest.mark.parametrize("device", ["cpu", "apart"])
-def test_a_parameter_without_dimensions_is_refused_before_the_model_is_cut(ranks, device):
-    job = Job(model="transformer", steps=1)
-    for error, untouched in ranks.of(2, device).run(with_a_scale, "by_us", job, ()):
-        assert error.startswith("`logit_scale` has no dimensions, and several processes cut each parameter by its rows")
-        assert "`p = model.get_parameter('logit_scale'); p.data = p.data.reshape(1)`" in error
-        assert untouched
-
-
-def test_a_scale_of_one_element_trains_as_with_one_process(ranks):
-    job = Job(model="transformer", micro_batches=2, clip=0.5)
-    wanted = with_a_scale("by_one", job, (1,))
-    for got in ranks.of(2).run(with_a_scale, "by_us", job, (1,)):
-        assert got.losses == pytest.approx(wanted.losses, rel=1e-5)
-        assert got.weights["logit_scale"].item() != 1.5
-        for name, each in got.weights.items():
-            assert (each - wanted.weights[name]).abs().max() <= 1e-5, name
 
 
 def by_cpu_adam_alone(clip):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import CLIPConfig, CLIPModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import lightning_cxl
 from tests.cases import every_value
@@ -72,6 +72,16 @@ def test_weights_that_transformers_merges_are_those_of_one_process(ranks, mixtra
     for found in ranks.of(2).run(loading_runs.weights, mixtral, **options):
         assert_equal(found, wanted)
     assert "unread" in ranks.of(2).run(loading_runs.kinds, mixtral, **options)[0]
+
+
+@pytest.mark.parametrize("options", [{}, BF16], ids=["as in the files", "converted"])
+def test_a_parameter_without_dimensions_is_whole_on_every_process(ranks, tmp_path, options):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    CLIPModel(CLIPConfig(text_config=sizes, vision_config=sizes)).save_pretrained(tmp_path)
+    wanted = loading_runs.weights(tmp_path, kind="CLIPModel", **options)
+    assert wanted["logit_scale"].shape == ()
+    for found in ranks.of(2).run(loading_runs.weights, tmp_path, kind="CLIPModel", **options):
+        assert_equal(found, wanted)
 
 
 def test_what_is_converted_waits_in_the_files(ranks, untied):

@@ -25,7 +25,7 @@ def assert_same(ours, theirs):
 
 JOBS = {
     "float32": Job(micro_batches=2, clip=0.5),
-    "uneven shards, split masters": Job(model="transformer", tied=False, bf16=True, clip=0.1),
+    "uneven shards, split masters": Job(model="transformer", tied=False, scalars=True, bf16=True, clip=0.1),
     "8 bit": Job(options={"state": "8bit"}, sizes={"hidden_size": 64, "intermediate_size": 256}),
     "lora": Job(lora=True, clip=0.05),
 }

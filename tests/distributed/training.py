@@ -38,6 +38,8 @@ class Job:
     sizes: dict[str, int] = field(default_factory=dict)
     """Of the llama, where they are not those of `TINY_LLAMA`."""
     tied: bool = True
+    scalars: bool = False
+    """The transformer has parameters without dimensions."""
     lora: bool = False
     quantised: str = ""
     """How the frozen linear layers of the llama are quantised: a key of `tests.integration.quantised.KINDS`."""
@@ -90,7 +92,7 @@ def make_model(job: Job) -> nn.Module:
 
         model = LlamaForCausalLM(LlamaConfig(**{**TINY_LLAMA, **job.sizes}, tie_word_embeddings=job.tied))
     else:
-        model = TinyTransformer(dropout=0.0, tied=job.tied)
+        model = TinyTransformer(dropout=0.0, tied=job.tied, scalars=job.scalars)
     if job.quantised:
         quantise(model, job.quantised)
     if job.lora:
