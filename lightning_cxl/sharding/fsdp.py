@@ -204,7 +204,7 @@ def _average_gradients(root: Any, scalars: Sequence[nn.Parameter], mesh: DeviceM
             reduce(total, group)
         return total.to(grad.dtype)
 
-    for index, scalar in enumerate(scalars):
+    for index, scalar in enumerate(scalar for scalar in scalars if scalar.is_floating_point()):
         is_trained = scalar.requires_grad
         scalar.requires_grad_(True)  # else it takes no hooks; what is frozen may be trained later
         scalar.register_hook(partial(average, index))  # type: ignore[no-untyped-call]
