@@ -64,14 +64,14 @@ def test_bfloat16_gradients_are_added_up_in_float32(ranks):
 
 
 def copies(job):
-    """Return whether all ranks that have the same shard have the same values, right after the model was cut."""
+    """Return whether all ranks that have the same shard or scalar have the same values, right after the model was cut."""
     model = training.make_model(job)
     mesh = training.mesh_of(job, dist.get_world_size())
     session = Session()
     cut(model, find_units(model), mesh, session.host_on(training.device()).engine)
     group = mesh.get_group("replicate")
     for parameter in model.parameters():
-        own = parameter.detach().to_local()
+        own = local(parameter.detach())
         other = own.clone()
         dist.broadcast(other, dist.get_global_rank(group, 0), group)
         if not torch.equal(own, other):
@@ -80,7 +80,8 @@ def copies(job):
 
 
 def test_copies_of_a_shard_begin_equal_whatever_the_seeds(ranks):
-    assert ranks.of(4).run(copies, Job(replicas=2, seeds=True)) == [True] * 4
+    job = Job(model="transformer", scalars=True, replicas=2, seeds=True)
+    assert ranks.of(4).run(copies, job) == [True] * 4
 
 
 def by_cpu_adam_alone(clip):
