@@ -13,6 +13,7 @@ from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run.session import Session
 from lightning_cxl.sharding.fsdp import cut, place_shards
 from lightning_cxl.sharding.processes import on_all_ranks
+from lightning_cxl.shards import local
 from lightning_cxl.streaming.units import find_units
 from tests.cases import every_value
 from tests.distributed import training
