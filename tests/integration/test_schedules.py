@@ -180,9 +180,11 @@ class Looks(Callback):
             lambda: module.state_dict()["model.blocks.2.qkv.weight"].sum(),
             lambda: copy.deepcopy(model).blocks[0].out.weight.sum(),
             lambda: dict(block.norm1._parameters)["weight"].sum(),
-            lambda: sum(entry["exp_avg"].sum().item() for entry in trainer.optimizers[0].state.values()),
+            lambda: torch.stack(
+                [entry["exp_avg"].sum().double() for entry in trainer.optimizers[0].state.values()]
+            ).sum(),
         ]
-        self.seen.append(float(ways[len(self.seen) % 6]()))
+        self.seen.append(ways[len(self.seen) % 6]().item())
 
 
 @slow_updates
