@@ -1,4 +1,4 @@
-"""`python -m lightning_cxl plan` end to end: text, status, advice, JSON, errors."""
+"""python -m lightning_cxl plan end to end: text, status, advice, JSON, errors; one and several devices."""
 
 import json
 import shlex
@@ -12,6 +12,7 @@ from lightning_cxl.commands.plan import main
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.speeds import load_machine
 from lightning_cxl.machine.topology import Topology
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.policies import POLICIES
 from lightning_cxl.weights.hf import model_on_meta
 from tests.integration.llama import tiny_llama
@@ -21,26 +22,30 @@ name: test machine
 tiers:
   - {{name: dram0, kind: dram, capacity_bytes: {dram}, adam_bytes_per_s: 200 GB/s,
      device_read_bytes_per_s: 200 GB/s, device_write_bytes_per_s: 200 GB/s}}
+{card}
+device: {{name: test gpu, memory_bytes: {gpu}, flops: 1.0e+14, h2d_bytes_per_s: 55 GB/s, d2h_bytes_per_s: 55 GB/s,
+         count: {count}, is_host: {is_host}}}
+{more}
+"""
+CARD = """
   - {{name: cxl0, kind: cxl, capacity_bytes: {cxl}, adam_bytes_per_s: 60 GB/s,
      device_read_bytes_per_s: 50 GB/s, device_write_bytes_per_s: 35 GB/s}}
-device: {{name: test gpu, memory_bytes: {gpu}, flops: 1.0e+14, h2d_bytes_per_s: 55 GB/s, d2h_bytes_per_s: 55 GB/s,
-         is_host: {is_host}}}
 """
+SSD = "ssd: {capacity_bytes: 1GiB, read_bytes_per_s: 1 GB/s, write_bytes_per_s: 0.5 GB/s}"
+# the last two were keys of earlier files, and say nothing any more
+LINKS = "links: {peer_bytes_per_s: 300 GB/s, network_bytes_per_s: 50 GB/s, sockets: 2, socket_bytes_per_s: 100 GB/s}"
+
+
+def described(*, dram="1GiB", cxl="1GiB", gpu="1GiB", count=1, is_host="false", more=""):
+    card = CARD.format(cxl=cxl) if cxl else ""
+    return MACHINE.format(dram=dram, card=card, gpu=gpu, count=count, is_host=is_host, more=more)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    tiny_llama(
-        4, vocab_size=2048, hidden_size=256, intermediate_size=768, max_position_embeddings=1 << 14
-    ).config.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def deep_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deep_model")
-    tiny_llama(24, vocab_size=512, hidden_size=128, intermediate_size=384).config.save_pretrained(folder)
+    shape = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "max_position_embeddings": 1 << 14}
+    tiny_llama(4, **shape).config.save_pretrained(folder)
     return str(folder)
 
 
@@ -48,14 +53,30 @@ def deep_model(tmp_path_factory):
 def plan(model, tmp_path, capsys):
     """Runs the command on an invented machine; returns status, text and the JSON it wrote."""
 
-    def run(*arguments, dram="1GiB", cxl="1GiB", gpu="1GiB", is_host="false", model=model):
-        machine, data = tmp_path / "machine.yaml", tmp_path / "plan.json"
-        machine.write_text(MACHINE.format(dram=dram, cxl=cxl, gpu=gpu, is_host=is_host))
-        status = main(["--model", model, "--tiers", str(machine), "--seq", "512", "--json", str(data), *arguments])
+    def run(*arguments, model=model, **machine):
+        path, data = tmp_path / "machine.yaml", tmp_path / "plan.json"
+        path.write_text(described(**machine))
+        status = main(["--model", model, "--tiers", str(path), "--seq", "512", "--json", str(data), *arguments])
         return status, capsys.readouterr().out, json.loads(data.read_text())
 
     run.data = tmp_path / "plan.json"
     return run
+
+
+@pytest.fixture
+def small(plan):
+    """`plan` with one tier of memory, and drives."""
+    return lambda *arguments, **machine: plan(*arguments, **{"cxl": None, "more": SSD, **machine})
+
+
+@pytest.fixture
+def ranks(plan):
+    """`plan` on a machine of four devices, with one tier of memory."""
+    return lambda *arguments, **machine: plan(*arguments, **{"cxl": None, "count": 4, "more": LINKS, **machine})
+
+
+def texts(data):
+    return [each["text"] for each in data["what_fits"]]
 
 
 def test_a_job_that_fits(plan):
@@ -151,11 +172,6 @@ def test_several_changes_where_no_single_one_helps(plan):
     assert any('lora={"r": 16}' in each for each in texts(data)[1:])
 
 
-def test_a_sequence_that_is_longer_than_the_model_has_positions_for(plan):
-    with pytest.raises(ConfigError, match=r"has positions for .* tokens .*give --seq "):
-        plan("--seq", "100000")
-
-
 @pytest.mark.parametrize("is_host", ["false", "true"])
 def test_auto_is_what_a_run_takes(plan, is_host):
     assert plan("--policy", "auto", is_host=is_host)[2]["policy"] == "bandwidth"
@@ -185,21 +201,13 @@ def test_the_cpu_as_device(plan):
     assert plan("--overlap", "backward", "--stream-weights", is_host="true")[2]["overlap"] == "backward"
 
 
-def test_a_picture_is_no_longer_drawn(plan, tmp_path):
-    with pytest.raises(ConfigError, match=r"--plot was removed: write the plan with --json"):
-        plan("--plot", str(tmp_path / "plan.png"))
-
-
-def test_the_programme_exits_with_the_status_and_one_line_of_error(model, tmp_path):
+def test_the_programme_exits_with_the_status(model, tmp_path):
     machine = tmp_path / "machine.yaml"
-    machine.write_text(MACHINE.format(dram="1MiB", cxl="1MiB", gpu="1GiB", is_host="false"))
+    machine.write_text(described(dram="1MiB", cxl="1MiB"))
     command = [sys.executable, "-m", "lightning_cxl", "plan", "--tiers", str(machine), "--model"]
     done = subprocess.run([*command, model, "--seq", "64"], capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     assert "It does not fit" in done.stdout
-    failed = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
-    assert failed.returncode == 1
-    assert failed.stderr.splitlines()[-1].startswith("ConfigError: folder ") and "Traceback" not in failed.stderr
 
 
 def test_unknown_names(plan, tmp_path, monkeypatch):
@@ -215,51 +223,24 @@ def test_unknown_names(plan, tmp_path, monkeypatch):
     (tmp_path / "bad" / "config.json").write_text('{"model_type": "llama", "quantization_config": {"bits": 4}}')
     with pytest.raises(ConfigError, match=r"the weights of .* are quantised, and `plan` quantises itself"):
         plan(model=str(tmp_path / "bad"))
-    with pytest.raises(ConfigError, match="no policy 'fastest'"):
-        plan("--policy", "fastest")
-    with pytest.raises(ConfigError, match="sequence must be at least 1"):
-        plan("--seq", "0")
     with pytest.raises(ConfigError, match="cannot read the machine file"):
         main(["--model", "llama-3.1-8b", "--tiers", str(tmp_path / "none.yaml")])
 
 
 def test_this_machine_is_planned_for_with_what_is_free_on_it(model, tmp_path, capsys, monkeypatch):
     asked = {}
-    described = tmp_path / "machine.yaml"
-    described.write_text(MACHINE.format(dram="1GiB", cxl="1GiB", gpu="0", is_host="true"))
+    file = tmp_path / "machine.yaml"
+    file.write_text(described(gpu="0", is_host="true"))
 
     def known(topology, device, *, capacity_bytes):
         asked.update(device=device, **capacity_bytes)
-        return load_machine(described)
+        return load_machine(file)
 
     monkeypatch.setattr(command, "machine_of", known)
     monkeypatch.setattr(command.Topology, "detect", lambda: Topology.fake(("3GiB",), ("5GiB", "6GiB")))
     monkeypatch.setattr(command, "devices_apart", lambda: [])
     assert main(["--model", model, "--seq", "64"]) == 0
     assert asked == {"device": "cpu", "dram": 3 << 30, "cxl": 11 << 30}
-
-
-def texts(data):
-    return [each["text"] for each in data["what_fits"]]
-
-
-SSD = "ssd: {{capacity_bytes: {size}, read_bytes_per_s: 1 GB/s, write_bytes_per_s: 0.5 GB/s}}\n"
-
-
-@pytest.fixture
-def small(model, tmp_path, capsys):
-    """Runs the command where memory is one tier, too small for the job, with what a file says about the tier ssd."""
-
-    def run(*arguments, dram, ssd=None, model=model):
-        ssd = SSD.format(size="1GiB") if ssd is None else ssd
-        machine, data = tmp_path / "machine.yaml", tmp_path / "plan.json"
-        text = MACHINE.format(dram=dram, cxl="1GiB", gpu="1GiB", is_host="false")
-        card = text.index("  - {name: cxl0")
-        machine.write_text(text[:card] + text[text.index("device:") :] + ssd)
-        status = main(["--model", model, "--tiers", str(machine), "--seq", "512", "--json", str(data), *arguments])
-        return status, capsys.readouterr().out, json.loads(data.read_text())
-
-    return run
 
 
 def test_state_that_memory_cannot_hold_lies_on_the_tier_ssd(small):
@@ -289,7 +270,7 @@ def test_state_that_memory_cannot_hold_lies_on_the_tier_ssd(small):
 
 def test_what_would_make_it_fit_names_the_tier_ssd(small):
     dram = f"{small(dram='1GiB')[2]['host_bytes'] * 9 // 10}B"
-    status, _, data = small(dram=dram, ssd="")
+    status, _, data = small(dram=dram, more="")
     assert status == 3 and data["ssd"] is None
     assert any("on a drive" in each for each in texts(data))
     assert not any("--ssd" in each["command"] for each in data["what_fits"]), "the machine is that of a file"
@@ -306,11 +287,6 @@ def test_a_folder_of_this_machine(unknown_speeds, tmp_path):
     assert data["ssd"]["versions"] == 2
     with pytest.raises(ConfigError, match="--ssd-budget needs --ssd"):
         unknown_speeds("--ssd-budget", "1GiB", topology=few)
-
-
-def test_a_folder_of_this_machine_is_none_of_another(plan, tmp_path):
-    with pytest.raises(ConfigError, match="--ssd is a folder of this machine"):
-        plan("--ssd", str(tmp_path))
 
 
 @pytest.fixture
@@ -376,3 +352,89 @@ def test_published_shapes_have_the_published_number_of_parameters(name):
     model = model_on_meta(name.upper())
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_state_is_held_once_by_all_ranks_of_a_machine_and_inputs_by_each(ranks):
+    alone, four = (ranks("--devices", count)[2] for count in ("1", "4"))
+    for role in (TensorRole.MOMENTUM, TensorRole.VARIANCE):
+        assert four["roles"][role.value] == alone["roles"][role.value]
+    assert four["roles"]["activations"] == 4 * alone["roles"]["activations"]
+    assert four["num_tokens"] == 4 * alone["num_tokens"]
+    # weights outside of units are cut, too, and then lie on the host
+    assert four["roles"]["compute_weights"] == 2 * four["num_parameters"]
+    assert alone["roles"]["compute_weights"] < four["roles"]["compute_weights"]
+
+
+def test_machines_that_replicate_hold_all_and_others_a_part(ranks):
+    one = ranks()[2]
+    replicas, parts = (ranks("--num-nodes", "2", "--between-nodes", how)[2] for how in ("replicate", "shard"))
+    assert replicas["roles"] == one["roles"]
+    for role, nbytes in one["roles"].items():
+        assert parts["roles"][role] == (nbytes if role == "activations" else nbytes / 2)
+    assert replicas["num_tokens"] == parts["num_tokens"] == 2 * one["num_tokens"]
+    bytes_of = [data["ranks"]["device_bytes_per_step"] for data in (one, replicas, parts)]
+    assert [each["all-reduce between machines"] > 0 for each in bytes_of] == [False, True, False]
+    assert bytes_of[0]["all-gather, forward"] == 3 / 4 * 2 * one["num_parameters"]
+    assert bytes_of[2]["all-gather, forward"] == 7 / 8 * 2 * one["num_parameters"]
+    assert bytes_of[1]["all-reduce between machines"] == 2 * 1 / 2 * 2 * one["num_parameters"] / 4
+    assert parts["ranks"]["predicted_busy_seconds"]["network"] > replicas["ranks"]["predicted_busy_seconds"]["network"]
+
+
+def test_gradients_that_wait_on_the_devices_are_reduced_once(ranks):
+    every, last = (ranks("--accumulate-grad-batches", "3", *more)[2] for more in ((), ("--no-sync",)))
+    moved = [data["ranks"]["device_bytes_per_step"] for data in (every, last)]
+    assert moved[0]["reduce-scatter"] == 3 * moved[1]["reduce-scatter"]
+    assert moved[0]["all-gather, forward"] == moved[1]["all-gather, forward"]
+    waiting = last["device_parts"]["gradients that wait for the last micro-batch"]
+    assert waiting == 2 * last["num_parameters"]
+    assert last["roles"]["compute_grads"] < every["roles"]["compute_grads"]
+    assert moved[1]["copies from the device"] < moved[0]["copies from the device"]
+
+
+def test_links_that_are_not_known(ranks):
+    text = " ".join(ranks(more="")[1].split())
+    assert "links between devices are not known: what they exchange is counted as going through host memory" in text
+    with pytest.raises(ConfigError, match="machines exchange data, and machine `test machine` does not say how fast"):
+        ranks("--num-nodes", "2", more="")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "5"], "has 4 x test gpu, got 5 devices: choose 1 to 4 .*, write `count: 5` under `device`"),
+        (["--devices", "0"], r"got 0 devices: choose 1 to 4 of each machine, .* \(--num-nodes\)$"),
+        (["--plot", "plan.png"], "--plot was removed: write the plan with --json"),
+        (["--ssd", "."], "--ssd is a folder of this machine"),
+        (["--seq", "100000"], "has positions for .* tokens .*give --seq "),
+        (["--seq", "0"], "sequence must be at least 1"),
+        (["--policy", "fastest"], "no policy 'fastest'"),
+        (["--model", "."], "folder "),
+        (["--weights", "shared"], "--weights shared was removed"),
+        (["--num-nodes", "0"], "num_nodes must be at least 1, got 0"),
+        (["--lora", "4", "--quantize", "4bit"], "count its compute weights once for each"),
+        (["--no-stream-weights"], "several devices keep their shards of weights on the host"),
+    ],
+)
+def test_what_cannot_be_is_refused(ranks, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        ranks(*arguments)
+
+
+def test_what_does_not_fit_may_be_cut_over_the_machines(ranks):
+    needed = ranks("--num-nodes", "2", "--between-nodes", "replicate")[2]["host_bytes"]
+    status, _, data = ranks("--num-nodes", "2", "--between-nodes", "replicate", dram=f"{needed * 3 // 4}B")
+    assert status == 3 and "the model cut over all machines" in [each["text"] for each in data["what_fits"]]
+    assert ranks("--num-nodes", "2", "--between-nodes", "shard", dram=f"{needed * 3 // 4}B")[0] == 0
+
+
+def test_of_several_devices_state_lies_on_drives_which_checkpoints_copy(ranks):
+    def of(count, **ssd):
+        ssd = ", ".join(f"{name}: {value}" for name, value in {"capacity_bytes": "1GiB", **ssd}.items())
+        return ranks("--devices", count, more=f"{LINKS}\nssd: {{{ssd}}}", dram="54MiB")[2]
+
+    alone, four = (of(count)["policies"]["dram_only"]["bytes"] for count in ("1", "4"))
+    for found in (alone, four):
+        assert found["momentum"]["ssd"] == found["variance"]["ssd"] > 0 and "ssd" not in found["compute_weights"]
+    assert four["momentum"]["ssd"] >= alone["momentum"]["ssd"]  # the machine's memory also holds all inputs
+    with pytest.raises(ConfigError, match="checkpoint 'reference' of the tier `ssd` serves one device"):
+        of("4", versions=2)

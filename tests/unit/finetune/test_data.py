@@ -1,9 +1,32 @@
+"""TextData: files, tokenizer, packing, and batches."""
+
+import os
+import socket
+from itertools import chain
+from pathlib import Path
+
 import pytest
 import torch
+from datasets import Dataset
 from tokenizers import processors
 
-from lightning_cxl.errors import ConfigError, LightningCXLWarning
-from lightning_cxl.finetune.data import FALLBACK_TEMPLATE, IGNORED, TextData, cut, pack, tokenize, train_tokenizer
+from lightning_cxl.config import cache_folder
+from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
+from lightning_cxl.finetune import data as module
+from lightning_cxl.finetune.data import (
+    FALLBACK_TEMPLATE,
+    IGNORED,
+    SampleLoader,
+    TextData,
+    cached_tokenizer,
+    cut,
+    load_texts,
+    pack,
+    stdlib_files,
+    tokenize,
+    train_tokenizer,
+    user_files,
+)
 from lightning_cxl.sequences.packing import separate
 from tests.unit.finetune.chats import CHATML, MARKED, REWRITES, by_hand, byte_tokenizer
 
@@ -209,3 +232,174 @@ def test_a_label_that_nothing_predicts_is_no_answer():
     samples = tokenize({"text": lines}, byte_tokenizer(template), 8, "answers")
     assert samples["labels"][0][0] != -100
     assert samples["scored"] == [0]
+
+
+def test_stdlib_files_are_the_running_interpreters_sources_without_tests_and_packages():
+    files = stdlib_files()
+    assert os.__file__ in map(str, files)
+    assert len(files) > 100
+    assert not any({"site-packages", "test", "tests", "__pycache__"} & set(path.parts[-4:-1]) for path in files)
+
+
+def test_stdlib_files_leaves_out_what_cannot_be_read(tmp_path):
+    (tmp_path / "good.py").write_text("x = 1\n")
+    (tmp_path / "latin.py").write_bytes(b"# caf\xe9\n")
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere.py")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "test_x.py").write_text("")
+    assert stdlib_files(tmp_path) == [tmp_path / "good.py"]
+
+
+def test_user_files_takes_paths_and_globs_and_counts_each_file_once(text_folder):
+    one = text_folder / "00.txt"
+    assert user_files(str(one)) == [one]
+    assert len(user_files([f"{text_folder}/*.txt"])) == 6
+    assert len(user_files([f"{text_folder}/**/*.txt", str(one)])) == 12
+
+
+def test_a_user_file_that_is_not_text_is_named(text_folder):
+    (text_folder / "picture.txt").write_bytes(b"\xff\xd8\xff")
+    with pytest.raises(ConfigError, match=r"picture\.txt"):
+        user_files(f"{text_folder}/*.txt")
+
+
+def test_documents_are_whole_files_cached_in_our_folder_without_network(text_folder, cache, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("used the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    files = user_files(f"{text_folder}/**/*.txt")
+    documents = load_texts(files)
+    assert documents["text"][:] == [path.read_text() for path in files]
+    assert cache_folder() == cache
+    assert all(str(file["filename"]).startswith(str(cache)) for file in documents.cache_files)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_nobody_else_enters_the_cache_of_texts(tmp_path, exists):
+    folder = cache_folder() / "datasets"
+    if exists:
+        folder.mkdir(mode=0o755, parents=True)
+    (tmp_path / "a.txt").write_text("a secret")
+    load_texts([tmp_path / "a.txt"])
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert all(folder in path.parents for path in cache_folder().rglob("*.arrow"))
+
+
+@pytest.fixture
+def blocks():
+    return Dataset.from_dict({"input_ids": [[i, i + 100] for i in range(11)]}).with_format("torch")
+
+
+def rows(loader):
+    return [batch["input_ids"][:, 0].tolist() for batch in loader]
+
+
+def test_batches_cover_whole_batches_of_the_blocks_once(blocks):
+    loader = SampleLoader(blocks, 3, seed=1)
+    batches = rows(loader)
+    assert [len(batch) for batch in batches] == [3, 3, 3]
+    assert len(loader) == 3
+    assert len(set(chain(*batches))) == 9
+
+
+def test_order_depends_on_seed_and_epoch_and_a_second_pass_repeats_it(blocks):
+    loader = SampleLoader(blocks, 3, seed=1)
+    first = rows(loader)
+    assert rows(loader) == first == rows(SampleLoader(blocks, 3, seed=1))
+    assert rows(SampleLoader(blocks, 3, seed=2)) != first
+    loader.set_epoch(1)
+    assert rows(loader) != first
+    loader.set_epoch(0)
+    assert rows(loader) == first
+
+
+def test_without_seed_blocks_keep_their_order(blocks):
+    assert rows(SampleLoader(blocks, 4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_processes_share_an_epoch_without_overlap(blocks):
+    shares = [list(chain(*rows(SampleLoader(blocks, 2, seed=3, rank=r, world_size=2)))) for r in range(2)]
+    assert [len(share) for share in shares] == [4, 4]
+    assert not set(shares[0]) & set(shares[1])
+
+
+@pytest.mark.parametrize("consumed", [0, 1, 2, 3])
+def test_a_new_loader_continues_where_the_state_was_taken(blocks, consumed):
+    loader = SampleLoader(blocks, 3, seed=1)
+    loader.set_epoch(4)
+    iterator = iter(loader)
+    for _ in range(consumed):
+        next(iterator)
+    state = loader.state_dict()
+    expected = [batch["input_ids"][:, 0].tolist() for batch in iterator]
+
+    other = SampleLoader(blocks, 3, seed=1)
+    other.load_state_dict(state)
+    resumed = iter(other)
+    other.set_epoch(4)  # Lightning's order: iter() comes before set_epoch()
+    assert [batch["input_ids"][:, 0].tolist() for batch in resumed] == expected
+    other.set_epoch(5)
+    assert len(rows(other)) == 3
+
+
+def test_state_of_another_order_is_refused_in_the_middle_of_an_epoch_only(blocks):
+    loader = SampleLoader(blocks, 3, seed=1)
+    state = loader.state_dict()
+    other = SampleLoader(blocks, 3, seed=2)
+    other.load_state_dict(state)
+    next(iter(loader))
+    with pytest.raises(CheckpointError, match="batch 1 of an epoch"):
+        other.load_state_dict(loader.state_dict())
+
+
+def test_shorter_samples_are_padded_behind_and_have_no_labels_there():
+    samples = Dataset.from_dict({"input_ids": [[5, 6, 7], [8]], "labels": [[-100, 6, 7], [8]]}).with_format("torch")
+    (batch,) = SampleLoader(samples, 2, pad_id=9)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
+    assert batch["labels"].tolist() == [[-100, 6, 7], [8, -100, -100]]
+    assert batch["labels"].dtype == torch.int64
+
+
+TEXTS = ["def f(x):\n    return x + 1\n" * 20, "class A:\n    pass\n" * 20]
+
+
+@pytest.mark.parametrize("text", ["def f(x):\n\treturn x", "naïve 漢字 🙂\x00", "", "  leading and trailing  "])
+def test_any_text_survives_encoding_and_decoding(text):
+    tokenizer = train_tokenizer(TEXTS, 300)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert all(token < 300 for token in ids)
+
+
+def test_training_learns_merges_and_keeps_the_vocabulary_bound():
+    tokenizer = train_tokenizer(TEXTS, 280)
+    assert len(tokenizer) == 280
+    assert len(tokenizer("def f(x)")["input_ids"]) < len("def f(x)")
+    assert tokenizer.eos_token == "<|endoftext|>"
+
+
+def test_the_cache_is_used_per_corpus_and_size(monkeypatch):
+    first = cached_tokenizer(TEXTS, 280, "key")
+    assert len(cached_tokenizer(TEXTS, 270, "key")) == 270
+
+    def refuse(*_):
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(module, "train_tokenizer", refuse)
+    assert cached_tokenizer([], 280, "key").get_vocab() == first.get_vocab()
+    with pytest.raises(AssertionError, match="trained again"):
+        cached_tokenizer(TEXTS, 280, "other")
+
+
+def test_a_failed_save_leaves_nothing_behind(cache, monkeypatch):
+    class Unsavable:
+        def save_pretrained(self, folder):
+            Path(folder).mkdir()
+            Path(folder, "half").write_text("")
+            raise OSError(28, "no space left")
+
+    monkeypatch.setattr(module, "train_tokenizer", lambda *_: Unsavable())
+    with pytest.raises(OSError, match="no space"):
+        cached_tokenizer(TEXTS, 280, "key")
+    assert list((cache / "tokenizers").iterdir()) == []

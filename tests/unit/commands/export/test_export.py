@@ -7,18 +7,13 @@ import accelerate
 import peft
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from lightning_cxl.commands.export import TOKENIZER_FILES, CheckpointTensor, export_checkpoint
 from lightning_cxl.errors import CheckpointError, LightningCXLError, LightningCXLWarning
+from tests.integration import quantised as quantising
 from tests.unit.finetune.chats import CHATML, byte_tokenizer
 
 pytestmark = [
@@ -73,42 +68,38 @@ class Task(nn.Module):
         self.metric = nn.Linear(2, 2)
 
 
-def lightning_file(path, model):
-    state = Task(model).state_dict()
-    torch.save({"state_dict": state, "optimizer_states": [], "pytorch-lightning_version": "2.6"}, path)
-    return path
+def saved(contents):
+    def write(path, model):
+        torch.save(contents(model), path)
+        return path
+
+    return write
 
 
-def fabric_file(path, model):
-    torch.save({"model": model.state_dict(), "step": 3, "optimizer": {"state": {}}}, path)
-    return path
+def accelerated(safe):
+    def write(path, model):
+        accelerator = accelerate.Accelerator(cpu=True)
+        accelerator.save_state(str(path), safe_serialization=safe) if accelerator.prepare(model) else None
+        return path
+
+    return write
 
 
-def plain_file(path, model):
-    torch.save(model.state_dict(), path)
-    return path
-
-
-def compiled_file(path, model):
-    torch.save({"state_dict": {f"_orig_mod.{key}": value for key, value in model.state_dict().items()}}, path)
-    return path
-
-
-def accelerate_folder(path, model, *, safe=True):
-    accelerator = accelerate.Accelerator(cpu=True)
-    accelerator.save_state(str(path), safe_serialization=safe) if accelerator.prepare(model) else None
-    return path
-
-
-def accelerate_folder_of_pickles(path, model):
-    return accelerate_folder(path, model, safe=False)
+lightning_file = saved(lambda model: {"state_dict": Task(model).state_dict(), "optimizer_states": []})
+fabric_file = saved(lambda model: {"model": model.state_dict(), "step": 3, "optimizer": {"state": {}}})
+plain_file = saved(lambda model: model.state_dict())
+FRONT_ENDS = {
+    "lightning": lightning_file,
+    "fabric": fabric_file,
+    "plain": plain_file,
+    "compiled": saved(lambda model: {"state_dict": {f"_orig_mod.{k}": v for k, v in model.state_dict().items()}}),
+    "accelerate": accelerated(safe=True),
+    "accelerate, pickles": accelerated(safe=False),
+}
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    "write",
-    [lightning_file, fabric_file, plain_file, compiled_file, accelerate_folder, accelerate_folder_of_pickles],
-)
+@pytest.mark.parametrize("write", FRONT_ENDS.values(), ids=FRONT_ENDS)
 def test_weights_of_every_front_end_load_in_transformers(base, tmp_path, write, tied):
     model = llama(tied=tied, seed=1)
     model.config.save_pretrained(base)
@@ -379,3 +370,67 @@ def test_an_adapter_whose_name_is_a_path_is_refused(base, tmp_path, name):
     with pytest.raises(CheckpointError, match="a path"):
         export_checkpoint(tmp_path / "l.pt", tmp_path / "out", base=base, adapter_config=tmp_path, only_adapter=True)
     assert not (tmp_path / "planted").exists()
+
+
+def quantised(kind):
+    """Return a model with quantised blocks, and the same with the numbers that it computes with."""
+    model, plain = llama(hidden_size=64, attention_bias=False), llama(hidden_size=64, attention_bias=False)
+    bnb = pytest.importorskip("bitsandbytes")
+    quantising.quantise_layers(model, kind)
+    for name, layer in model.named_modules():
+        if isinstance(layer, bnb.nn.Linear4bit):
+            found = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        elif isinstance(layer, bnb.nn.Linear8bitLt):
+            found = bnb.functional.int8_vectorwise_dequant(layer.weight.data, layer.weight.SCB)
+        else:
+            continue
+        plain.get_submodule(name).weight.data = found.float()
+    return model, plain
+
+
+@pytest.mark.parametrize("kind", quantising.KINDS)
+def test_quantised_weights_become_the_numbers_that_they_compute_with(tmp_path, kind):
+    model, plain = quantised(kind)
+    llama(hidden_size=64, attention_bias=False, seed=5).save_pretrained(
+        tmp_path / "base"
+    )  # its config counts, not its weights
+    path = fabric_file(tmp_path / "last.ckpt", model)
+    exported = export_checkpoint(path, tmp_path / "out", base=tmp_path / "base")
+    assert "dequantised 14 weights" in " ".join(exported.notes)
+    assert_loads_as(tmp_path / "out", plain)
+
+
+@pytest.mark.parametrize("kind", quantising.KINDS)
+def test_an_adapter_is_merged_into_those_numbers(tmp_path, kind):
+    model, plain = quantised(kind)
+    plain.save_pretrained(tmp_path / "base")
+    trained, expected = adapted(model), adapted(plain)
+    trained.peft_config["default"].save_pretrained(tmp_path)
+    path = fabric_file(tmp_path / "last.ckpt", trained)
+    exported = export_checkpoint(path, tmp_path / "out", base=tmp_path / "base", adapter_config=tmp_path)
+    assert "merged an adapter into 4 layers dequantised 14 weights" in " ".join(exported.notes)
+    assert_loads_as(tmp_path / "out", expected.merge_and_unload())
+
+
+def test_a_quantised_folder_is_a_base_too(tmp_path):
+    """Its config says that it is quantised; the export's does not."""
+    model, plain = quantised("4 bit, nested")
+    plain.save_pretrained(tmp_path / "plain")
+    (tmp_path / "base").mkdir()
+    config = plain.config.to_dict() | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    save_file(model.state_dict(), tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    trained = adapted(plain)
+    trained.save_pretrained(tmp_path / "adapter")
+    export_checkpoint(tmp_path / "adapter", tmp_path / "out", base=tmp_path / "base")
+    assert_loads_as(tmp_path / "out", trained.merge_and_unload())
+    assert not hasattr(AutoModelForCausalLM.from_pretrained(tmp_path / "out").config, "quantization_config")
+
+
+def test_bytes_without_scales_are_refused(tmp_path):
+    model, plain = quantised("8 bit")
+    plain.save_pretrained(tmp_path / "base")
+    state = {name: value for name, value in model.state_dict().items() if not name.endswith("SCB")}
+    torch.save(state, tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointError, match=r"torch\.int8, and no scales"):
+        export_checkpoint(tmp_path / "last.ckpt", tmp_path / "out", base=tmp_path / "base")

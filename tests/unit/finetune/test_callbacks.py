@@ -1,12 +1,56 @@
+"""Callbacks of the main job: the summary, samples at evaluations, and the export."""
+
+import sys
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightning_cxl import CXLOffloadStrategy
+from lightning_cxl.__main__ import main
+from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.finetune.cli import FitSummary
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.evaluation_samples import EvaluationSamples
+from lightning_cxl.finetune.export import ExportPretrained
 from lightning_cxl.finetune.model import CausalLM
 from tests.unit.finetune.chats import MARKED, byte_tokenizer
 from tests.unit.finetune.conftest import SHAPE
+
+
+def test_losses_are_those_of_the_whole_validation_set_before_and_after(tiny_model, data, make_trainer):
+    summary = FitSummary(max_new_tokens=8)
+    trainer = make_trainer(max_steps=6, num_sanity_val_steps=-1, val_check_interval=3, callbacks=[summary])
+    tiny_model.configure_model()
+    fresh = make_trainer().validate(tiny_model, data, verbose=False)[0]["val_loss"]
+    trainer.fit(tiny_model, data)
+    after = make_trainer().validate(tiny_model, data, verbose=False)[0]["val_loss"]
+    assert summary.before == fresh > after
+    text = summary.describe(trainer)
+    assert f"before {fresh:.4f}, after {after:.4f} (step 6)" in text
+    assert f"sample:\n{summary.sample}" in text
+    assert summary.sample.startswith(data.tokenizer.decode(data.held_out(1)[0][0]))
+    assert "peak host memory" in text
+
+
+def test_a_resumed_run_knows_the_first_loss(tiny_model, data, make_trainer, tmp_path):
+    first = FitSummary()
+    trainer = make_trainer(max_steps=2, num_sanity_val_steps=-1, callbacks=[first])
+    trainer.fit(tiny_model, data)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    second = FitSummary()
+    resumed = make_trainer(max_steps=4, num_sanity_val_steps=-1, val_check_interval=4, callbacks=[second])
+    resumed.fit(CausalLM(**SHAPE), data, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    assert second.before == first.before is not None
+    assert second.after.endswith("(step 4)")
+
+
+def test_what_was_removed_says_what_to_do_instead():
+    with pytest.raises(ConfigError, match=r"this option was removed.*generate_tokens"):
+        FitSummary("def ")
+    with pytest.raises(UnsupportedError, match=r"generate_text was removed.*generate_tokens"):
+        CausalLM(**SHAPE).generate_text("def ", max_new_tokens=4)
+
 
 QUESTION = [{"role": "user", "content": "?"}]
 
@@ -92,3 +136,47 @@ def test_the_held_out_loss_is_the_mean_over_all_tokens_of_answers(tmp_path, writ
         means.append(float(loss) / int((labels[0, 1:] != -100).sum()))
     assert found == pytest.approx(total / count, rel=1e-6)
     assert abs(found - sum(means) / len(means)) > 1e-5
+
+
+def test_an_export_loads_in_transformers_with_equal_weights_and_tokenizer(tiny_model, data, make_trainer, tmp_path):
+    make_trainer(max_steps=2, callbacks=[ExportPretrained(str(tmp_path / "out"))]).fit(tiny_model, data)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    trained = tiny_model.model.state_dict()
+    assert loaded.state_dict().keys() == trained.keys()
+    assert all(torch.equal(value, trained[name]) for name, value in loaded.state_dict().items())
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("word1 word2")["input_ids"] == data.tokenizer("word1 word2")["input_ids"]
+    assert loaded.config.eos_token_id == tokenizer.eos_token_id == data.tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {
+            "tiers": {"ssd": {"path": "ssd", "budget": "1GiB", "checkpoint": "reference"}},
+            "tier_rules": {"*": {"optimizer_state": "ssd"}},
+        },
+    ],
+    ids=["in memory", "refers to SSD"],
+)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_checkpoint_of_a_run_exports_by_itself(
+    tiny_model, data, make_trainer, tmp_path, monkeypatch, precision, options
+):
+    monkeypatch.chdir(tmp_path)
+    strategy = CXLOffloadStrategy(**options)
+    trainer = make_trainer(max_steps=2, strategy=strategy, accelerator="auto", precision=precision)
+    trainer.fit(tiny_model, data)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    monkeypatch.setattr(sys, "argv", ["lightning_cxl", "export", "last.ckpt", "out"])
+    main()
+    expected = torch.load(tmp_path / "last.ckpt")["state_dict"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == (torch.float32 if precision == "32-true" else torch.bfloat16)
+    assert {f"model.{name}" for name in loaded.state_dict()} == expected.keys()
+    assert all(torch.equal(value, expected[f"model.{name}"]) for name, value in loaded.state_dict().items())
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == data.tokenizer.get_vocab()

@@ -1,0 +1,288 @@
+"""Links, clock, addresses and engine of the simulation. Durations on a noisy machine are lower bounds."""
+
+import contextlib
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from simulation.addresses import AddressMap
+from simulation.clock import LinkClock
+from simulation.engine import SimulatedEngine
+from simulation.links import HostTraffic, Link, Links
+from simulation.machine_links import links_of
+
+from lightning_cxl.machine.speeds import Cache, load_machine
+from lightning_cxl.memory.resource import Buffer, Span
+from lightning_cxl.planning.job import predict_adam_seconds, predict_copy_seconds
+
+
+def links(duplex=1.0, device_latency=0.0, tier_latency=0.0):
+    """A device link of 8 bytes per second each way; tiers of 4, of 16, and of 4 when read and 2 when written."""
+    return Links(
+        device=Link(8, 8, device_latency, duplex=2),
+        tiers={"slow": Link(4, 4, tier_latency, duplex=duplex), "fast": Link(16, 16), "uneven": Link(4, 2)},
+    )
+
+
+def test_a_copy_takes_as_long_as_its_slowest_resource():
+    for tier, direction, seconds in (("slow", "h2d", 16), ("fast", "d2h", 8), ("uneven", "d2h", 32)):
+        clock = LinkClock()
+        route = links().route(direction, {tier: 1.0})
+        flow = clock.submit(direction, 64, route, now_s=100.0)
+        assert (flow.start_s, clock.next_event_s()) == (100.0, 100.0 + seconds)
+        assert route.seconds(64) == seconds
+        clock.advance(math.nextafter(100.0 + seconds, 0))
+        assert not flow.has_ended()
+        clock.advance(1000.0)  # told late
+        assert flow.end_s == 100.0 + seconds
+        assert clock.next_event_s() == math.inf
+
+
+def test_latency_is_the_devices_and_the_slowest_tiers_and_takes_up_no_bandwidth():
+    route = links(device_latency=1.0, tier_latency=2.0).route("h2d", {"slow": 1.0})
+    clock = LinkClock()
+    first = clock.submit("h2d", 16, route, now_s=0.0)
+    other = clock.submit("d2h", 12, links().route("d2h", {"slow": 1.0}), now_s=0.0)
+    clock.advance(50.0)
+    assert other.end_s == 3.0
+    assert first.end_s == route.seconds(16) == 7.0
+
+
+def test_two_directions_share_a_tier_until_one_ends():
+    clock = LinkClock()
+    read = clock.submit("h2d", 8, links().route("h2d", {"slow": 1.0}), now_s=0.0)
+    write = clock.submit("d2h", 8, links().route("d2h", {"slow": 1.0}), now_s=1.0)
+    clock.advance(10.0)
+    assert read.end_s == 3.0  # 4 bytes alone, 4 bytes at half the rate
+    assert write.end_s == 4.0  # 4 bytes at half the rate, 4 bytes alone
+
+
+@pytest.mark.parametrize(("duplex", "seconds"), [(1.0, 4.0), (1.5, 8 / 3), (2.0, 2.0)])
+def test_duplex_says_how_much_of_both_directions_fits_side_by_side(duplex, seconds):
+    clock = LinkClock()
+    flows = [
+        clock.submit(direction, 8, links(duplex).route(direction, {"slow": 1.0}), now_s=0.0)
+        for direction in ("h2d", "d2h")
+    ]
+    clock.advance(10.0)
+    assert [flow.end_s for flow in flows] == pytest.approx([seconds, seconds])
+
+
+@pytest.mark.parametrize(
+    ("shares", "seconds"),
+    [
+        ({"slow": 0.5, "fast": 0.5}, 8.0),  # both the device's link and `slow` are full
+        ({"slow": 0.75, "fast": 0.25}, 12.0),
+        ({"slow": 0.25, "fast": 0.75}, 8.0),
+        ({"slow": 0.0, "fast": 1.0}, 8.0),
+    ],
+)
+def test_a_striped_copy_ends_when_its_slowest_part_does(shares, seconds):
+    assert links().route("h2d", shares).seconds(64) == seconds
+
+
+def test_a_lane_is_in_order_and_the_next_copy_starts_when_the_one_before_ended_however_late_that_is_noticed():
+    clock = LinkClock()
+    route = links().route("h2d", {"fast": 1.0})
+    flows = [clock.submit("h2d", 8, route, now_s=0.0) for _ in range(3)]
+    clock.advance(2.75)
+    assert [(flow.start_s, flow.end_s) for flow in flows] == [(0.0, 1.0), (1.0, 2.0), (2.0, None)]
+    late = clock.submit("h2d", 8, route, now_s=10.0)
+    assert flows[2].end_s == 3.0
+    assert late.start_s == 10.0
+
+
+def test_after_holds_a_copy_and_those_behind_it_on_its_lane():
+    clock = LinkClock()
+    route = {direction: links().route(direction, {"fast": 1.0}) for direction in ("h2d", "d2h")}
+    out = clock.submit("d2h", 16, route["d2h"], now_s=0.0)
+    back = clock.submit("h2d", 8, route["h2d"], now_s=0.0, after=[out])
+    behind = clock.submit("h2d", 8, route["h2d"], now_s=0.0)
+    finished = clock.submit("d2h", 8, route["d2h"], now_s=5.0, after=[out])
+    clock.advance(10.0)
+    assert [(flow.start_s, flow.end_s) for flow in (back, behind)] == [(2.0, 3.0), (3.0, 4.0)]
+    assert finished.start_s == 5.0
+
+
+def test_host_work_competes_with_copies_for_tiers_and_not_for_the_devices_link():
+    clock = LinkClock()
+    work = clock.submit("host", 16, links().host_route({"slow": HostTraffic(12, 4)}), now_s=0.0)
+    copy = clock.submit("h2d", 4, links().route("h2d", {"slow": 1.0}), now_s=0.0)
+    other = clock.submit("d2h", 16, links().route("d2h", {"fast": 1.0}), now_s=0.0)
+    clock.advance(10.0)
+    assert copy.end_s == 2.0  # 4 bytes at half the rate
+    assert work.end_s == 5.0  # 4 bytes at half the rate, 12 alone
+    assert other.end_s == 2.0
+
+
+MACHINES = Path(__file__).resolve().parents[3] / "examples" / "machines"
+PAPER = load_machine(MACHINES / "paper_a.yaml")
+PLAIN = replace(
+    PAPER,
+    cache=Cache(),
+    write_contention=math.inf,
+    tiers=tuple(replace(tier, device_write_buffer_bytes=0) for tier in PAPER.tiers),
+)
+SPLITS = [{"dram0": 1 - share, "cxl0": share} for share in (0, 0.2, 0.5, 0.8, 1)]
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_a_copy_takes_what_is_predicted(direction, split):
+    nbytes = 2**31
+    seconds = links_of(PAPER).route(direction, split).seconds(nbytes)
+    assert seconds == pytest.approx(predict_copy_seconds(nbytes, split, PLAIN, direction))
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_an_adam_update_takes_what_is_predicted(split):
+    traffic = {tier: HostTraffic(16, 12) * (share * 10**9) for tier, share in split.items() if share}
+    seconds = links_of(PAPER).host_route(traffic).seconds(28 * 10**9)
+    assert seconds == pytest.approx(predict_adam_seconds(10**9, split, PLAIN))
+
+
+@pytest.mark.parametrize("path", sorted(MACHINES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_has_links(path):
+    machine = load_machine(path)
+    assert list(links_of(machine).tiers) == list(machine.names)
+
+
+def test_a_mix_slower_than_one_direction_is_as_fast_as_that():
+    slow = replace(PLAIN, tiers=tuple(replace(tier, adam_bytes_per_s=1e9) for tier in PLAIN.tiers))
+    assert links_of(slow).tiers["cxl0"].duplex == 1
+
+
+def buffer(address, nbytes, *tiers):
+    """A buffer (of no real memory) whose tiers have equal parts."""
+    part = nbytes // len(tiers)
+    spans = tuple(Span(tier, node, node * part, part) for node, tier in enumerate(tiers))
+    return Buffer(address, nbytes, spans, None)
+
+
+@pytest.mark.parametrize("new", [(0, 100), (40, 20), (20, 30), (50, 40), (10, 21), (99, 1), (0, 40), (60, 40)])
+def test_memory_that_is_given_out_again_is_what_it_was_noted_as_last(new):
+    addresses = AddressMap()
+    for start, name in ((0, "first"), (40, "second"), (60, "third")):
+        addresses.note(buffer(start, {0: 40, 40: 20, 60: 40}[start], "dram"), name)
+    start, nbytes = new
+    addresses.note(buffer(start, nbytes, "cxl"), "new")
+    for address in range(100):
+        try:
+            name = addresses.name(address, 1)
+        except KeyError:
+            continue  # of an old buffer that the new one covers in part, and that is dead therefore
+        assert (name == "new") == (start <= address < start + nbytes)
+        assert addresses.shares(address, 1) == {"cxl" if name == "new" else "dram": 1.0}
+    assert addresses.shares(start, nbytes) == {"cxl": 1.0}
+
+
+@pytest.mark.parametrize(("address", "nbytes"), [(5, 1), (15, 6), (20, 1), (12, 20)])
+def test_memory_that_nobody_noted_is_an_error(address, nbytes):
+    addresses = AddressMap()
+    addresses.note(buffer(10, 10, "dram"), "weights")
+    addresses.note(buffer(30, 0, "dram"), "nothing")
+    with pytest.raises(KeyError, match="note it when it is allocated"):
+        addresses.shares(address, nbytes)
+
+
+MB = 1_000_000
+LINKS = Links(
+    device=Link(10 * MB, 20 * MB, 1e-3, duplex=2),
+    tiers={"dram": Link(40 * MB, 40 * MB), "cxl": Link(5 * MB, 4 * MB)},
+)
+
+
+class Tiers:
+    """Memory is DRAM, except what a test says; counts what it is asked."""
+
+    def __init__(self):
+        self.by_address = {}
+        self.asked = []
+
+    def __call__(self, address, nbytes):
+        self.asked.append((address, nbytes))
+        return self.by_address.get(address, "dram")
+
+
+@pytest.fixture
+def tiers():
+    return Tiers()
+
+
+@pytest.fixture
+def engine(tiers):
+    engine = SimulatedEngine(LINKS, tiers)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def hold(engine, monkeypatch):
+    """A context in which time stands still for the engine and its workers do nothing, however long it takes."""
+
+    @contextlib.contextmanager
+    def held():
+        now_s = time.perf_counter()
+        with engine._changed, monkeypatch.context() as patch:
+            patch.setattr("simulation.engine.time", SimpleNamespace(perf_counter=lambda: now_s))
+            yield
+
+    return held
+
+
+def empty(nbytes):
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("direction", "tier", "seconds"),
+    [
+        ("h2d", "dram", 0.05),
+        ("d2h", "dram", 0.025),
+        ("h2d", "cxl", 0.1),
+        ("d2h", "cxl", 0.125),
+        ("d2h", {"dram": 0.75, "cxl": 0.25}, 0.03125),
+    ],
+)
+def test_a_copy_takes_at_least_what_its_links_allow(engine, tiers, direction, tier, seconds):
+    on_host, on_device = empty(MB // 2), empty(MB // 2)
+    tiers.by_address[on_host.data_ptr()] = tier
+    copy = engine.d2h(on_device, on_host) if direction == "d2h" else engine.h2d(on_host, on_device)
+    copy.wait()
+    (interval,) = engine.trace.lane(direction)
+    assert interval.end_s - interval.start_s >= 1e-3 + seconds
+    assert interval.nbytes == MB // 2
+    assert interval.name == (tier if isinstance(tier, str) else "dram + cxl")
+    assert tiers.asked == [(on_host.data_ptr(), MB // 2)]
+    assert engine.max_lag_s > 0
+
+
+def test_directions_run_at_once_and_each_is_in_order(engine, hold):
+    with hold():
+        copies = [engine.h2d(empty(MB // 2), empty(MB // 2)) for _ in range(2)]
+        out = engine.d2h(empty(MB // 2), empty(MB // 2))
+        copies += [out, engine.h2d(empty(MB // 2), empty(MB // 2), after=[out])]
+        assert not any(copy.done() for copy in copies)
+    engine.synchronize()
+    assert all(copy.done() for copy in copies)
+    first, second, third = engine.trace.lane("h2d")
+    (other,) = engine.trace.lane("d2h")
+    assert first.start_s == other.start_s
+    assert first.end_s <= second.start_s < second.end_s <= third.start_s
+    assert third.end_s >= other.end_s
+    assert third.end_s - first.start_s >= 3 * (1e-3 + 0.05)
+
+
+def test_a_reader_that_does_not_wait_finds_the_last_bytes_missing(engine, hold):
+    on_device, on_host = torch.ones(MB, dtype=torch.uint8), empty(MB)
+    with hold():
+        copy = engine.d2h(on_device, on_host)
+        assert on_host[-1] == 0
+        assert not copy.done()
+    copy.wait_host()
+    assert copy.done()
+    assert torch.equal(on_host, on_device)
