@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,30 +29,6 @@ from lightning_cxl.torch_private import (
     set_plain_grad,
     tree_leaves,
 )
-
-# ----------------------------------------------------------------------------------------------------
-# `UnitListener`: learns what happens to streamed units. Gradients are offloaded in step with it.
-
-
-class UnitListener(Protocol):
-    def recompute_begins(self) -> None:
-        """A unit is about to be recomputed, in the backward that it is a part of."""
-
-    def unit_is_over(self, unit: Any) -> None:
-        """The backward of a unit is over, and its parameters show host memory."""
-
-    def complete_for_access(self) -> None:
-        """The user reads parameters through their modules. No update runs."""
-
-
-class NoListener:
-    """Of units that are not trained."""
-
-    def _ignore(self, unit: Any = None) -> None:
-        pass
-
-    recompute_begins = unit_is_over = complete_for_access = _ignore
-
 
 # ----------------------------------------------------------------------------------------------------
 # `AwaitedParameters`: tells when the user's code accesses a module's parameters, and lets it wait for an update.
@@ -102,13 +78,6 @@ for _name in (
     setattr(AwaitedParameters, _name, _after_settling(_name))
 
 
-def guard(module: nn.Module, settle: Callable[[], None]) -> None:
-    """Call `settle` before an access to the parameters of `module` (not of its children)."""
-    plain = module._parameters
-    if not isinstance(plain, AwaitedParameters):
-        module.__dict__["_parameters"] = AwaitedParameters(plain, settle)
-
-
 def peek(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters of `module` and its children once each; only for what an update leaves alone."""
     seen: set[nn.Parameter] = set()  # tied ones
@@ -123,13 +92,6 @@ def peek_at_own(module: nn.Module) -> dict[str, Any]:
     """Return the dict with the parameters of `module` (not of its children), without waiting."""
     parameters: dict[str, Any] = module.__dict__["_parameters"]
     return parameters.plain if isinstance(parameters, AwaitedParameters) else parameters
-
-
-def unguard(module: nn.Module) -> None:
-    """Undo `guard`; nothing where it is undone already."""
-    awaited = module.__dict__["_parameters"]
-    if isinstance(awaited, AwaitedParameters):
-        module.__dict__["_parameters"] = awaited.plain
 
 
 class InMemory:
@@ -177,24 +139,21 @@ class Place(NamedTuple):
     def host(self) -> torch.Tensor:
         return self.on_host[DATA]
 
-    @property
-    def is_quantised(self) -> bool:
-        return len(companions(self.module, self.parameter)) > 0
-
     def show(self, slot: torch.Tensor | None = None) -> None:
         tensors = self.on_host
         if slot is not None:
-            tensors = {key: _in_slot(slot, self.offsets[key], host) for key, host in tensors.items()}
+            tensors = {
+                key: slot[(start := self.offsets[key]) : start + host.nbytes]
+                .view(host.dtype)
+                .as_strided(host.shape, host.stride())
+                for key, host in tensors.items()
+            }
         show(self.module, self.parameter, tensors)
 
     def put_back(self, slot: torch.Tensor) -> bool:
-        """Put the parameter back where its module has got another one with the same bytes, which would stay there.
-
-        Where the CPU computes, peft's DoRA replaces the parameter of a layer by ``weight.to("cpu")`` in every forward.
-
-        Returns:
-            Whether the parameter still shows the slot.
-        """
+        """Put the parameter back into its module; return whether it still shows the slot."""
+        # where the CPU computes, peft's DoRA replaces a layer's parameter by `weight.to("cpu")` in every forward: it
+        # has the same bytes, and would stay there
         shown_at = slot.data_ptr() + self.offsets[DATA]
         for name, shown in self.module._parameters.items():
             if shown is not None and shown is not self.parameter and shown.data_ptr() == shown_at:
@@ -213,10 +172,7 @@ class WeightPiece(NamedTuple):
 class UnitWeights:
     """Moves a unit's parameters to host memory of their own, piece by piece; `enter` and `exit` exchange their data.
 
-    A parameter keeps its identity, shape, strides and values.
-
-    Args:
-        pieces: its parameters, dense, on the host; those that belong on the same tier together. INOUT.
+    A parameter keeps its identity, shape, strides and values. Those that belong on the same tier are one piece.
     """
 
     def __init__(
@@ -228,15 +184,11 @@ class UnitWeights:
         self.pieces: list[WeightPiece] = []
         self.places: list[Place] = []
         self._slot: torch.Tensor | None = None  # the device memory that the parameters show
-        self.num_forwards = 0
-        """How often the unit was entered for a forward that backward repeats; whoever counts sets it back."""
-        self.is_accessed = False
-        """Whether the user's code has accessed parameters, and may write to them."""
-        self.readers: Sequence[Transfer] = ()
-        """The latest copies to the device, which may still be in flight; those before them are done by then."""
+        self.num_forwards = 0  # that backward repeats; whoever counts sets it back
+        self.is_accessed = False  # the user's code has accessed parameters, and may write to them
+        self.readers: Sequence[Transfer] = ()  # the latest copies to the device, in flight; those before are done then
         self._num_accesses = 0
-        self.listener: UnitListener = NoListener()
-        """Learns of accesses to the parameters."""
+        self.gradients: Any = None  # those of trained units are completed for an access
         self._update: Future[None] | None = None
         self._running: list[Future[None]] = []
         self._pid = os.getpid()
@@ -262,9 +214,7 @@ class UnitWeights:
                         laid_out_as(place.slice(end, tensor.nbytes).tensor((tensor.numel(),), tensor.dtype), tensor)
                         for place in (memory, host.buffer)
                     )
-                    each.on_host[key] = each.on_host[
-                        key
-                    ].data  # no view, whose base would hold the memory: see `take_in`
+                    each.on_host[key] = each.on_host[key].data  # no view: its base would hold memory, see `take_in`
                     new.copy_(tensor.detach())
                     each.offsets[key] = self.nbytes + end
                     end += aligned_nbytes(tensor)
@@ -284,11 +234,7 @@ class UnitWeights:
         return sum(flat.numel() for _, flat, host in self.pieces if isinstance(host, InMemory))
 
     def begin_update(self, update: "Future[None]") -> None:
-        """Let readers of the weights wait for an update of them. See [Note: Awaited parameters].
-
-        Args:
-            update: ends when they have been written; its error is raised where it is waited for.
-        """
+        """Let readers of the weights wait for an update of them, and raise its error ([Note: Awaited parameters])."""
         self.wait()
         for piece in self.pieces:
             piece.host.begin_update()
@@ -319,11 +265,11 @@ class UnitWeights:
     def watch(self) -> None:
         """Notice accesses to the parameters through their modules from now on."""
         for module in self._holders:
-            guard(module, self._begin_access)
+            module.__dict__["_parameters"] = AwaitedParameters(peek_at_own(module), self._begin_access)
 
     def unwatch(self) -> None:
         for module in self._holders:
-            unguard(module)
+            module.__dict__["_parameters"] = peek_at_own(module)
 
     def _begin_access(self) -> None:
         if os.getpid() != self._pid:  # forked: the threads and the device are the parent's
@@ -337,7 +283,8 @@ class UnitWeights:
             self.unwatch()
             self.is_accessed = True
             self._num_accesses += 1  # in this order: see `ParamStreamer.fetch_ahead`
-        self.listener.complete_for_access()
+        if self.gradients is not None:
+            self.gradients.complete_for_access()
         self.wait_for_readers()  # what the device has still to compute, it computes with the weights of now
         for piece in self.pieces:
             piece.host.begin_access()
@@ -415,7 +362,9 @@ class UnitWeights:
     def exit(self) -> None:
         slot, self._slot = self._slot, None
         replaced = [
-            place for place in self.places if slot is not None and place.is_quantised and not place.put_back(slot)
+            place
+            for place in self.places
+            if slot is not None and companions(place.module, place.parameter) and not place.put_back(slot)
         ]
         unclaimed = []
         for place in self.places:
@@ -483,13 +432,8 @@ def tensors_by_parameter(module: nn.Module) -> dict[int, list[torch.Tensor]]:
     return {id(p): list(tensors_of(module_of[id(p)], p).values()) for p in module.parameters()}
 
 
-def _in_slot(slot: torch.Tensor, offset: int, host: torch.Tensor) -> torch.Tensor:
-    flat = slot[offset : offset + host.nbytes].view(host.dtype)
-    return flat.as_strided(host.shape, host.stride())
-
-
 # ----------------------------------------------------------------------------------------------------
-# Weights of units live on the host and entry the device: fetched ahead of the unit that computes next.
+# Weights of units lie on the host, and are fetched to the device ahead of the unit that computes next.
 #
 # [Note: Residency of a unit]
 # A streamed parameter shows (``p.data``) a piece of host memory, except while its unit computes; then it
@@ -531,10 +475,7 @@ class Slot:
         self._users = engine.mark()  # device work that uses the memory; at first, older work on it
 
     def fetch(self, unit: UnitWeights, versions: tuple[int, ...]) -> None:
-        """Start copying the weights of `unit` here, which are at least as new as `versions`.
-
-        The copy waits only for device work that uses this memory. Other device work runs at the same time.
-        """
+        """Start copying the weights of `unit` here, which are at least as new as `versions`."""
         before = [self._users, *self.drop()]  # these, if they have brought what was not needed
         self.unit, self._transfers = None, []
         for offset, flat, host in unit.pieces:
@@ -578,10 +519,7 @@ NUM_SLOTS = 3
 class ParamStreamer:
     """Brings the weights of units to the device when they compute. See [Note: Residency of a unit].
 
-    Args:
-        phase: says why a unit's forward runs: ``"forward"`` (which a recompute will repeat), ``"recompute"``,
-            ``"recompute in a graph"``, or None.
-        num_slots: pieces of device memory, each as large as the largest unit.
+    `phase` is that of `ActivationOffload`. A slot is as large as the largest unit.
     """
 
     def __init__(
@@ -595,9 +533,8 @@ class ParamStreamer:
         if num_slots < MIN_SLOTS:
             raise ConfigError(f"{num_slots} slots: one unit computes while another is fetched, so give at least 2")
         self.phase = phase
-        self._listener: UnitListener = NoListener()
-        self.num_fetches = self.num_late = 0
-        """Copies started; and those of them that were not asked for before their unit was entered."""
+        self._gradients: Any = None  # a `GradientOffload`, where units are trained
+        self.num_fetches = self.num_late = 0  # copies started; and those not requested before their unit was entered
         self._engine = engine
         self._units = list(units)
         self._num_slots = num_slots
@@ -611,16 +548,12 @@ class ParamStreamer:
         self._latest: _Entry | None = None
         self._attached: list[_StreamedForward] = []
 
-    def attach(self, listener: UnitListener) -> None:
-        """Let the weights of units come and go from now on, until `detach`.
-
-        Args:
-            listener: learns of recomputes, of units whose backward is over, and of accesses to parameters.
-        """
+    def attach(self, gradients: Any = None) -> None:
+        """Let the weights of units come and go until `detach`; gradients are offloaded in step with them."""
         self._attached = [_StreamedForward(self, unit) for unit in self._units]
-        self._listener = listener
+        self._gradients = gradients
         for unit in self._units:
-            unit.listener = listener
+            unit.gradients = gradients
 
     def stats(self) -> dict[str, int]:
         """Return ``num_units``, ``host_bytes`` of their weights in memory, ``slot_bytes`` on the device, and copies."""
@@ -637,21 +570,37 @@ class ParamStreamer:
         in_backward = _is_recompute(phase)
         unit.num_forwards += phase == "forward"
         if in_backward:
-            self._listener.recompute_begins()
+            if self._gradients is not None:
+                self._gradients.recompute_begins()
             self.release(keep=unit)
         unit.wait()
         for each in self._units:
             each.end_access()
-        if id(unit) not in self._entered:
+        is_new = id(unit) not in self._entered
+        if is_new:
             unit.unwatch()
             unit.take_in()
         with self._lock:
-            slot = self._occupy(unit)
+            if is_new:
+                slot = self._find(unit)
+                is_late = slot is None
+                if slot is None:
+                    slot = self._fetch(unit, unit.versions(), {slot for _, slot in self._entered.values()})
+                if slot is None:
+                    names = ", ".join(f"`{other.name}`" for other, _ in self._entered.values())
+                    raise UnsupportedError(
+                        f"no slot for the weights of unit `{unit.name}`: {names} compute already. Units that compute "
+                        "inside each other need more slots"
+                    )
+                self.num_late += is_late
+                self._touch(slot)
+                self._entered[id(unit)] = unit, slot
+            slot = self._entered[id(unit)][1]
             entry = _Entry(unit, in_backward)
             if self._latest is not None:
                 self._next[self._latest] = entry
             self._latest = entry
-        if slot is not None:
+        if is_new:
             try:
                 slot.wait()
             except BaseException:
@@ -661,7 +610,7 @@ class ParamStreamer:
                 raise
             unit.enter(slot.memory)
         if phase == "recompute in a graph":
-            unit.enter(self._entered[id(unit)][1].memory[: unit.nbytes].clone())
+            unit.enter(slot.memory[: unit.nbytes].clone())
         self.fetch_ahead()
 
     def exit(self, unit: UnitWeights) -> None:
@@ -677,7 +626,7 @@ class ParamStreamer:
             unit.watch()
         if not is_unchanged:
             raise UnsupportedError(
-                f"unit `{unit.name}` wrote to its weights in its forward or backward: they entry the device as a copy, "
+                f"unit `{unit.name}` wrote to its weights in its forward or backward: the device has a copy of them, "
                 "so the change would be lost. Leave the unit out of `units`, or write between steps."
             )
 
@@ -690,7 +639,8 @@ class ParamStreamer:
 
     def _end(self, unit: UnitWeights) -> None:
         self.exit(unit)
-        self._listener.unit_is_over(unit)
+        if self._gradients is not None:
+            self._gradients.unit_is_over(unit)
 
     def fetch_ahead(self) -> None:
         """Start bringing the units that are expected next, as far as there are slots. Safe from any thread."""
@@ -719,40 +669,22 @@ class ParamStreamer:
 
     def detach(self) -> None:
         """Give the units their own forward back, with all weights on the host, and the slots' memory. Idempotent."""
-        with ExitStack() as exits:
-            exits.callback(self._let_go)
-            for unit, _ in list(self._entered.values()):
-                exits.callback(self.exit, unit)
-
-    def _let_go(self) -> None:
-        self._listener = NoListener()
-        with self._lock:
-            self._latest = None
-            for slot in self._slots:
-                slot.drop()
-            self._slots.clear()
-        while self._attached:
-            self._attached.pop().remove()
-        for unit in self._units:
-            unit.unwatch()
-            unit.listener = self._listener
-
-    def _occupy(self, unit: UnitWeights) -> Slot | None:
-        if id(unit) in self._entered:
-            return None
-        slot = self._find(unit)
-        if slot is None:
-            slot = self._fetch(unit, unit.versions(), {slot for _, slot in self._entered.values()})
-            if slot is None:
-                names = ", ".join(f"`{other.name}`" for other, _ in self._entered.values())
-                raise UnsupportedError(
-                    f"no slot for the weights of unit `{unit.name}`: {names} compute already. Units that compute "
-                    "inside each other need more slots"
-                )
-            self.num_late += 1
-        self._touch(slot)
-        self._entered[id(unit)] = unit, slot
-        return slot
+        try:
+            with ExitStack() as exits:
+                for unit, _ in list(self._entered.values()):
+                    exits.callback(self.exit, unit)
+        finally:
+            self._gradients = None
+            with self._lock:
+                self._latest = None
+                for slot in self._slots:
+                    slot.drop()
+                self._slots.clear()
+            while self._attached:
+                self._attached.pop().remove()
+            for unit in self._units:
+                unit.unwatch()
+                unit.gradients = None
 
     def _find(self, unit: UnitWeights) -> Slot | None:
         return next((slot for slot in self._slots if slot.is_image_of(unit)), None)

@@ -17,7 +17,7 @@ from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.gradients.guard import GradientHooks
 from lightning_cxl.memory.resource import Buffer, Span
 from lightning_cxl.streaming.activations import ActivationOffload
-from lightning_cxl.streaming.unit_weights import InMemory, NoListener, ParamStreamer, Slot, UnitWeights
+from lightning_cxl.streaming.unit_weights import InMemory, ParamStreamer, Slot, UnitWeights
 from lightning_cxl.streaming.units import streamable
 from tests import training_device
 from tests.cases import every_value
@@ -129,7 +129,7 @@ class Streamed:
         self.offload = ActivationOffload(engine, RecyclingMemory().allocate, min_bytes=1)
         self.units = [UnitWeights(name, module, [own], allocate) for name, module, own in streamable(model, named)]
         self.streamer = ParamStreamer(engine, self.units, lambda: self.offload.phase, num_slots=num_slots)
-        self.streamer.attach(NoListener())
+        self.streamer.attach()
         self.offload.attach(named)
         places = [place for unit in self.units for place in unit.places]
         self.gradients = HostGradients(engine, [place.parameter for place in places])
@@ -427,7 +427,7 @@ def test_a_slot_that_is_filled_anew_at_once_is_no_sign_of_a_write(monkeypatch):
     names = [(f"blocks.{index}", block) for index, block in enumerate(model.blocks)]
     units = [UnitWeights(name, module, [own], allocate) for name, module, own in streamable(model, names)]
     streamer = ParamStreamer(HostEngine(), units, lambda: None)
-    streamer.attach(NoListener())
+    streamer.attach()
     leave = UnitWeights.exit
 
     def leave_and_let_the_worker_fetch(unit):
