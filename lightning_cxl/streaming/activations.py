@@ -81,7 +81,7 @@ _ALIGNMENT = 64  # bytes; what torch's own allocations and ours start at
 
 
 Allocate = Callable[[int, str], Any]
-"""Takes a number of bytes and the unit's name; what it returns has `Buffer.tensor`."""
+"""Takes a number of bytes and the unit's name; returns a buffer, whose bytes are free when its last tensor has died."""
 PlaceOnSsd = Callable[[int, str], InputOnSsd | None]
 """Takes the same; returns None where the image belongs in memory."""
 
@@ -119,10 +119,6 @@ class StoredInput:
         is_known = self.source() is tensor and self.version == version_of(tensor)
         return is_known and self._address == tensor.data_ptr()  # another one where `.data` has been replaced
 
-    def has_bits_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether the image equals `tensor`, which has its shape. On the host only."""
-        return same_bits(tensor, self.shape_like_source(self.on_host()))
-
     def must_move(self, engine: TransferEngine) -> bool:
         """Return whether a recompute needs a copy of the image."""
         return self._on_ssd is not None or not engine.computes_on_host
@@ -135,10 +131,7 @@ class StoredInput:
         return destination, engine.h2d(self._host, destination, after=(self.transfer, engine.mark()))
 
     def on_host(self) -> torch.Tensor:
-        """Return the image itself, or a copy of one on SSD, for a device that computes on host memory.
-
-        It must not be written to.
-        """
+        """Return the image, not to be written to, or a copy of one on SSD; for a device that computes on the host."""
         if self._on_ssd is not None:
             image = torch.empty(self._numel, dtype=self._dtype)
             self._on_ssd.fetch(image).wait_host()
@@ -151,66 +144,28 @@ class StoredInput:
         return image.as_strided(self._size, self._stride, image.storage_offset() + self._lead)
 
 
-class HeldInput:
-    """A tensor kept by reference; an error if it has changed when it is needed again."""
-
-    __slots__ = ("_alias", "_unit", "_version")
-
-    def __init__(self, tensor: torch.Tensor, unit: str) -> None:
-        self._alias = tensor.detach()
-        self._version = version_of(tensor)
-        self._unit = unit
-
-    def get(self) -> torch.Tensor:
-        version = version_of(self._alias)
-        if version != self._version:
-            what = f"an input of unit `{self._unit}`, shape {tuple(self._alias.shape)} and {self._alias.dtype},"
-            raise stale_error(what, version, self._version)
-        return self._alias
-
-
 class UnitInput:
-    """One tensor among a call's arguments: watched during the forward, given to recomputes. See [Note: Life of a ...].
+    """One tensor among a call's arguments: watched during the forward, given to recomputes.
 
-    Args:
-        cautious: the unit is known to change this input in place, or nothing is known about it yet.
+    See [Note: Life of a saved input]. `cautious`: the unit is known to change it in place, or not known yet.
     """
 
-    __slots__ = (
-        "_alias",
-        "_is_changed",
-        "_is_safe",
-        "_kept",
-        "_near",
-        "_on_the_way",
-        "_requires_grad",
-        "_spare",
-        "_unit",
-        "_version",
-    )
-
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        kept: StoredInput | HeldInput,
-        unit: str,
-        *,
-        cautious: bool,
-    ) -> None:
-        self._kept = kept
+    def __init__(self, tensor: torch.Tensor, stored: StoredInput | None, unit: str, *, cautious: bool) -> None:
+        self._stored = stored
         self._unit = unit
         self._requires_grad = tensor.requires_grad
         self._version = version_of(tensor)
         self._alias: torch.Tensor | None = tensor.detach()  # shares the version counter
+        self._held: torch.Tensor | None = None  # what is not stored, from the end of the forward on
         self._spare: torch.Tensor | None = None
         self._on_the_way: tuple[torch.Tensor, Transfer] | None = None
         self._near: torch.Tensor | None = None  # the tensor itself, while no other unit has run
         self._is_changed = True  # for all we know, until the forward has returned
         self._is_safe = cautious
-        if isinstance(kept, StoredInput):
+        if stored is not None:
             if cautious:
-                kept.transfer.wait()
-            self._is_safe = cautious or kept.transfer.done()
+                stored.transfer.wait()
+            self._is_safe = cautious or stored.transfer.done()
         elif cautious:
             with torch.no_grad():
                 self._spare = self._alias.clone()
@@ -237,11 +192,13 @@ class UnitInput:
                 f"not in its first, before its values were saved. Let it work on a clone, or leave the unit out of "
                 "`units`."
             )
-        if self._is_changed and self._spare is not None:
-            self._kept = HeldInput(self._spare, self._unit)
-        if isinstance(self._kept, StoredInput):
-            self._kept.transfer.wait()
+        if self._stored is not None:
+            self._stored.transfer.wait()
             self._near = None if self._is_changed or engine.computes_on_host else self._alias
+        elif self._is_changed and self._spare is not None:
+            self._held, self._version = self._spare, version_of(self._spare)
+        else:
+            self._held = self._alias
         self._alias = self._spare = None
 
     def drop_device_copy(self) -> None:
@@ -251,8 +208,8 @@ class UnitInput:
         """Start bringing a stored tensor to the device, unless it need not move or is on the way."""
         if self._near is not None and version_of(self._near) == self._version:
             return
-        if isinstance(self._kept, StoredInput) and self._kept.must_move(engine) and self._on_the_way is None:
-            self._on_the_way = self._kept.fetch(engine)
+        if self._stored is not None and self._stored.must_move(engine) and self._on_the_way is None:
+            self._on_the_way = self._stored.fetch(engine)
 
     def load(self, engine: TransferEngine) -> torch.Tensor:
         tensor = self._values(engine).detach()
@@ -262,10 +219,14 @@ class UnitInput:
         return tensor.clone() if self._is_changed else tensor
 
     def _values(self, engine: TransferEngine) -> torch.Tensor:
-        if isinstance(self._kept, HeldInput):
-            return self._kept.get()
-        if not self._kept.must_move(engine):
-            return self._kept.shape_like_source(self._kept.on_host())
+        if self._stored is None:
+            assert self._held is not None
+            if (version := version_of(self._held)) != self._version:
+                what = f"an input of unit `{self._unit}`, shape {tuple(self._held.shape)} and {self._held.dtype},"
+                raise stale_error(what, version, self._version)
+            return self._held
+        if not self._stored.must_move(engine):
+            return self._stored.shape_like_source(self._stored.on_host())
         near, self._near = self._near, None
         if near is not None and version_of(near) == self._version:
             return near
@@ -273,7 +234,7 @@ class UnitInput:
         assert self._on_the_way is not None
         (image, transfer), self._on_the_way = self._on_the_way, None
         transfer.wait()
-        return self._kept.shape_like_source(image)
+        return self._stored.shape_like_source(image)
 
 
 def can_store(tensor: torch.Tensor, device: torch.device, min_bytes: int) -> bool:
@@ -327,14 +288,7 @@ DEFAULT_MIN_BYTES = 1 << 16
 
 
 class ActivationOffload:
-    """Recomputes units in backward from inputs that wait on a host tier. See [Note: Offloaded checkpointing].
-
-    Args:
-        engine: copies between the device and the tier; its device is where the units run.
-        allocate: gives host memory for ``(nbytes, unit_name)``; the bytes are free again when the last tensor over
-            them has died. Its errors reach the caller of the unit.
-        place_on_ssd: gives a place on SSD for the same; None for what lies in memory.
-    """
+    """Recomputes units in backward from inputs that wait on a host tier. See [Note: Offloaded checkpointing]."""
 
     def __init__(
         self,
@@ -359,11 +313,7 @@ class ActivationOffload:
         self.own_checkpointing = OwnCheckpointing()
 
     def attach(self, units: Iterable[tuple[str, nn.Module]], model: nn.Module | None = None) -> None:
-        """Wrap the forward of each unit.
-
-        Args:
-            model: what they are part of, to switch off its checkpointing of them.
-        """
+        """Wrap the forward of each unit, and switch off the checkpointing of the model that they are part of."""
         new = list(units)
         seen: set[int] = set()
         for name, module in new:
@@ -373,7 +323,13 @@ class ActivationOffload:
         let_parametrizations_write_nothing()
         for name, module in new:
             self._attached.append(UnitForward(self, name, module))
-        self.own_checkpointing.switch_off(_around_and_inside([module for _, module in new], model))
+        parts = {id(part): part for _, unit in new for part in unit.modules()}
+        around = [
+            module
+            for module in (() if model is None else model.modules())
+            if id(module) not in parts and any(id(child) in parts for child in module.modules())
+        ]
+        self.own_checkpointing.switch_off([*parts.values(), *around])
 
     def detach(self) -> None:
         """Give every unit its own forward back. Graphs that exist can still run backward. Idempotent."""
@@ -388,8 +344,9 @@ class ActivationOffload:
         stored = self._stored.get(id(tensor))
         if stored is not None and not stored.is_image_of(tensor):
             stored = None
-        if stored is not None and self.engine.computes_on_host and not stored.has_bits_of(tensor):
-            stored = None  # compared where that is cheap: a write between two units may have had no version
+        # compared where that is cheap: a write between two units may have had no version
+        if stored is not None and self.engine.computes_on_host:
+            stored = stored if same_bits(tensor, stored.shape_like_source(stored.on_host())) else None
         if stored is None:
             stored = StoredInput(tensor, self.engine, self._allocate, unit, self._place_on_ssd)
             self._stored[id(tensor)] = stored
@@ -417,7 +374,14 @@ class UnitForward(StandIn):
             return call_under(compiler, self.original, args, kwargs)
         containers, leaves = taken_apart((args, kwargs), self.name, is_container)
         own = {id(each) for each in (*args, *kwargs.values())}
-        if not self._carries_gradient(leaves) or not self._can_repeat_caches(leaves, own):
+        caches = [leaf for leaf in leaves if is_cache(leaf)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors += [tensor for cache in caches for tensor in cached_tensors(cache)]
+        carries_gradient = any(tensor.requires_grad for tensor in (*tensors, *peek(self.module)))
+        can_repeat_caches = self.module.training and all(
+            can_repeat(each, is_argument=id(each) in own) for each in caches
+        )
+        if not carries_gradient or (caches and not can_repeat_caches):
             return call_under(compiler, self.original, args, kwargs)
         self.offload.own_checkpointing.switch_off([compiled_module(self.module)])  # it may be on since the last call
         args, kwargs = tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
@@ -431,22 +395,10 @@ class UnitForward(StandIn):
             raise call.errors.pop()
         return output
 
-    def _carries_gradient(self, leaves: list[Any]) -> bool:
-        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        cached = [tensor for leaf in leaves for tensor in cached_tensors(leaf)]
-        return any(tensor.requires_grad for tensor in (*inputs, *cached, *peek(self.module)))
-
-    def _can_repeat_caches(self, leaves: list[Any], own: set[int]) -> bool:
-        caches = [leaf for leaf in leaves if is_cache(leaf)]
-        return not caches or (
-            self.module.training and all(can_repeat(each, is_argument=id(each) in own) for each in caches)
-        )
-
     def keep(self, tensor: torch.Tensor, position: int) -> UnitInput:
         """Keep a tensor that a call is given; `position` counts the different tensors of the call."""
         cautious = not self.is_observed or position in self.changed_inputs
-        stored = self.offload.store(tensor, self.name)
-        return UnitInput(tensor, stored or HeldInput(tensor, self.name), self.name, cautious=cautious)
+        return UnitInput(tensor, self.offload.store(tensor, self.name), self.name, cautious=cautious)
 
 
 class _UnitCall:
@@ -472,8 +424,8 @@ class _UnitCall:
         self._phase: Phase = "recompute"  # of the next one
         self._before, unit.offload.latest = unit.offload.latest, weakref.ref(self)
         before = self._before()
-        if before is not None:
-            before.drop_device_copies()
+        for each in before._inputs if before is not None else ():
+            each.drop_device_copy()
 
     def _keep(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -484,19 +436,15 @@ class _UnitCall:
     def __call__(self, _placeholder: torch.Tensor) -> Any:
         if self._arguments is None:
             return self._recompute()
+        (args, kwargs), self._arguments = self._arguments, None
         try:
-            return self._run_forward()
+            with self._unit.offload.running("forward"):
+                output = call_under(self._compiler, self._unit.original, args, kwargs)
+            self._settle()
+            return output
         except BaseException as error:  # torch 2.11 stays inside of a checkpoint whose function raises
             self.errors.append(error)
             return None
-
-    def _run_forward(self) -> Any:
-        assert self._arguments is not None
-        (args, kwargs), self._arguments = self._arguments, None
-        with self._unit.offload.running("forward"):
-            output = call_under(self._compiler, self._unit.original, args, kwargs)
-        self._settle()
-        return output
 
     def _settle(self) -> None:
         """The forward has returned: learn what it changed and let go of what a recompute does not need."""
@@ -520,32 +468,16 @@ class _UnitCall:
         return placeholder
 
     def _recompute(self) -> Any:
-        leaves = [self._loaded(leaf) for leaf in self._leaves]
+        engine = self._unit.offload.engine
+        leaves: list[Any] = []
+        for leaf in self._leaves:
+            if isinstance(leaf, UnitInput):
+                leaves.append(leaf.load(engine))
+            else:
+                leaves.append(copied(leaf) if is_cache(leaf) else leaf)
         before = self._before()
-        if before is not None:
-            before.prefetch()
+        for each in before._inputs if before is not None else ():
+            each.prefetch(engine)
         args, kwargs = put_together(self._containers, leaves)
         with self._state.replay(), self._unit.offload.running(self._phase):
             return call_under(self._compiler, self._unit.original, args, kwargs)
-
-    def _loaded(self, leaf: Any) -> Any:
-        if isinstance(leaf, UnitInput):
-            return leaf.load(self._unit.offload.engine)
-        return copied(leaf) if is_cache(leaf) else leaf
-
-    def drop_device_copies(self) -> None:
-        for each in self._inputs:
-            each.drop_device_copy()
-
-    def prefetch(self) -> None:
-        for each in self._inputs:
-            each.prefetch(self._unit.offload.engine)
-
-
-def _around_and_inside(units: list[nn.Module], model: nn.Module | None) -> list[nn.Module]:
-    """Return what the units consist of and what contains them."""
-    parts = {id(part): part for unit in units for part in unit.modules()}
-    for module in () if model is None else model.modules():
-        if id(module) not in parts and any(id(child) in parts for child in module.modules()):
-            parts[id(module)] = module
-    return list(parts.values())

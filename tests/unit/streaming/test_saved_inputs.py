@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cxl.devices.transfer import HostEngine
-from lightning_cxl.streaming.activations import HeldInput, StoredInput, can_store
+from lightning_cxl.streaming.activations import StoredInput, UnitInput, can_store
 from tests import training_device
 from tests.fakes import RecyclingMemory
 
@@ -81,11 +81,13 @@ def test_an_image_is_recognised_by_identity_and_version():
 
 def test_a_held_input_does_not_hold_the_graph():
     tensor = grown(4)
-    held = HeldInput(tensor, "unit")
-    assert held.get().grad_fn is None and torch.equal(held.get(), tensor)
+    held = UnitInput(tensor, None, "unit", cautious=False)
+    assert not held.observe()
+    held.release(HostEngine())
+    assert held.load(HostEngine()).grad_fn is None and torch.equal(held.load(HostEngine()), tensor)
     tensor.mul_(2)
     with pytest.raises(RuntimeError, match="an input of unit `unit`"):
-        held.get()
+        held.load(HostEngine())
 
 
 @pytest.mark.parametrize(
