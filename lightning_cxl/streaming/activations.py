@@ -33,8 +33,8 @@ from lightning_cxl.streaming.on_ssd import InputOnSsd
 from lightning_cxl.streaming.replay import (
     ModuleState,
     cached_tensors,
-    can_repeat,
     copied,
+    grows_by_replacing,
     is_cache,
     is_container,
     put_together,
@@ -379,7 +379,7 @@ class UnitForward(StandIn):
         tensors += [tensor for cache in caches for tensor in cached_tensors(cache)]
         carries_gradient = any(tensor.requires_grad for tensor in (*tensors, *peek(self.module)))
         can_repeat_caches = self.module.training and all(
-            can_repeat(each, is_argument=id(each) in own) for each in caches
+            grows_by_replacing(cache) or (id(cache) in own and cache.get_seq_length() == 0) for cache in caches
         )
         if not carries_gradient or (caches and not can_repeat_caches):
             return call_under(compiler, self.original, args, kwargs)

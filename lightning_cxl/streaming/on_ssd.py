@@ -81,20 +81,17 @@ class Fetch:
             self.drop()  # whose destination is not kept for it
             raise
 
-    def wait(self) -> None:
-        """Let device work queued from here on run after the copy; blocks the host until the copy has been started."""
+    def wait(self) -> None:  # blocks the host until the copy has been started
         self._wait_until_started()
         assert self._copy is not None, "what was dropped is waited for"
         self._copy.wait()
 
-    def wait_host(self) -> None:
-        """Block until the copy is done, or where it was dropped, until it is known not to be started."""
+    def wait_host(self) -> None:  # where it was dropped: until it is known not to be started
         self._wait_until_started()
         if self._copy is not None:
             self._copy.wait_host()
 
     def done(self) -> bool:
-        """Return whether the copy is done or has failed."""
         return self._is_started.is_set() and (self._copy is None or self._copy.done())
 
     def drop(self) -> None:
@@ -143,7 +140,6 @@ class WeightRecord:
         self._weights = weights
 
     def filling(self) -> AbstractContextManager[Buffer]:
-        """Return a region in which a buffer is filled, which becomes the record's bytes."""
         return self._weights.swapper.overwrite(self.record)
 
     def fetch(
@@ -160,9 +156,14 @@ class WeightRecord:
         if write is not None:
             write.wait_host()
 
+    @uninterrupted
     def begin_access(self) -> None:
-        """Note that the window may be written to from now on."""
-        self._weights.begin_access(self)
+        """Note that the window may be written to; write back those before it, where they are large."""
+        maybe_dirty = self._weights.maybe_dirty
+        maybe_dirty[self] = None
+        if sum(each.window.nbytes for each in maybe_dirty) > self._weights.swapper.cap_bytes:
+            for each in [each for each in maybe_dirty if each is not self]:
+                each.end_access()
 
     @uninterrupted
     def end_access(self) -> None:
@@ -174,7 +175,7 @@ class WeightRecord:
                 copy_bytes(self.window, buffer)
 
     def begin_update(self) -> None:
-        """Note that an update brings what was written to the window."""
+        # the update brings what was written to the window
         self._weights.maybe_dirty.pop(self, None)
 
     def is_dirty(self) -> bool:
@@ -201,14 +202,6 @@ class WeightsOnSsd:
     def reserve(self, name: str, nbytes: int) -> WeightRecord:
         record = self.store.reserve(name, nbytes, keeps=False)  # weights are in the files of checkpoints
         return WeightRecord(self, record, self.store.window(record))
-
-    @uninterrupted
-    def begin_access(self, accessed: WeightRecord) -> None:
-        """Note that a window may be written to; write back those before it, where they are large."""
-        self.maybe_dirty[accessed] = None
-        if sum(each.window.nbytes for each in self.maybe_dirty) > self.swapper.cap_bytes:
-            for each in [each for each in self.maybe_dirty if each is not accessed]:
-                each.end_access()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -251,15 +244,10 @@ class InputOnSsd:
         self._inputs = inputs
 
     def __del__(self) -> None:
-        """Give the place back."""
         self._inputs.area.give_back(self.record)
 
     def store(self, source: torch.Tensor, lead: int) -> Transfer:
-        """Start copying an image from the device, and writing it then; waits for a buffer.
-
-        Returns:
-            The copy from the device.
-        """
+        """Start a copy from the device, which is returned, and the write behind it; waits for a buffer."""
         offload = _Offload(self, self._inputs, source, lead)
         self._inputs.swapper.submit(self.record.padded_nbytes, offload)
         return offload.copy()
@@ -293,7 +281,6 @@ class _Offload:
         self._is_started = threading.Event()
 
     def copy(self) -> Transfer:
-        """Return the copy from the device; waits until it has been started."""
         self._is_started.wait()
         if self._copy is None:
             error, self._error = self._error, None  # its frames refer to this
@@ -357,20 +344,15 @@ class ShardsOnSsd:
         self._engine = engine
         self._nbytes = 0
         self._shards: list[HostShard] = []
-        self._together: dict[int, frozenset[int]] = {}
-        """Where the shards begin that are gathered with one, by where that one begins."""
+        self._together: dict[int, frozenset[int]] = {}  # where shards begin that are gathered with the one at a key
         self._arrived: torch.Tensor | None = None
         self._awaited: set[int] = set()  # where shards begin that have not taken their part of what has arrived
         self._is_written = False
         wanted = {id(parameter) for parameter in parameters}
-        groups = [[each for each in group if id(each.sharded_param) in wanted] for group in gathered_together(model)]
-        self._move(groups)
-
-    @torch.no_grad()
-    def _move(self, groups: Sequence[Sequence[Any]]) -> None:
-        moved = []
-        with self._record.filling() as memory:
-            for group in groups:
+        moved: list[tuple[Any, HostShard, torch.Tensor]] = []
+        with torch.no_grad(), self._record.filling() as memory:
+            for gathered in gathered_together(model):
+                group = [each for each in gathered if id(each.sharded_param) in wanted]
                 begins = []
                 for managed in group:
                     shard: HostShard = managed.sharded_param._local_tensor
@@ -384,30 +366,27 @@ class ShardsOnSsd:
                     begins.append(self._nbytes)
                     self._nbytes += aligned_nbytes(shard.host)
                 self._together |= dict.fromkeys(begins, frozenset(begins))
-        for managed, shard, shown in moved:
-            put_shard(managed, shard.lie_in(shown.view(shard.shape), self), shown)
-            self._shards.append(shard)
+        with torch.no_grad():
+            for managed, shard, shown in moved:
+                put_shard(managed, shard.lie_in(shown.view(shard.shape), self), shown)
+                self._shards.append(shard)
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         """Return a copy on the device of the part of one shard that `host` shows; the current stream waits for it."""
         begin = host.data_ptr() - self._record.buffer.address
         if self._arrived is None or begin not in self._awaited:
-            self._arrived = self._fetch()
-            self._awaited = set(self._together[begin])
+            if self._is_written:
+                self._record.end_access()
+                self._is_written = False
+            arrived = torch.empty(self._nbytes, dtype=torch.uint8, device=self._engine.device)
+            shown = self._record.buffer.tensor((self._nbytes,), torch.uint8)
+            self._record.fetch(self._engine, shown, arrived, [self._engine.mark()]).wait()
+            self._arrived, self._awaited = arrived, set(self._together[begin])
         part = self._arrived[begin : begin + host.nbytes].view(host.dtype).view(host.shape)
         self._awaited.discard(begin)
         if not self._awaited:
             self._arrived = None
         return part
-
-    def _fetch(self) -> torch.Tensor:
-        if self._is_written:
-            self._record.end_access()
-            self._is_written = False
-        arrived = torch.empty(self._nbytes, dtype=torch.uint8, device=self._engine.device)
-        shown = self._record.buffer.tensor((self._nbytes,), torch.uint8)
-        self._record.fetch(self._engine, shown, arrived, [self._engine.mark()]).wait()
-        return arrived
 
     def settle(self) -> None:
         """Return when the window shows what was written last."""

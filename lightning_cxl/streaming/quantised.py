@@ -147,8 +147,8 @@ def warn_of_wide_experts(model: nn.Module) -> None:
 
 def kept_whole(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return by name what no process may cut: the parameters of quantised layers. Their bytes have no rows."""
-    layers = [module for module in model.modules() if any(map(_is_quantised, module.parameters(recurse=False)))]
-    ids = {id(parameter) for module in layers for parameter in module.parameters(recurse=False)}
+    of_modules = [list(module.parameters(recurse=False)) for module in model.modules()]
+    ids = {id(parameter) for own in of_modules if any(map(_is_quantised, own)) for parameter in own}
     found = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in ids}
     trained = next((name for name, parameter in found.items() if parameter.requires_grad), None)
     if trained is not None:
@@ -167,7 +167,10 @@ def _prepare_backward(parameter: nn.Parameter, streams: bool, module: nn.Module,
     """Let the backward of a layer that has just run read the weight of then, and keep nothing that it does not read."""
     if torch.compiler.is_compiling() or not isinstance(output, torch.Tensor) or output.grad_fn is None:
         return  # torch.compile saves what a backward reads as every other tensor
-    node = _product_before(output.grad_fn)
+    node: Any = output.grad_fn
+    for _ in range(_MOST_STEPS):
+        if node is not None and type(node).__name__ not in _UNREAD:
+            node = next((each for each, _ in node.next_functions if each is not None), None)
     if node is not None and not parameter.requires_grad:
         for attribute, value in _UNREAD[type(node).__name__].items():
             setattr(node, attribute, value)
@@ -182,15 +185,6 @@ def _prepare_backward(parameter: nn.Parameter, streams: bool, module: nn.Module,
         node.tensors = _BytesOfThen(parameter)
     saved: Any = _SavesATensor.apply(torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True))  # type: ignore[no-untyped-call]
     node.register_prehook(functools.partial(_compute_again, saved.grad_fn))
-
-
-def _product_before(node: Any) -> Any:
-    """Return the node of a quantised product, up to a few steps from that of its layer's output; None if not there."""
-    for _ in range(_MOST_STEPS):
-        if node is None or type(node).__name__ in _UNREAD:
-            return node
-        node = next((each for each, _ in node.next_functions if each is not None), None)
-    return None
 
 
 class _SavesATensor(torch.autograd.Function):

@@ -69,11 +69,7 @@ _CONTAINERS = frozenset((list, tuple, dict, set, collections.deque, collections.
 
 
 class ModuleState:
-    """The state of a unit's modules at the start of one call. See [Note: Replaying module state].
-
-    Args:
-        unit: its forward is about to run; `settle` must be called when it has returned.
-    """
+    """The state of a unit's modules when a forward is about to run. See [Note: Replaying module state]."""
 
     def __init__(self, unit: nn.Module, arguments: Iterable[Any] = ()) -> None:
         self._unit = unit
@@ -87,13 +83,15 @@ class ModuleState:
         ]
         self._containers, self._leaves = taken_apart(values, type(unit).__name__, lambda v: type(v) in _CONTAINERS)
         self._draws = list(map(_Draws, _generators([*arguments, *self._leaves])))
-        self._shown = [(module, name, _hold(each)) for module, name, each in _own_parameters(unit)]
+        self._shown = [
+            (module, name, _hold(each)) for module in unit.modules() for name, each in peek_at_own(module).items()
+        ]
         self._unsettled = list(kept.values())
         self._parameters: list[tuple[nn.Parameter, int | None, bool]] = []  # version and requires_grad in the forward
 
     def settle(self) -> None:
         """Free what the forward, which has returned, did not change; note which parameters it used."""
-        self._draws = [each for each in self._draws if each.has_moved()]
+        self._draws = [each for each in self._draws if not each.is_at_start()]
         for kept in self._unsettled:
             kept.settle()
         self._unsettled = []
@@ -102,7 +100,11 @@ class ModuleState:
     @contextmanager
     def replay(self) -> Iterator[None]:
         """Show the modules as the call found them; afterwards, as they are now."""
-        self._check_parameters()
+        for parameter, version, _ in self._parameters:
+            if version_of(parameter) != version:
+                names = [name for name, other in self._unit.named_parameters() if other is parameter]
+                what = f"parameter `{names[0] if names else '?'}` of {type(self._unit).__name__}"
+                raise stale_error(what, version_of(parameter), version)
         past = put_together(self._containers, [v.fresh() if isinstance(v, _Kept) else v for v in self._leaves])
         present = [(module, _attributes(module), dict(module._buffers)) for module, _, _ in self._names]
         default_dtype = torch.get_default_dtype()
@@ -133,13 +135,6 @@ class ModuleState:
             for module, own_attributes, own_buffers in present:
                 _bind(module, own_attributes, own_buffers)
 
-    def _check_parameters(self) -> None:
-        for parameter, version, _ in self._parameters:
-            if version_of(parameter) != version:
-                names = [name for name, other in self._unit.named_parameters() if other is parameter]
-                what = f"parameter `{names[0] if names else '?'}` of {type(self._unit).__name__}"
-                raise stale_error(what, version_of(parameter), version)
-
 
 class _Kept:
     """A tensor as it was at the start of a call."""
@@ -155,8 +150,9 @@ class _Kept:
         """Keep the original of a large tensor that is unchanged, otherwise the copy."""
         original, copied = self._original, self._copy
         assert original is not None and copied is not None
-        # a comparison waits for the device; only units with large buffers pay for it
-        if original.numel() > _SMALL_NUMEL and _is_same(original, copied):
+        alike = (original.shape, original.dtype, original.device) == (copied.shape, copied.dtype, copied.device)
+        # a comparison waits for the device; only units with large buffers pay. NaN differs from NaN: its copy is kept
+        if alike and original.numel() > _SMALL_NUMEL and (original.is_meta or torch.equal(original, copied)):
             self._version, self._copy = version_of(original), None
         else:
             self._original = None
@@ -172,21 +168,37 @@ class _Kept:
         return self._original
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-    return alike and (one.is_meta or torch.equal(one, other))  # NaN differs from NaN: its copy is kept
-
-
 class _Draws:
     """A generator and its state at the start of a call. See [Note: Random numbers of a recompute]."""
 
     def __init__(self, generator: Any) -> None:
-        self._state, self._set = _access(generator)
+        self._generator = generator
         self._start = self._state()
 
-    def has_moved(self) -> bool:
+    def _state(self) -> Any:
+        generator = self._generator
+        if isinstance(generator, torch.Generator):
+            return generator.get_state()
+        if hasattr(generator, "getstate"):  # `random`, and what is in it
+            return generator.getstate()
+        # numpy, likewise; pickled, since its arrays do not compare as a whole
+        legacy = hasattr(generator, "get_state")
+        return pickle.dumps(generator.get_state(legacy=False) if legacy else generator.bit_generator.state)
+
+    def _set(self, state: Any) -> None:
+        generator = self._generator
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state)
+        elif hasattr(generator, "setstate"):
+            generator.setstate(state)
+        elif hasattr(generator, "set_state"):
+            generator.set_state(pickle.loads(state))
+        else:
+            generator.bit_generator.state = pickle.loads(state)
+
+    def is_at_start(self) -> bool:
         state = self._state()
-        return not (torch.equal(state, self._start) if isinstance(state, torch.Tensor) else state == self._start)
+        return torch.equal(state, self._start) if isinstance(state, torch.Tensor) else bool(state == self._start)
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -199,21 +211,6 @@ class _Draws:
             self._set(now)
 
 
-def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """Return what gets the state of a generator, a tensor or what `==` compares, and what sets it."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state, generator.set_state
-    if hasattr(generator, "getstate"):  # `random`, and what is in it
-        return generator.getstate, generator.setstate
-    if hasattr(generator, "get_state"):  # numpy, likewise
-        return (
-            lambda: pickle.dumps(generator.get_state(legacy=False)),
-            lambda state: generator.set_state(pickle.loads(state)),
-        )
-    bits = generator.bit_generator
-    return lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state))
-
-
 def _generators(values: Iterable[Any]) -> list[Any]:
     """Return the global generators besides torch's, and those among `values`."""
     numpy_random = sys.modules.get("numpy.random")
@@ -224,12 +221,6 @@ def _generators(values: Iterable[Any]) -> list[Any]:
         found[id(numpy_random)] = numpy_random
     found |= {id(each): each for each in values if isinstance(each, kinds)}
     return [each for each in found.values() if not isinstance(each, random.SystemRandom)]  # which has no state
-
-
-def _own_parameters(unit: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    for module in unit.modules():
-        for name, parameter in peek_at_own(module).items():
-            yield module, name, parameter
 
 
 def _hold(parameter: Any) -> Any:
@@ -353,11 +344,6 @@ def put_together(containers: bytes, leaves: Sequence[Any]) -> Any:
 
 def is_cache(value: Any) -> bool:
     return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
-
-
-def can_repeat(cache: Any, *, is_argument: bool) -> bool:
-    """Return whether a unit that gets `cache`, as an argument or in a container, can run any number of times."""
-    return grows_by_replacing(cache) or (is_argument and cache.get_seq_length() == 0)
 
 
 def cached_tensors(value: Any) -> list[torch.Tensor]:

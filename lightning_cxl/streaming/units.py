@@ -3,6 +3,7 @@
 import difflib
 import fnmatch
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,18 +36,27 @@ def find_units(model: nn.Module, units: str | Sequence[str] = "auto") -> NamedUn
     if units == "auto":
         return _outermost(_declared_blocks(model) or _largest_stack(model))
     patterns = [units] if isinstance(units, str) else list(units)
-    found: dict[str, nn.Module] = {}
+    found: set[str] = set()
     for pattern in patterns:
-        matches = {name: module for name, module in model.named_modules() if _matches(pattern, name, module)}
+        matches = {
+            name
+            for name, module in model.named_modules()
+            if _class_name(module) == pattern
+            or any(name and fnmatch.fnmatchcase(each, pattern) for each in (name, name.replace("_orig_mod.", "")))
+        }
         if not matches:
-            raise ConfigError(_no_match_message(model, pattern))
-        found.update(matches)
+            names = [name for name, _ in model.named_modules() if name]
+            classes = sorted({_class_name(module) for module in model.modules()})
+            close = difflib.get_close_matches(pattern, names + classes, n=3, cutoff=0.4)
+            hint = f" Did you mean {' or '.join(f'`{name}`' for name in close)}?" if close else ""
+            automatic = [name for name, _ in find_units(model)]
+            would_be = f"`{automatic[0]}` to `{automatic[-1]}`" if automatic else "nothing"
+            raise ConfigError(
+                f"units: `{pattern}` matches no module name and no class of {type(model).__name__}.{hint} "
+                f"Classes: {', '.join(classes)}. With units='auto' it would be {would_be}."
+            )
+        found |= matches
     return _outermost([(name, module) for name, module in model.named_modules() if name in found])
-
-
-def _matches(pattern: str, name: str, module: nn.Module) -> bool:
-    names = {name, name.replace("_orig_mod.", "")} - {""}
-    return any(fnmatch.fnmatchcase(each, pattern) for each in names) or _class_name(module) == pattern
 
 
 def _class_name(module: nn.Module) -> str:
@@ -93,19 +103,6 @@ def _outermost(units: NamedUnits) -> NamedUnits:
     return [(name, module) for name, module in units if id(module) not in inner]
 
 
-def _no_match_message(model: nn.Module, pattern: str) -> str:
-    names = [name for name, _ in model.named_modules() if name]
-    classes = sorted({_class_name(module) for module in model.modules()})
-    close = difflib.get_close_matches(pattern, names + classes, n=3, cutoff=0.4)
-    hint = f" Did you mean {' or '.join(f'`{name}`' for name in close)}?" if close else ""
-    automatic = [name for name, _ in find_units(model)]
-    found = f"`{automatic[0]}` to `{automatic[-1]}`" if automatic else "nothing"
-    return (
-        f"units: `{pattern}` matches no module name and no class of {type(model).__name__}.{hint} "
-        f"Classes: {', '.join(classes)}. With units='auto' it would be {found}."
-    )
-
-
 # ----------------------------------------------------------------------------------------------------
 # `streamable`: which parameters of units can stream.
 
@@ -117,13 +114,21 @@ def streamable(model: nn.Module, units: NamedUnits) -> Iterator[tuple[str, nn.Mo
     storage) stay where they are. On the meta device, for planning, memory counts as this host's. Of a parameter that is
     cut over processes its shard counts.
     """
-    owners = _owners(model, units)
-    storages = _shared_storages(model)
+    unit_of = {id(module): name for name, unit in units for module in unit.modules()}
+    owners: dict[int, set[str]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(unit_of.get(id(module), ""))
+    num_tensors: Counter[int] = Counter()  # in each storage
+    distinct = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    for tensor in map(local, distinct.values()):
+        if tensor.layout is torch.strided and not is_lazy(tensor) and tensor.numel():
+            num_tensors[_storage_of(tensor)] += 1
     for name, unit in units:
         module_of = owners_in(unit)
         own = [p for p in unit.parameters() if owners[id(p)] == {name} and not is_lazy(p) and not is_quantised_later(p)]
         own = [p for p in own if all(map(_is_plain, tensors_of(module_of[id(p)], p).values()))]
-        chosen = [p for p in own if _storage_of(p) not in storages]
+        chosen = [p for p in own if num_tensors[_storage_of(p)] <= 1]
         if chosen:
             yield name, unit, chosen
 
@@ -132,31 +137,10 @@ def owners_in(unit: nn.Module) -> dict[int, nn.Module]:
     return {id(p): module for module in unit.modules() for p in module.parameters(recurse=False)}
 
 
-def _owners(model: nn.Module, units: NamedUnits) -> dict[int, set[str]]:
-    unit_of = {id(module): name for name, unit in units for module in unit.modules()}
-    owners: dict[int, set[str]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(unit_of.get(id(module), ""))
-    return owners
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
     shard = local(tensor.data)
     plain = type(shard) is torch.Tensor and shard.device.type in ("cpu", "meta")
     return plain and shard.numel() > 0 and shard.layout is torch.strided and is_dense(shard)
-
-
-def _shared_storages(model: nn.Module) -> set[int]:
-    """Return the storages, as `_storage_of` tells them, that several tensors of the model lie in."""
-    seen: set[int] = set()
-    shared: set[int] = set()
-    distinct = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    for tensor in map(local, distinct.values()):
-        if tensor.layout is torch.strided and not is_lazy(tensor) and tensor.numel():
-            storage = _storage_of(tensor)
-            (shared if storage in seen else seen).add(storage)
-    return shared
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
