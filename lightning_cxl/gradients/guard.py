@@ -6,7 +6,6 @@ import warnings
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -53,13 +52,10 @@ from lightning_cxl.torch_private import hooks_after_accumulation, unscale
 
 
 class GradientHooks:
-    """Calls `received` whenever autograd has finished accumulating into `parameter`.
+    """Calls `received` whenever autograd has added to ``parameter.grad``, and `before` just before that.
 
-    Args:
-        received: called before hooks that the user has put on the parameter so far where it `stays`, else after all.
-        before: called just before autograd adds to ``.grad``; where the parameter does not stay, also for gradients
-            that `torch.autograd.grad` returns.
-        stays: whether the parameter never changes its device. See [Note: Which hooks stay].
+    Where the parameter `stays` on its device, `received` comes before hooks that the user has put on it so far; else
+    after all, and `before` is also called for what `torch.autograd.grad` returns. See [Note: Which hooks stay].
     """
 
     def __init__(
@@ -102,7 +98,14 @@ class GradientHooks:
         with torch.no_grad():
             if self._before is not None:
                 self._before()
-            return _of_its_own(grad, self._parameter()) if not grad.requires_grad else None
+            parameter = self._parameter()
+            if grad.requires_grad or parameter is None or grad.device == parameter.device:
+                return None
+            if grad.layout is not torch.strided:
+                return None
+            # autograd keeps this one as it is, and does not copy it to where the parameter is
+            own = torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device)
+            return own.copy_(grad)
 
     def _before_node(self, _grads: tuple[torch.Tensor, ...]) -> None:
         assert self._before is not None
@@ -112,14 +115,6 @@ class GradientHooks:
     def _after_hook(self, _parameter: torch.Tensor) -> None:
         with torch.no_grad():
             self._received()
-
-
-def _of_its_own(grad: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a copy that autograd keeps as it is, of a gradient that is not where the parameter is; else None."""
-    if parameter is None or grad.device == parameter.device or grad.layout is not torch.strided:
-        return None
-    copy = torch.empty_strided(parameter.shape, parameter.stride(), dtype=grad.dtype, device=grad.device)
-    return copy.copy_(grad)
 
 
 _NOTE = "_cxl_sum_of_squares"
@@ -141,13 +136,15 @@ class _Note:
         self._version = tensor._version
         self._value = value
 
-    def value_for(self, tensor: torch.Tensor) -> float | None:
-        """Return the sum, if it is that of `tensor` as it is now."""
-        return self._value if self._tensor() is tensor and self._version == tensor._version else None
+    @staticmethod
+    def of(tensor: torch.Tensor) -> float | None:
+        note = getattr(tensor, _NOTE, None)
+        if isinstance(note, _Note) and note._tensor() is tensor and note._version == tensor._version:
+            return note._value
+        return None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let copies and pickles of the tensor hold an empty set in the place of this note."""
-        return set, ()  # which `torch.load` takes without further ado
+        return set, ()  # an empty set in its place, which `torch.load` takes without further ado
 
 
 class GradientMeter:
@@ -191,33 +188,27 @@ class GradientMeter:
         kernel(rows, results, self.num_threads, self._isa)
         torch.autograd.graph.increment_version(written)
         for grad, value in zip(written, results, strict=True):
-            _note(grad, value)
+            setattr(grad, _NOTE, _Note(grad, value))
 
     def sums(self, grads: Sequence[torch.Tensor]) -> list[float]:
         """Return the sum of squares of each host gradient; of those not measured yet in one sweep over all of them."""
-        sums = [_noted(grad) if self.trusts_versions else None for grad in grads]
+        sums = [_Note.of(grad) if self.trusts_versions else None for grad in grads]
         missing = [index for index, value in enumerate(sums) if value is None]
         if missing:
             measured = sums_of_squares([grads[index] for index in missing], self.num_threads, self._isa)
             for index, value in zip(missing, measured, strict=True):
                 sums[index] = value
-                _note(grads[index], value)
+                setattr(grads[index], _NOTE, _Note(grads[index], value))
         return [value for value in sums if value is not None]
 
     def sums_of(self, parameters: Iterable[torch.Tensor]) -> list[float]:
         """Return the sums of the gradients that `parameters` have, as they are after hooks on the parameters."""
         parameters = list(parameters)
         for parameter in parameters:
-            if parameter.grad is not None:
-                _forget_where_hooks_run(parameter)
+            hooks = hooks_after_accumulation(parameter) if parameter.grad is not None else {}
+            if not all(isinstance(getattr(hook, "__self__", None), GradientHooks) for hook in hooks.values()):
+                vars(parameter.grad).pop(_NOTE, None)  # a user's hook may have edited it through `.data` since
         return self.sums(gradients(parameters))
-
-
-def _forget_where_hooks_run(parameter: torch.Tensor) -> None:
-    """Drop the number of a gradient that a user's hook may have edited through ``.data`` after it was measured."""
-    hooks = hooks_after_accumulation(parameter)
-    if not all(isinstance(getattr(hook, "__self__", None), GradientHooks) for hook in hooks.values()):
-        vars(parameter.grad).pop(_NOTE, None)
 
 
 def _row(source: torch.Tensor, destination: torch.Tensor, key: int = 0) -> tuple[int, ...]:
@@ -231,27 +222,13 @@ def _kernel_can_move(source: torch.Tensor, destination: torch.Tensor) -> bool:
     )
 
 
-def _note(grad: torch.Tensor, value: float) -> None:
-    setattr(grad, _NOTE, _Note(grad, value))
-
-
-def _noted(grad: torch.Tensor) -> float | None:
-    note = getattr(grad, _NOTE, None)
-    return note.value_for(grad) if isinstance(note, _Note) else None
-
-
-# ----------------------------------------------------------------------------------------------------
-# How stand-ins for methods travel: a copy or a pickle gets the method that they stand in for.
-
-
 class ReplacedMethod:
-    """Stands in for a method of an object while a run is going on; belongs to that run."""
+    """Stands in for a method of an object during a run. A copy or a pickle gets the plain method."""
 
     def __init__(self, plain: Callable[..., Any]) -> None:
         self._plain = plain
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        """Copy and pickle as the plain method."""
         return _same_object, (self._plain,)
 
 
@@ -268,14 +245,6 @@ _ADVICE = (
 )
 
 
-@dataclass(slots=True)
-class _Record:
-    streak: int = 0
-    """Steps left out in a row."""
-    seen: torch.Tensor | None = None
-    """The parameter whose gradient was bad before gradients were clipped in place."""
-
-
 class OverflowGuard:
     """Keeps an optimizer from being stepped with gradients that are not finite."""
 
@@ -286,22 +255,21 @@ class OverflowGuard:
         self._limit = limit
         self._name_of = name_of
         self._meter = meter
-        self._records: WeakKeyDictionary[Optimizer, _Record] = WeakKeyDictionary()
-        self.num_skipped = 0
-        """Steps left out in the whole run."""
-        self.num_steps = 0
-        """Steps of optimizers in the whole run, with those left out; each evaluation of a closure counts."""
+        self._streaks: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # steps left out in a row
+        # the parameter whose gradient was bad before gradients were clipped in place
+        self._seen: WeakKeyDictionary[Optimizer, Tensor | None] = WeakKeyDictionary()
+        self.num_skipped = 0  # steps left out in the whole run
+        self.num_steps = 0  # of optimizers in the whole run, with those left out; each evaluation of a closure counts
 
     def accepts(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor], *, can_skip: bool = True) -> bool:
         """Return whether a step of `optimizer` may use the gradients of `parameters`; warn the first time if not."""
         self.num_steps += 1
         if self._action == "ignore":
             return True
-        record = self._record_of(optimizer)
-        seen, record.seen = record.seen, None
+        seen = self._seen.pop(optimizer, None)
         bad = self.first_bad(parameters)
         if bad is None:
-            record.streak = 0
+            self._streaks[optimizer] = 0
             return True
         bad = bad if seen is None else seen
         if not can_skip:
@@ -316,7 +284,7 @@ class OverflowGuard:
         """Remember which gradient is bad before all are, for the message: they are about to be clipped in place."""
         if self._action != "ignore":
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            self._record_of(optimizer).seen = self.first_bad(parameters)
+            self._seen[optimizer] = self.first_bad(parameters)
 
     def first_bad(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Return the first parameter whose gradient has an element that is not finite, on any process: all agree."""
@@ -331,7 +299,7 @@ class OverflowGuard:
         self.num_skipped += 1
         if self._action == "ignore":  # a loss scaler leaves the step out all the same
             return
-        streak = self._record_of(optimizer).streak = self._record_of(optimizer).streak + 1
+        streak = self._streaks[optimizer] = self._streaks.get(optimizer, 0) + 1
         found = self._found(parameter)
         if self._action == "error" and not expected:
             raise GradientOverflowError(f'{found}. {_ADVICE} `on_overflow="skip"` leaves such steps out.')
@@ -345,9 +313,6 @@ class OverflowGuard:
 
     def _found(self, parameter: torch.Tensor) -> str:
         return f"the gradient of `{self._name_of(parameter)}` has elements that are infinite or not a number"
-
-    def _record_of(self, optimizer: Optimizer) -> _Record:
-        return self._records.setdefault(optimizer, _Record())
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -373,11 +338,9 @@ class HostUnscale(ReplacedMethod):
         self._unwrap = unwrap
         self._defers = defers
         self._guard = guard
-        self.factor = 1.0
-        """The last factor that was left to a step: gradients still have to be multiplied by it."""
+        self.factor = 1.0  # the last one that was left to a step: gradients still have to be multiplied by it
 
     def __call__(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
-        """Unscale gradients on the host; see `torch.amp.GradScaler`."""
         host_scale, found = inv_scale.cpu(), found_inf.cpu()
         target = self._unwrap(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -402,12 +365,8 @@ class HostClip(ReplacedMethod):
     """`clip_grad_by_norm` of a precision plugin: for `CPUAdam` only the factor is computed, the step applies it.
 
     The norm comes from the sums that were taken as gradients arrived. ``.grad`` keeps the values from before clipping.
-
-    Args:
-        plain: what the plugin does itself; used for other optimizers, and where the factor is not left to the step.
-        defers: whether the factor may be left to the optimizer's step, because no code reads gradients before it.
-        guard: told before gradients are clipped in place, which makes all of them NaN when one is.
-        unscale: has left a factor to the step, too; None without a loss scaler.
+    Other optimizers get what the plugin does itself, and so does one whose gradients other code reads before its step
+    (`defers`): the guard is told before, since clipping in place makes all gradients NaN when one is.
     """
 
     def __init__(
@@ -425,7 +384,6 @@ class HostClip(ReplacedMethod):
         self._unscale = unscale
 
     def __call__(self, optimizer: Any, clip_val: float) -> None:
-        """Clip the gradients of `optimizer` to a total norm of `clip_val`."""
         target = self._unwrap(optimizer)
         if isinstance(target, CPUAdam) and self._defers(target):
             target.clip_grad_norm_(clip_val, scale=1.0 if self._unscale is None else self._unscale.factor)

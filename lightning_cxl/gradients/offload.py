@@ -112,19 +112,7 @@ class GradientGroup:
 
 
 class GradientOffload:
-    """Receives the gradients of adopted parameters. See [Note: Life of a gradient].
-
-    Args:
-        allocate_all: gives host memory for gradients.
-        worker: accumulates groups, one after the other; None leaves it to whoever needs them.
-        release_units: lets every streamed unit give its memory on the device back.
-        streamed: the unit of each parameter whose weights stream to the device, by the parameter's id.
-        half_sums: whether bfloat16 gradients are added up in bfloat16 instead of float32.
-        reserves_streamed: whether `watch` makes sure that there is room for the gradients of all streamed parameters
-            at once.
-        are_read_early: whether someone may read gradients between the micro-batches of a step. If not, they may be on
-            their way until the last backward of the step is over.
-    """
+    """Receives the gradients of adopted parameters. See [Note: Life of a gradient]."""
 
     def __init__(
         self,
@@ -133,11 +121,11 @@ class GradientOffload:
         meter: GradientMeter,
         worker: Executor | None,
         release_units: Callable[[], None],
-        streamed: Mapping[int, object],
+        streamed: Mapping[int, object],  # the unit of each parameter whose weights stream, by the parameter's id
         *,
-        half_sums: bool = False,
-        reserves_streamed: bool = True,
-        are_read_early: bool = True,
+        half_sums: bool = False,  # bfloat16 gradients are added up in bfloat16
+        reserves_streamed: bool = True,  # `watch` makes sure that the gradients of all streamed parameters have room
+        are_read_early: bool = True,  # someone may read gradients between the micro-batches of a step
     ) -> None:
         self._engine = engine
         self._allocate_all = allocate_all
@@ -148,10 +136,8 @@ class GradientOffload:
         self._half_sums = half_sums
         self._reserves_streamed = reserves_streamed
         self._are_read_early = are_read_early
-        self.listener: Any = None
-        """`Updates`, where updates run behind the backward."""
-        self.num_received = 0
-        """Gradients so far: makes every stochastic rounding another one."""
+        self.updates: Any = None  # `Updates`, where they run behind the backward
+        self.num_received = 0  # gradients so far: makes every stochastic rounding another one
         self._watched: dict[int, tuple[WeightPair, GradientHooks]] = {}  # by id of the compute parameter
         self._units: dict[int, list[WeightPair]] = {}  # what is watched of each unit, by the unit's id
         self._own: dict[int, weakref.ref[torch.Tensor]] = {}  # the latest memory of ours, by id of the pair
@@ -175,15 +161,17 @@ class GradientOffload:
     def watch(self, pairs: list[WeightPair]) -> None:
         """Receive the gradients of these parameters from now on (each is watched once)."""
         new = [pair for pair in pairs if id(pair.compute) not in self._watched]
-        reserved = [
-            self._new_memory(group, [pair.grad_dtype for pair in group])
-            for group in self._by_unit(pair for pair in new if pair.compute.requires_grad)
-        ]
+        groups: dict[int, list[WeightPair]] = {}  # as their gradients are copied
+        for pair in new:
+            unit = self._unit_of(pair)
+            if pair.compute.requires_grad and (unit is None or self._reserves_streamed):
+                groups.setdefault(id(pair if unit is None else unit), []).append(pair)
+        reserved = [self._new_memory(group, [pair.grad_dtype for pair in group]) for group in groups.values()]
         for pair in new:
             half = pair.master.dtype in _HALF or pair.grad_dtype in _HALF
             if half:
                 cast(Any, pair.master).grad_dtype = None
-            if self._comes_from_device(pair):
+            if self._unit_of(pair) is not None or not (pair.is_shared or self._engine.computes_on_host):
                 receive, before = partial(self._receive_from_device, pair), partial(self._begin_pending, pair)
                 hooks = GradientHooks(pair.compute, receive, before, stays=False)
             elif pair.is_shared:  # hooks of the user find in `.grad` what autograd alone would have put there
@@ -198,20 +186,6 @@ class GradientOffload:
 
     def _unit_of(self, pair: WeightPair) -> object:
         return self._streamed.get(id(pair.compute))
-
-    def _by_unit(self, pairs: Iterable[WeightPair]) -> list[list[WeightPair]]:
-        """Return pairs in groups as their gradients are copied, without those that have no room reserved."""
-        groups: dict[int, list[WeightPair]] = {}
-        for pair in pairs:
-            unit = self._unit_of(pair)
-            if unit is None:
-                groups[id(pair)] = [pair]
-            elif self._reserves_streamed:
-                groups.setdefault(id(unit), []).append(pair)
-        return list(groups.values())
-
-    def _comes_from_device(self, pair: WeightPair) -> bool:
-        return id(pair.compute) in self._streamed or not (pair.is_shared or self._engine.computes_on_host)
 
     def _stash_sum(self, pair: WeightPair) -> None:
         """Take the sum so far away, if it is one that more can be added to."""
@@ -265,8 +239,8 @@ class GradientOffload:
         size = 1 if unit is None else sum(each.compute.requires_grad for each in self._units[id(unit)])
         if len(self._group) >= size:
             self._copy_group()
-        if unit is None and self.listener is not None:
-            self.listener.resident_has_come(pair)
+        if unit is None and self.updates is not None:
+            self.updates.resident_has_come(pair)
 
     def _begin_pending(self, pair: WeightPair) -> None:
         """Take the sum so far out of ``.grad``, once, as it is on the host and autograd's gradient is not."""
@@ -310,7 +284,11 @@ class GradientOffload:
         """Return memory where gradients stay."""
         memory: dict[int, torch.Tensor] = {}
         for role in (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS):
-            wanted = [(pair, dtype) for pair, dtype in zip(pairs, dtypes, strict=True) if _role_of(pair) is role]
+            wanted = [
+                (pair, dtype)
+                for pair, dtype in zip(pairs, dtypes, strict=True)
+                if pair.is_same_memory is (role is TensorRole.COMPUTE_GRADS)
+            ]
             if wanted:
                 given = self._allocate_all([(pair.compute, dtype) for pair, dtype in wanted], role)
                 for (pair, _), own in zip(wanted, given, strict=True):
@@ -358,17 +336,7 @@ class GradientOffload:
         copied = staying + staged
         copies = [(each.grad, local(there)) for each, there in zip(copied, memory, strict=True)]
         # FSDP2 allocates on the stream that scatters, and calls hooks on the one that reduces over machines
-        transfer = self._start(copies, from_here=not any(is_replicated(each.pair.compute) for each in copied))
-        landed = [Gradient(each.pair, there, each.key, each.stays) for each, there in zip(copied, memory, strict=True)]
-        pair_ids = frozenset(id(each.pair) for each in copied)
-        started = GradientGroup(pair_ids, bool(staged), transfer, landed, self._accumulate)
-        if self._worker is not None:
-            started.result = self._worker.submit(self._accumulate, started)
-        self._groups.append(started)
-        while self._groups and self._groups[0].done():
-            self._groups.popleft().wait()
-
-    def _start(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], from_here: bool) -> Transfer:
+        from_here = not any(is_replicated(each.pair.compute) for each in copied)
         transfer = self._engine.d2h_all(copies, from_here=from_here)
         nbytes = sum(source.nbytes for source, _ in copies)
         self._on_device.append((transfer, nbytes))
@@ -378,7 +346,14 @@ class GradientOffload:
             oldest, nbytes = self._on_device.popleft()
             oldest.wait()
             self._device_bytes -= nbytes
-        return transfer
+        landed = [Gradient(each.pair, there, each.key, each.stays) for each, there in zip(copied, memory, strict=True)]
+        pair_ids = frozenset(id(each.pair) for each in copied)
+        started = GradientGroup(pair_ids, bool(staged), transfer, landed, self._accumulate)
+        if self._worker is not None:
+            started.result = self._worker.submit(self._accumulate, started)
+        self._groups.append(started)
+        while self._groups and self._groups[0].done():
+            self._groups.popleft().wait()
 
     @torch.no_grad()
     def _accumulate(self, group: GradientGroup) -> None:
@@ -451,15 +426,12 @@ class GradientOffload:
                 self._sums.pop(key, None)
             self._pending.clear()
         self._backward, self._may_run = None, True
-        if self.listener is not None:
-            self.listener.begin_backward()
+        if self.updates is not None:
+            self.updates.begin_backward()
 
     def recompute_begins(self) -> None:
-        """Learn that a unit is about to be recomputed.
-
-        A backward inside of it, such as a reentrant checkpoint's, ends while weights are still read. So the backward
-        that ends last, this one, is the one that `finish` waits for.
-        """
+        # a backward inside of the unit, such as a reentrant checkpoint's, ends while weights are still read. So the
+        # backward that ends last, this one, is the one that `finish` waits for
         self.finish_at_the_end()
 
     def finish_at_the_end(self) -> None:
@@ -471,8 +443,8 @@ class GradientOffload:
 
     def unit_is_over(self, unit: object) -> None:
         """Learn that the backward of a streamed unit is over: its gradients have come."""
-        if self.listener is not None:
-            self.listener.unit_is_over(unit)
+        if self.updates is not None:
+            self.updates.unit_is_over(unit)
 
     def finish(self) -> None:
         """Note that a backward is over: its gradients are complete now, or on their way if nobody reads them yet."""
@@ -488,7 +460,7 @@ class GradientOffload:
     # -- what a step tells
 
     def begin_step(self) -> None:
-        """Learn that the next backward is the last of a step: gradients are read when it is over."""
+        # the next backward is the last of a step: gradients are read when it is over
         self._is_last_backward = True
         self._given.clear()  # of the step before, whose closure may have failed
 
@@ -549,10 +521,6 @@ class GradientOffload:
             state.clear()
 
 
-def _role_of(pair: WeightPair) -> TensorRole:
-    return TensorRole.COMPUTE_GRADS if pair.is_same_memory else TensorRole.MASTER_GRADS
-
-
 def _taken_from(pair: WeightPair) -> torch.Tensor | None:
     """Return the gradient that a parameter has, dense; it has none then."""
     grad = plain_grad(pair.compute)
@@ -568,14 +536,12 @@ def _taken_from(pair: WeightPair) -> torch.Tensor | None:
 
 
 def wait_for_failed_backward(device: torch.device, seconds: float = 10.0) -> None:
-    """Return when no operation of a backward that has failed runs on `device`, or after `seconds`.
+    """Return when no operation of a backward that has failed runs on `device`. Not to be called within a backward.
 
     ``loss.backward()`` raises as soon as one thread of autograd has failed. The thread of each device first ends the
     operation that it is in, which may be the recompute of a unit, and calls its hooks. It has one queue, so another
-    backward on that device ends after it. Not to be called within a backward.
-
-    Args:
-        seconds: the wait is bounded because that operation may be a collective which waits for this very process.
+    backward on that device ends after it. That operation may be a collective which waits for this very process, so the
+    wait is bounded.
     """
     if device.type == "cpu":
         return  # the thread that called `backward` has computed all of it
@@ -598,23 +564,19 @@ Peek = Callable[[nn.Module], Iterable[Tensor]]
 
 
 class ModuleZeroGrad(ReplacedMethod):
-    """Stands in for one module's `zero_grad`. A copy of the module has none.
-
-    Gradients that are dropped, not zeroed, need no wait: an update that runs has its own references to them. So a loop
-    that calls ``model.zero_grad()`` after the step, as that of transformers does, does not wait for updates.
-    """
+    """Stands in for one module's `zero_grad`. A copy of the module has none."""
 
     def __init__(self, module: nn.Module, grads: GradientOffload, peek: Peek) -> None:
         super().__init__(module.zero_grad)
         self._module = module
         self._grads = grads
         self._peek = peek
-        self.own = vars(module).get("zero_grad")
-        """The user's own method, which is called and put back."""
+        self.own = vars(module).get("zero_grad")  # the user's method, which is called and put back
 
     def __call__(self, *args: Any, **keywords: Any) -> None:
         set_to_none = args[0] if args else keywords.get("set_to_none", True)
         if set_to_none and self.own is None and type(self._module).zero_grad is nn.Module.zero_grad:
+            # no wait for updates, which have their own references: some loops call this right after the step
             parameters = list(self._peek(self._module))
             self._grads.zero(parameters)
             for parameter in parameters:

@@ -54,11 +54,9 @@ MAX_UNITS_IN_FLIGHT = 3
 
 
 class Updates:
-    """Makes updates when their step asks for them, and keeps track of those that run behind.
+    """Makes updates when their step asks for them; those of streamed units run behind, if there is a worker.
 
-    Args:
-        worker: updates streamed units. None: nothing runs behind. See [Note: Overlapped updates].
-        in_backward: whether units are updated behind the backward, too.
+    See [Note: Overlapped updates].
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class Updates:
         self._worker = worker
         self._grads = grads
         if worker is not None:
-            grads.listener = self
+            grads.updates = self
         self._streamer = streamer
         self._in_backward = in_backward
         self._optimizer: CPUAdam | None = None  # whose closure runs, if updates may run behind its backward
@@ -165,9 +163,7 @@ class Updates:
     def close(self, *, after_error: bool = False) -> None:
         """Return when every update is done, and keep none: an error that stays behind keeps what its frames hold.
 
-        Args:
-            after_error: an error has ended the run. Those of updates are logged then: raised, they would end the
-                teardown of whoever handles that one.
+        Where an error has ended the run, those of updates are logged: raised, they would end the teardown for it.
         """
         self._optimizer = None
         self._started.clear()
@@ -226,21 +222,21 @@ class Updates:
         self._worker.submit(_run, self._updating(self._optimizer, [pair]), update)
 
     def _updating(self, optimizer: CPUAdam, pairs: list[WeightPair]) -> Callable[[], None]:
-        if self._step is None:
-            self._step = AdamStep(optimizer)
-        return partial(self._update_arrived, self._step, pairs, optimizer.grad_scale)
+        """Return a job that updates masters whose gradients were handed over."""
+        step = self._step = AdamStep(optimizer) if self._step is None else self._step
+        scale = optimizer.grad_scale
+
+        def job() -> None:
+            step.apply(step.collect({pair.master: self._grads.take(pair) for pair in pairs}), scale)
+
+        return job
 
     def _is_for_worker(self, pair: WeightPair) -> bool:
         """Whether the kernel writes the compute weights itself, so that nothing is left to do after it."""
         return pair.is_shared or pair.master in self._masters.kernel_weights
 
     def start(self, unit: UnitWeights, written: Sequence[torch.Tensor], job: Callable[[], None]) -> None:
-        """Let a job that writes the homes of `unit` run on the worker.
-
-        Args:
-            unit: waited for by whoever needs it, until the job is done.
-            written: parameters that the job writes: they count as written from now on.
-        """
+        """Let a job that writes parameters of `unit` run on the worker; they count as written from now on."""
         while self._started and self._started[0].done():
             self._started.popleft()
         update: Future[None] = Future()
@@ -256,10 +252,6 @@ class Updates:
 
         self._worker.submit(_run, run, update)
         self._started.append(update)
-
-    def _update_arrived(self, step: AdamStep, pairs: list[WeightPair], scale: float) -> None:
-        grads: dict[torch.Tensor, torch.Tensor] = {pair.master: self._grads.take(pair) for pair in pairs}
-        step.apply(step.collect(grads), scale)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
@@ -324,7 +316,6 @@ class HostStep:
         self._num_evaluations = 0  # of the closure of this step
 
     def __call__(self, closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
-        """Run one step; same contract as the optimizer's own `step`, which gets the keywords."""
         optimizer = self._optimizer
         if keywords and isinstance(optimizer, CPUAdam):
             raise TypeError(f"{type(optimizer).__name__}.step() takes `closure` only, not {', '.join(keywords)}")
@@ -352,13 +343,18 @@ class HostStep:
         return result
 
     def _step_of_any_other(self, closure: Callable[[], Any] | None, keywords: dict[str, Any]) -> Any:
-        _bring_to_host(self._optimizer)
+        for name in ("grad_scale", "found_inf"):  # of a loss scaler on a device: a fused optimizer would not wait
+            value = vars(self._optimizer).get(name)
+            if isinstance(value, torch.Tensor):
+                setattr(self._optimizer, name, value.cpu())
         if closure is None:
             self._check(None)
             result = self._step(**keywords)
         else:
             result = self._step(partial(self._evaluate, closure), **keywords)
-        updated = self._updated()
+        updated = self._parameters()
+        if self._evaluates_first:  # others may have written through `.data` where there is no gradient, too
+            updated = [p for p in updated if p.grad is not None or self._is_written(p)]
         # fused optimizers of torch, and those of bitsandbytes, write without a trace: copies must become old
         torch.autograd.graph.increment_version([p for p in updated if not self._is_written(p)])
         self._updates.write_back(self._optimizer, updated)
@@ -391,12 +387,6 @@ class HostStep:
     def _is_written(self, parameter: torch.Tensor) -> bool:
         return self._versions.get(id(parameter)) != parameter._version
 
-    def _updated(self) -> list[torch.Tensor]:
-        """Return the parameters that the optimizer has written to, or may have through ``.data``."""
-        if not self._evaluates_first:
-            return self._parameters()
-        return [p for p in self._parameters() if p.grad is not None or self._is_written(p)]
-
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in plain(group["params"])]
 
@@ -405,14 +395,6 @@ def evaluates_first(optimizer: Optimizer) -> bool:
     """Whether the optimizer's `step` is torch's own or ours: it evaluates its closure before it touches anything."""
     owner = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
     return owner.__module__.startswith(("torch.optim.", "lightning_cxl."))
-
-
-def _bring_to_host(optimizer: Optimizer) -> None:
-    """Give a fused optimizer of torch what a loss scaler on a device has told it: it would not wait for a copy."""
-    for name in ("grad_scale", "found_inf"):
-        value = vars(optimizer).get(name)
-        if isinstance(value, torch.Tensor):
-            setattr(optimizer, name, value.cpu())
 
 
 class _StepLeftOut(Exception):
@@ -427,28 +409,11 @@ class _StepLeftOut(Exception):
 # [Note: Adoption]
 # Every parameter in a group is replaced by its master (the same object where compute is master). ``torch.optim.Adam``
 # and ``AdamW`` themselves (not subclasses: those may do anything) become a `CPUAdam` of the same name
-# (`class_in_place_of`). It shares the same group dicts; schedulers that pointed at the old object are pointed at the
+# (`_make_cpu_adam`). It shares the same group dicts; schedulers that pointed at the old object are pointed at the
 # new one. Any other optimizer keeps its object. The ``step`` of each becomes a `HostStep` ([Note: A step]). Parameters
 # added later are adopted the same way: by `add_param_group` at once, and what someone puts into a group, or into new
 # groups (``optimizer.param_groups = ...``), at the next batch or before a checkpoint is written or read
 # (`adopt_joined`). `Adoption.release` undoes what was put on optimizer objects.
-
-# ----------------------------------------------------------------------------------------------------
-# `follow_overrides`: settings of single parameters, which optimizers of bitsandbytes keep by identity.
-
-
-def follow_overrides(optimizer: Optimizer, pairs: Iterable[WeightPair]) -> None:
-    """Let settings of compute weights hold for their masters, such as the Trainer's: embeddings have 32-bit state."""
-    manager = getattr(optimizer, "mng", None)
-    settings = getattr(manager, "pid2config", None)
-    if manager is None or settings is None:
-        return
-    of_modules = {id(getattr(module, name)): found for module, name, found in manager.module_weight_config_triple}
-    for pair in pairs:
-        found = of_modules.get(id(pair.compute), settings.get(id(pair.compute)))
-        if found is not None:
-            settings[id(pair.master)] = found
-
 
 # ----------------------------------------------------------------------------------------------------
 # `CPUAdam` under the names of torch's classes, for whoever asks an adopted optimizer who it is.
@@ -467,12 +432,6 @@ class AdamW(CPUAdam, torch.optim.AdamW):
     """`CPUAdam` in the place of a ``torch.optim.AdamW``."""
 
     adds_nothing = True
-
-
-def class_in_place_of(optimizer: Optimizer) -> type[CPUAdam]:
-    if isinstance(optimizer, torch.optim.AdamW):
-        return AdamW
-    return Adam if isinstance(optimizer, torch.optim.Adam) else CPUAdam
 
 
 class Adoption:
@@ -518,12 +477,19 @@ class Adoption:
         self._adopted[-1] = (optimizer, current, undo)
 
         def add_param_group(param_group: dict[str, Any]) -> None:
-            type(current).add_param_group(current, self._adopt_group(current, param_group))
+            entries = param_group["params"]
+            given: list[Any] = [entries] if isinstance(entries, torch.Tensor) else list(entries)
+            names = [each[0] if isinstance(each, tuple) else None for each in given]
+            pairs = self._adopted_pairs(current, [each[1] if isinstance(each, tuple) else each for each in given])
+            masters: list[Any] = [
+                pair.master if name is None else (name, pair.master) for name, pair in zip(names, pairs, strict=True)
+            ]
+            type(current).add_param_group(current, {**param_group, "params": masters})
 
         step = HostStep(current, self._grads, self._guard, self._updates, self.place_state)
         _replace(undo, current, "step", step)
         _replace(undo, current, "add_param_group", add_param_group)
-        for name in ("train", "eval"):
+        for name in ("train", "eval"):  # of an optimizer without a schedule, they swap all values: the model gets them
             if callable(getattr(current, name, None)):
                 _replace(undo, current, name, self._showing_new_values(current, getattr(current, name)))
         if current is not optimizer:  # a reference the user kept steps the same one
@@ -533,8 +499,6 @@ class Adoption:
         return current
 
     def _showing_new_values(self, optimizer: Optimizer, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `train` or `eval` of an optimizer without a schedule, which swaps all values: the model gets them."""
-
         def call(*args: Any, **kwargs: Any) -> Any:
             parameters = [p for group in optimizer.param_groups for p in plain(group["params"])]
             versions = [p._version for p in parameters]
@@ -554,7 +518,12 @@ class Adoption:
     def adopt_joined(self) -> None:
         """Adopt parameters of the model that have come into groups by another way than `add_param_group`."""
         for _, optimizer, _ in self._adopted:
-            joined = [group for group in optimizer.param_groups if not self._knows(plain(group["params"]))]
+            joined = []
+            for group in optimizer.param_groups:
+                parameters = plain(group["params"])
+                pairs = map(self._masters.find, parameters)
+                if not all(pair is not None and pair.master is p for pair, p in zip(pairs, parameters, strict=True)):
+                    joined.append(group)
             if joined:
                 self._take_in(optimizer, joined)
             self._await(optimizer)
@@ -571,24 +540,29 @@ class Adoption:
         self._updates.wait()
         self._grads.complete_for_access()
 
-    def _knows(self, parameters: list[torch.Tensor]) -> bool:
-        pairs = map(self._masters.find, parameters)
-        return all(pair is not None and pair.master is p for pair, p in zip(pairs, parameters, strict=True))
-
     def _take_in(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-        """Put masters in the place of the model's parameters, and receive their gradients."""
-        pairs: list[WeightPair] = []
+        """Put masters in the place of the model's parameters."""
+        pairs = self._adopted_pairs(optimizer, [p for group in groups for p in group["params"]])
+        masters = (pair.master for pair in pairs)
         for group in groups:
-            own = self._pairs_of(optimizer, group["params"])
-            group["params"][:] = [pair.master for pair in own]  # in place: LBFGS has a reference of its own
-            pairs += own
+            group["params"][:] = [next(masters) for _ in group["params"]]  # in place: LBFGS has a reference of its own
         for pair in pairs:
             _rekey(optimizer, pair.compute, pair.master)
-        follow_overrides(optimizer, pairs)
-        self._grads.watch(pairs)
 
-    def _pairs_of(self, optimizer: Optimizer, parameters: Iterable[Parameter]) -> list[WeightPair]:
-        return [self._masters.adopt(p, self._precisions.form_for(optimizer, p)) for p in parameters]
+    def _adopted_pairs(self, optimizer: Optimizer, parameters: Iterable[Parameter]) -> list[WeightPair]:
+        """Return parameters with their masters, whose gradients are received from now on."""
+        pairs = [self._masters.adopt(p, self._precisions.form_for(optimizer, p)) for p in parameters]
+        # bitsandbytes keeps settings of single parameters by identity; the Trainer makes some: embeddings in 32 bits
+        manager = getattr(optimizer, "mng", None)
+        settings = getattr(manager, "pid2config", None)
+        if manager is not None and settings is not None:
+            of_modules = {id(getattr(module, name)): it for module, name, it in manager.module_weight_config_triple}
+            for pair in pairs:
+                found = of_modules.get(id(pair.compute), settings.get(id(pair.compute)))
+                if found is not None:
+                    settings[id(pair.master)] = found
+        self._grads.watch(pairs)
+        return pairs
 
     def release(self) -> None:
         """Give the user's optimizers back as they were, on the model's own parameters, with the state they have now."""
@@ -604,32 +578,18 @@ class Adoption:
         finally:
             undo.close()
             for group in current.param_groups:
-                own = [self._give_back(current, p) for p in group["params"]]
+                own = []
+                for parameter in group["params"]:
+                    pair = self._masters.find(parameter)
+                    if pair is not None:
+                        _rekey(current, pair.master, pair.compute)
+                    own.append(parameter if pair is None else pair.compute)
                 if isinstance(group["params"], AwaitedParams):
                     group["params"] = own
                 else:
                     group["params"][:] = own
             if original is not current:
                 original.state, original.param_groups = _state_of(current), current.param_groups
-
-    def _give_back(self, optimizer: Optimizer, parameter: Parameter) -> Parameter:
-        pair = self._masters.find(parameter)
-        if pair is None:
-            return parameter
-        _rekey(optimizer, pair.master, pair.compute)
-        return pair.compute
-
-    def _adopt_group(self, optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-        entries: list[Any] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-        parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
-        pairs = self._pairs_of(optimizer, parameters)
-        follow_overrides(optimizer, pairs)
-        self._grads.watch(pairs)
-        masters = [
-            (entry[0], pair.master) if isinstance(entry, tuple) else pair.master  # (name, parameter) stays a tuple
-            for entry, pair in zip(entries, pairs, strict=True)
-        ]
-        return {**group, "params": masters}
 
     def _make_cpu_adam(self, optimizer: Optimizer) -> CPUAdam:
         options: dict[str, Any] = {
@@ -649,10 +609,13 @@ class Adoption:
                     self._masters.kernel_weights, cast(Any, optimizer.compute_weights)
                 ),
             }
-        return class_in_place_of(optimizer).from_torch(optimizer, allocate_state=self._allocate_state, **options)
+        classes: dict[type[Optimizer], type[CPUAdam]] = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam}
+        kind = next((ours for theirs, ours in classes.items() if isinstance(optimizer, theirs)), CPUAdam)
 
-    def _allocate_state(self, master: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        return self._allocate(self._masters.compute_of(master), role, dtype, numel)
+        def allocate_state(master: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
+            return self._allocate(self._masters.compute_of(master), role, dtype, numel)
+
+        return kind.from_torch(optimizer, allocate_state=allocate_state, **options)
 
 
 class _Sensitive:
