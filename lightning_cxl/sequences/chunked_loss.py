@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,6 @@ class LazyTensor(Tensor):
 
 IGNORED = -100
 """The label of a token that is not predicted, as torch and transformers have it."""
-_FEWEST_TOKENS, _MOST_TOKENS = 256, 1024
 _BAND_ROWS = 8192
 
 Scores = Callable[[Tensor], Tensor]
@@ -103,12 +102,10 @@ Scores = Callable[[Tensor], Tensor]
 
 
 def chunk_tokens(width: int) -> int:
-    """Return how many tokens' logits are made at a time, for inputs of `width` numbers.
-
-    A quarter of the width: the logits then take about as much memory as the weight of the layer, whatever the
-    vocabulary. At least 256, so that products are large enough to be fast; at most 1024, which is enough for that.
-    """
-    return min(max(width // 4, _FEWEST_TOKENS), _MOST_TOKENS)
+    """Return how many tokens' logits are made at a time, for inputs of `width` numbers."""
+    # a quarter of the width: the logits then take about as much memory as the layer's weight, whatever the vocabulary.
+    # Products of 256 tokens are large enough to be fast, of 1024 as fast as they get
+    return min(max(width // 4, 256), 1024)
 
 
 def chunked_cross_entropy(
@@ -122,41 +119,39 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return the cross-entropy of all tokens with a label. See [Note: Loss in chunks].
 
-    Args:
-        hidden: ``(tokens, width)``, the layer's inputs.
-        labels: ``(tokens,)`` of int64; `IGNORED` for none.
-        num_items: what the sum is divided by; None: the number of labels.
+    `hidden` is ``(tokens, width)``, `labels` ``(tokens,)`` of int64. The sum is divided by `num_items`, or the number
+    of labels.
     """
     # without values, or where a compiler wants fixed shapes, the tokens with labels are not known
     trained = torch.arange(len(labels), device=labels.device) if labels.is_meta else (labels != IGNORED).nonzero()[:, 0]
     count = len(trained) if num_items is None else num_items
     if isinstance(count, Tensor):
         count = count.to(hidden.device)
-    if _is_plain(forward, layer) and torch.float16 not in (compute_type(hidden), layer.weight.dtype):
+    # torch's own linear layer, with a weight that is no tensor of another class
+    is_own = getattr(forward, "__func__", None) is nn.Linear.forward
+    if (
+        is_own
+        and isinstance(layer, nn.Linear)
+        and type(layer.weight.detach()) is Tensor
+        and torch.float16 not in (compute_type(hidden), layer.weight.dtype)
+    ):
         differentiate = torch.is_grad_enabled()
         plain: Any = _PlainLayer.apply
         loss: Tensor = plain(hidden, layer.weight, layer.bias, labels, trained, scores, count, tokens, differentiate)
         return loss
+
+    def sum_of(part: Tensor, targets: Tensor) -> Tensor:
+        logits = forward(part)
+        return functional.cross_entropy((scores(logits) if scores else logits).float(), targets, reduction="sum")
+
     hidden, labels = hidden[trained], labels[trained]
     total = hidden.new_zeros((), dtype=torch.float32)
     for part, targets in zip(torch.split(hidden, tokens), torch.split(labels, tokens), strict=True):
-        total = total + checkpoint(_sum_of, forward, scores, part, targets, use_reentrant=False)
+        total = total + checkpoint(sum_of, part, targets, use_reentrant=False)
     return total / count
 
 
-def _is_plain(forward: Callable[[Tensor], Tensor], layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether this is torch's own linear layer, with a weight that is no tensor of another class."""
-    is_own = getattr(forward, "__func__", None) is nn.Linear.forward
-    return is_own and isinstance(layer, nn.Linear) and type(layer.weight.detach()) is Tensor
-
-
-def _sum_of(forward: Callable[[Tensor], Tensor], scores: Scores | None, hidden: Tensor, labels: Tensor) -> Tensor:
-    logits = forward(hidden)
-    return functional.cross_entropy((scores(logits) if scores else logits).float(), labels, reduction="sum")
-
-
 def is_autocast(kind: str) -> bool:
-    """Return whether torch chooses types on devices of this kind."""
     return kind != "meta" and torch.is_autocast_enabled(kind)  # torch has none for that device
 
 
@@ -203,8 +198,12 @@ class _PlainLayer(torch.autograd.Function):
                     continue
                 if for_hidden is not None:
                     for_hidden[rows] = torch.mm(gradient, matrix).to(hidden.dtype)
-                if for_weight is not None:
-                    _add_product(for_weight, gradient, part)
+                if for_weight is not None and gradient.dtype == part.dtype == torch.float32:
+                    torch.addmm(for_weight, gradient.T, part, out=for_weight)
+                elif for_weight is not None:  # in bands, without a second tensor of its size
+                    bands = torch.split(for_weight, _BAND_ROWS), torch.split(gradient, _BAND_ROWS, dim=1)
+                    for band, columns in zip(*bands, strict=True):
+                        band += columns.T @ part
                 if for_bias is not None:
                     for_bias += gradient.sum(0, dtype=torch.float32)
                 del gradient
@@ -233,12 +232,7 @@ class _PlainLayer(torch.autograd.Function):
 def _of_chunk(
     logits: Tensor, labels: Tensor, scores: Scores | None, count: Tensor | int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of a chunk's losses, and the gradient of the logits of ``sum / count``; None without `count`.
-
-    Args:
-        logits: ``(tokens, vocabulary)``.
-        labels: ``(tokens, 1)``.
-    """
+    """Return the sum of a chunk's losses, and the gradient of the logits of ``sum / count``; None without `count`."""
     if scores is not None:
         with torch.enable_grad():
             logits = logits.detach().requires_grad_()
@@ -256,15 +250,6 @@ def _of_chunk(
         return summed, result.to(logits.dtype)
     (gradient,) = torch.autograd.grad(scored, logits, result.to(scored.dtype))
     return summed, gradient
-
-
-def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Add ``one.T @ other`` to `total`, without a second tensor of its size."""
-    if total.dtype == one.dtype == other.dtype:
-        torch.addmm(total, one.T, other, out=total)
-        return
-    for band, columns in zip(torch.split(total, _BAND_ROWS), torch.split(one, _BAND_ROWS, dim=1), strict=True):
-        band += columns.T @ other
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -295,8 +280,7 @@ class DeferredLogits(LazyTensor):
     forward_of_layer: Callable[[Tensor], Tensor]
     hidden: Tensor
     steps: tuple[Step, ...]
-    all_logits: Tensor | None
-    """What `made` has made."""
+    all_logits: Tensor | None  # that `made` has made
     _autocast: tuple[torch.dtype, bool] | None
     _has_grad: bool
     _versions: list[int | None]
@@ -311,12 +295,7 @@ class DeferredLogits(LazyTensor):
         steps: tuple[Step, ...] = (),
         dtype: torch.dtype | None = None,
     ) -> "DeferredLogits":
-        """Defer ``forward(hidden)``.
-
-        Args:
-            hidden: ``(..., width)``.
-            dtype: of the result; None: what a linear layer makes of `hidden`.
-        """
+        """Defer ``forward(hidden)``, of `dtype`; None: of that which a linear layer makes of `hidden`."""
         kind = hidden.device.type
         has_autocast = kind != "meta"  # torch has none for that device
         autocast = (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) if has_autocast else None
@@ -355,36 +334,24 @@ class DeferredLogits(LazyTensor):
             logits = step(logits)
         return logits
 
-    def _carries_gradient(self) -> bool:
-        carries = any(each.requires_grad for each in (self.hidden, *self.layer.parameters()))
-        return self._has_grad and carries
-
-    def _then(self, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "DeferredLogits":
-        dtype = function(torch.empty(0, dtype=self.dtype), *args, **kwargs).dtype
-        copies = True in (*args, *kwargs.values())
-        if function.__name__ in _MAY_CHANGE_NOTHING and dtype == self.dtype and not copies:
-            return self
-
-        def step(logits: Tensor) -> Tensor:
-            return function(logits, *args, **kwargs)
-
-        steps = (*self.steps, step)
-        return DeferredLogits(self.layer, self.forward_of_layer, self.hidden, self.shape[-1], steps, dtype)
-
     @classmethod
     def lazily(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        logits = args[0] if args and isinstance(args[0], cls) and args[0].all_logits is None else None
-        if logits is not None and name == ".requires_grad" and func.__name__ == "__get__":
-            return logits._carries_gradient()
-        if logits is not None and _SAME.get(name, name) in _EACH_BY_ITSELF and _are_numbers(*args[1:], kwargs):
-            return logits._then(func, args[1:], kwargs)
-        return NotImplemented
-
-
-def _are_numbers(*values: Any) -> bool:
-    """Return whether no value is a tensor or a device: what is done then is the same for every logit."""
-    flat = [each for value in values for each in (value.values() if isinstance(value, dict) else (value,))]
-    return all(isinstance(each, (bool, int, float, torch.dtype)) for each in flat)
+        if not args or not isinstance(args[0], cls) or args[0].all_logits is not None:
+            return NotImplemented
+        logits, args = args[0], args[1:]
+        if name == ".requires_grad" and func.__name__ == "__get__":
+            parameters = logits.layer.parameters()
+            return logits._has_grad and any(each.requires_grad for each in (logits.hidden, *parameters))
+        given = (*args, *kwargs.values())
+        # without a tensor or a device among them, the same is done for every logit
+        are_numbers = all(isinstance(each, (bool, int, float, torch.dtype)) for each in given)
+        if _SAME.get(name, name) not in _EACH_BY_ITSELF or not are_numbers:
+            return NotImplemented
+        dtype = func(torch.empty(0, dtype=logits.dtype), *args, **kwargs).dtype
+        if name in _MAY_CHANGE_NOTHING and dtype == logits.dtype and True not in given:  # copy=True
+            return logits
+        steps = (*logits.steps, lambda each: func(each, *args, **kwargs))
+        return DeferredLogits(logits.layer, logits.forward_of_layer, logits.hidden, logits.shape[-1], steps, dtype)
 
 
 # ----------------------------------------------------------------------------------------------------

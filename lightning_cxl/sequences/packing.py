@@ -15,8 +15,8 @@ import bisect
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -134,16 +134,6 @@ def lengths_of(position_ids: Tensor) -> Tensor:
 _GROUP_TOKENS = 256
 
 
-class _Piece(NamedTuple):
-    """Documents of a row that are computed together."""
-
-    lengths: tuple[int, ...]
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-
 class PackedMask(LazyTensor):
     """Bool ``(rows, 1, tokens, tokens)``: which keys a query sees. See [Note: Attention document by document]."""
 
@@ -158,11 +148,7 @@ class PackedMask(LazyTensor):
     def __new__(
         cls, lengths: Sequence[Sequence[int]], device: torch.device, *, window: int | None = None
     ) -> "PackedMask":
-        """Make no mask.
-
-        Args:
-            window: how many tokens a token sees at most, itself included; None: all of its document.
-        """
+        # in a window a token sees that many tokens at most, itself included; else all of its document
         tokens = sum(lengths[0])
         self: PackedMask = wrapper_tensor(cls, (len(lengths), 1, tokens, tokens), torch.bool, device)
         self._lengths, self._window, self._all, self._small = lengths, window, None, {}
@@ -191,25 +177,28 @@ class PackedMask(LazyTensor):
         return self._small[key]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Return what ``scaled_dot_product_attention`` returns with this mask.
-
-        Args:
-            query: ``(rows, heads, tokens, width)``.
-        """
+        """Return what ``scaled_dot_product_attention`` returns with this mask."""
         rows = []
         for lengths, *row in zip(self._lengths, *(torch.split(each, 1) for each in (query, key, value)), strict=True):
-            pieces = list(_pieces(lengths))
-            sizes = [piece.tokens for piece in pieces]
+            pieces: list[tuple[int, ...]] = []  # documents in their order: long ones alone, short neighbours together
+            for length in lengths:
+                if pieces and sum(pieces[-1]) + length <= _GROUP_TOKENS:
+                    pieces[-1] += (length,)
+                else:
+                    pieces.append((length,))
+            sizes = list(map(sum, pieces))
             # `split`, not slices: its backward puts gradients side by side, that of slices adds up whole tensors
             parts = zip(*(torch.split(each, sizes, 2) for each in row), strict=True)
             rows.append(torch.cat([self._of_piece(*each, options) for each in zip(pieces, parts, strict=True)], 2))
         return torch.cat(rows)
 
-    def _of_piece(self, piece: _Piece, tensors: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> Tensor:
-        attention, window = functional.scaled_dot_product_attention, self._window
-        if len(piece.lengths) > 1 or (window is not None and window < piece.tokens <= _GROUP_TOKENS):
-            return attention(*tensors, attn_mask=self._kept(piece.lengths, piece.lengths), **options)
-        if window is None or piece.tokens <= window:
+    def _of_piece(
+        self, lengths: tuple[int, ...], tensors: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]
+    ) -> Tensor:
+        attention, window, tokens = functional.scaled_dot_product_attention, self._window, sum(lengths)
+        if len(lengths) > 1 or (window is not None and window < tokens <= _GROUP_TOKENS):
+            return attention(*tensors, attn_mask=self._kept(lengths, lengths), **options)
+        if window is None or tokens <= window:
             return attention(*tensors, is_causal=True, **options)
         size = max(window, _GROUP_TOKENS)
         results: list[Tensor] = []
@@ -224,10 +213,6 @@ class PackedMask(LazyTensor):
             before = key, value
         return torch.cat(results, 2)
 
-    def _fits(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        rows, _, tokens, _ = self.shape
-        return all(each.dim() == 4 and each.shape[::2] == (rows, tokens) for each in (query, key, value))
-
     @classmethod
     def lazily(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in ("detach", "clone", "contiguous"):
@@ -237,21 +222,10 @@ class PackedMask(LazyTensor):
             given |= kwargs
             mask = given.pop("attn_mask", None)
             is_alone = isinstance(mask, cls) and mask._all is None and not given.pop("is_causal", False)
-            if is_alone and mask._fits(given["query"], given["key"], given["value"]):
+            three = [given[each] for each in ("query", "key", "value")]
+            if is_alone and all(each.dim() == 4 and each.shape[::2] == mask.shape[::2] for each in three):
                 return mask.attend(**given)
         return NotImplemented
-
-
-def _pieces(lengths: Sequence[int]) -> Iterator[_Piece]:
-    """Yield documents in their order: long ones alone, short neighbours together."""
-    group: list[int] = []
-    for length in lengths:
-        if group and sum(group) + length > _GROUP_TOKENS:
-            yield _Piece(tuple(group))
-            group = []
-        group.append(length)
-    if group:
-        yield _Piece(tuple(group))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -282,11 +256,7 @@ _windows_of: weakref.WeakKeyDictionary[nn.Module, tuple[Any, "Windows | None"]] 
 
 
 def why_not_apart(model: nn.Module) -> str | None:
-    """Return why packed sequences cannot be kept apart in `model`; None where they can.
-
-    Args:
-        model: of transformers, with weights that its forward can use. See [Note: Boundaries of packed sequences].
-    """
+    """Return why packed sequences cannot be kept apart in `model`; None where they can."""
     config: Any = getattr(model, "config", None)
     if config is None:
         return "it is no model of transformers"
@@ -332,11 +302,7 @@ def _ask(model: nn.Module, implementation: str) -> str | None:
 def first_block(
     model: nn.Module, position_ids: Tensor, implementation: str, **arguments: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return what the first block of `model` is given for a packed row; None where its forward calls none.
-
-    Args:
-        position_ids: ``(1, tokens)``.
-    """
+    """Return what the first block of `model` is given for a packed row; None where its forward calls none."""
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise _ReachedError(args, kwargs)
@@ -365,11 +331,10 @@ def _is_cut(given: Any) -> bool:
         seen = row if row.dtype is torch.bool else row > _FORBIDDEN
         return bool(seen[..., _BEGINS].all() and not seen[..., :_BEGINS].any())  # some masks say what is not seen
     rule = getattr(given, "mask_mod", None)  # of flex attention
-    return rule is not None and [_sees(rule, key) for key in range(_BEGINS + 1)] == [False] * _BEGINS + [True]
-
-
-def _sees(rule: Any, key: int) -> bool:
-    return bool(rule(*(torch.tensor(index) for index in (0, 0, _BEGINS, key))))
+    if rule is None:
+        return False
+    seen_by_rule = [bool(rule(*map(torch.tensor, (0, 0, _BEGINS, key)))) for key in range(_BEGINS + 1)]
+    return seen_by_rule == [False] * _BEGINS + [True]
 
 
 def packed_arguments(model: nn.Module, position_ids: Tensor) -> dict[str, Any] | None:
@@ -413,19 +378,16 @@ def _windows(model: nn.Module, config: Any, tokens: int) -> Windows | None:
     if getattr(config, "output_router_logits", False) or any(map(is_compiled, model.modules())):
         return None
     if model not in _windows_of or _windows_of[model][0] != window:
+        kinds: set[str | None] = set(getattr(config, "layer_types", None) or ())
+        candidates: list[Windows] = [{None: None}, {None: window}] if window else [{None: None}]
+        if len(kinds) > 1:
+            candidates = [{kind: window if kind == "sliding_attention" else None for kind in kinds}]
         try:
-            found = next((each for each in _candidates(config, window) if _takes(model, each, window or 0)), None)
+            found = next((each for each in candidates if _takes(model, each, window or 0)), None)
         except Exception:  # whatever a model does with a mask of a class of its own
             found = None
         _windows_of[model] = window, found
     return _windows_of[model][1]
-
-
-def _candidates(config: Any, window: int | None) -> list[Windows]:
-    kinds: set[str | None] = set(getattr(config, "layer_types", None) or ())
-    if len(kinds) > 1:
-        return [{kind: window if kind == "sliding_attention" else None for kind in kinds}]
-    return [{None: None}, {None: window}] if window else [{None: None}]
 
 
 def _takes(model: nn.Module, windows: Windows, longest: int) -> bool:
