@@ -78,17 +78,10 @@ def cut(
     root: nn.Module | None = None,
     whole: Collection[nn.Parameter] = (),
 ) -> nn.Module:
-    """Cut a model over the processes of a mesh. See [Note: Sharded models].
+    """Cut a model over the processes of a mesh; return the root, which gathers parameters outside of units.
 
-    Args:
-        model: on the host, the same on all processes. INOUT: its parameters are replaced by others, so optimizers are
-            made later; its buffers move to the device.
-        mesh: of the device: one dimension that cuts, or two: ``replicate``, then ``shard``.
-        root: a module with all parameters that is always called as a whole; None for the smallest one.
-        whole: frozen parameters that are not cut: every process has all of each, where it lies now.
-
-    Returns:
-        The root, which must be called for the parameters outside of units to be gathered.
+    See [Note: Sharded models]. The model is on the host, the same on all processes. Its parameters are replaced, so
+    optimizers are made later; its buffers move to the device. `whole`: frozen parameters that are not cut.
     """
     root, whole = root_of(model) if root is None else root, set(whole)
     scalars = [p for p in model.parameters() if not p.ndim and p not in whole]
@@ -124,10 +117,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Return a region in which units of a model may be called without its root, as when text is generated; no backward.
-
-    All processes call the same units there, equally often.
-    """
+    """Return a region in which all processes call the same units of a model without its root; no backward."""
     root = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
     if root is None:
         yield
@@ -163,7 +153,6 @@ def _reshard_after_evaluation(root: nn.Module, _inputs: object, _output: object)
 
 
 def refuse_other_cuts(model: nn.Module) -> None:
-    """Refuse parameters that a user has cut in another way than by rows, and all-reduce hooks."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and any(p.is_shard() and not p.is_shard(0) for p in parameter.placements):
             raise UnsupportedError(
@@ -256,36 +245,24 @@ def place_shards(model: nn.Module, place: PlaceShard) -> None:
     shards = list(sharded_parameters(model))
 
     def move() -> None:
-        for each in shards:
-            parameter = each.sharded_param
+        for managed in shards:
+            parameter, size = managed.sharded_param, padded_size(managed)
             shard = parameter._local_tensor
-            apart = isinstance(shard, HostShard)
-            home = place(parameter, local(parameter), shard.numel() if apart else padded_size(each).numel())
-            if home is not None:
-                fill_host(each, home)
+            is_apart = isinstance(shard, HostShard)
+            memory = place(parameter, local(parameter), shard.numel() if is_apart else size.numel())
+            if memory is None:
+                continue
+            if is_apart:
+                memory = memory[: shard.numel()]
+                put_shard(managed, shard.move(memory), memory)
+            else:
+                padded, dim = memory.view(size).zero_(), managed.fsdp_placement.dim
+                padded.narrow(dim, 0, shard.size(dim) if shard.numel() else 0).copy_(shard)
+                move_shard(managed, memory)
 
     if shards:
         mesh = shards[0].sharded_param.device_mesh
         on_all_ranks(move, mesh.get_group(mesh.ndim - 1))
-
-
-@torch.no_grad()
-def fill_host(managed: Any, home: torch.Tensor) -> None:
-    """Move a shard to other host memory, where FSDP2 gathers it from.
-
-    Args:
-        home: 1-D, of the shard's type; as large as the shard with its padding, or without for a device apart.
-    """
-    shard, size = managed.sharded_param._local_tensor, padded_size(managed)
-    if isinstance(shard, HostShard):
-        part = home[: shard.numel()]
-        put_shard(managed, shard.move(part), part)
-        return
-    padded = home.view(size)
-    padded.zero_()
-    dim = managed.fsdp_placement.dim
-    padded.narrow(dim, 0, shard.size(dim) if shard.numel() else 0).copy_(shard)
-    move_shard(managed, home)
 
 
 def _num_uses(module: nn.Module) -> int:
@@ -306,9 +283,7 @@ class PooledCollective:
         self._pool = pool
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory of the pool, uninitialised; it goes back when nothing holds the tensor or a view of it."""
-        nbytes = torch.Size(size).numel() * dtype.itemsize
-        return self._pool.allocate(nbytes).tensor(size, dtype)
+        return self._pool.allocate(torch.Size(size).numel() * dtype.itemsize).tensor(size, dtype)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.collective(*args, **kwargs)

@@ -50,7 +50,7 @@ SHAPE_ALONE = frozenset(
 
 
 def made_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator of `SHAPE_ALONE`, without reading its tensor; the result is on that one's device by default."""
+    """Run an operator of `SHAPE_ALONE` without reading its tensor."""
     return func(shape_of(args[0]), *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
 
 
@@ -110,7 +110,7 @@ class HostShard(Tensor):
         return shard
 
     def settle(self) -> None:
-        """Block until no copy to a device reads the bytes any more; then the host may write them."""
+        """Wait until no copy to a device reads the bytes any more; then the host may write them."""
         self._bytes.settle()
 
     def move(self, memory: Tensor) -> "HostShard":
@@ -119,7 +119,6 @@ class HostShard(Tensor):
         return self.lie_in(memory.view(self.host.shape).copy_(self.host))
 
     def lie_in(self, host: Tensor, drives: Any = None) -> "HostShard":
-        """Lie where the same bytes are already, on drives if there are some; return this shard."""
         self.host, self._bytes.drives = host, drives
         return self
 
@@ -131,7 +130,6 @@ class HostShard(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """Start the copy to the device; FSDP2 calls this before it gathers."""
         shape = list(self.shape)
         if self.shape[1:] == outer_size[1:]:  # sharded by rows; the processes give the same number of them
             shape[0] = -(-outer_size[0] // mesh.size())
@@ -151,16 +149,13 @@ class HostShard(Tensor):
     def fsdp_post_all_gather(
         self, outputs: Sequence[Tensor], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[()]] | None:
-        """Return what was gathered as the whole parameter; FSDP2 has the memory, now and for the next time (`out`)."""
         return None if out is not None else (outputs[0], ())
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage on the host: FSDP2 asks whether it is still the one that it knows, DCP copies it."""
-        return self.host.untyped_storage()
+        return self.host.untyped_storage()  # FSDP2 asks whether it is still the one that it knows, DCP copies it
 
     def data_ptr(self) -> int:
-        """Return the address on the host: without one, an asynchronous save of DCP would take the shard for empty."""
-        return self.host.data_ptr()
+        return self.host.data_ptr()  # without one, an asynchronous save of DCP would take the shard for empty
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copy: Tensor = memo.setdefault(id(self), self.clone())
@@ -178,44 +173,34 @@ class HostShard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator on the bytes, on the host where it changes them, else on the device."""
         kwargs = kwargs or {}
         if func in SHAPE_ALONE:
             return made_like(func, args, kwargs)
         if func is _aten.is_pinned.default:
             return False  # as any tensor of a device; the bytes' own allocator knows of `host`
         if func.is_view:
-            return _view(func, args, kwargs)
-        if (written := written_by(func, args, kwargs)) is not None:
-            return _change(func, args, kwargs, written)
+            views, shared = func(args[0].host, *args[1:], **kwargs), args[0]._bytes
+            return tree_map(lambda view: HostShard._of(view, shared), views)
         if func is TO_COPY and torch.device(kwargs.get("device") or "meta").type == "cpu":
             return func(args[0].host, **kwargs)
-        return func(*_to_device(args), **_to_device(kwargs))
-
-
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    shared = args[0]._bytes
-    views = func(args[0].host, *args[1:], **kwargs)
-    return tree_map(lambda view: HostShard._of(view, shared), views)
-
-
-def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: list[Any]) -> Any:
-    """Run an operator that writes to these of its arguments: on the host, unless it needs the device to do so."""
-    written = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-    shards = [tensor for tensor in written if isinstance(tensor, HostShard)]
-    for shard in shards:
-        shard.settle()
-    random = torch.Tag.nondeterministic_seeded in func.tags  # DTensor prepares the device's generator, rank by rank
-    if not random and all(isinstance(tensor, HostShard) or tensor.is_cpu for tensor in written):
-        result = func(*_to_host(args), **_to_host(kwargs))
-    else:
-        copies: dict[int, Tensor] = {}
-        result = func(*_to_device(args, copies), **_to_device(kwargs, copies))
+        if (arguments := written_by(func, args, kwargs)) is None:
+            return func(*_to_device(args), **_to_device(kwargs))
+        # it writes: on the host, unless it needs the device to do so
+        written = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        shards = [tensor for tensor in written if isinstance(tensor, HostShard)]
         for shard in shards:
-            shard.host.copy_(copies[id(shard)])
-    for shard in shards:
-        shard._bytes.written()
-    return written[0] if isinstance(result, Tensor) else result
+            shard.settle()
+        random = torch.Tag.nondeterministic_seeded in func.tags  # DTensor prepares the device's generator, rank by rank
+        if not random and all(isinstance(tensor, HostShard) or tensor.is_cpu for tensor in written):
+            result = func(*_to_host(args), **_to_host(kwargs))
+        else:
+            copies: dict[int, Tensor] = {}
+            result = func(*_to_device(args, copies), **_to_device(kwargs, copies))
+            for shard in shards:
+                shard.host.copy_(copies[id(shard)])
+        for shard in shards:
+            shard._bytes.written()
+        return written[0] if isinstance(result, Tensor) else result
 
 
 def _to_host(values: Any) -> Any:
@@ -246,17 +231,10 @@ Allocate = Callable[[str, torch.Size, torch.dtype], Tensor]
 
 
 def host_shards(model: nn.Module, allocate: Allocate, engine: TransferEngine) -> dict[str, HostShard]:
-    """Move the shards of all parameters that FSDP2 manages in a model to the host, before its first forward.
+    """Move the shards of all parameters that FSDP2 manages to the host, before the first forward; return them by name.
 
-    Parameters stay the objects that they are; optimizers may know them already. Nothing of them stays on the device. A
-    shard on the meta device has the values that the memory has.
-
-    Args:
-        model: `fully_shard` has been applied to it and its units, without a policy for offloading.
-        allocate: is asked once for each; tied parameters are one, under their first name.
-
-    Returns:
-        The shard of each parameter, by its name.
+    Parameters stay the objects that they are; optimizers may know them already. Tied ones are one, under their first
+    name. A shard on the meta device has the values that the memory has.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     shards, copies = {}, []

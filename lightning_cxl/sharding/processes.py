@@ -30,10 +30,7 @@ _T = TypeVar("_T")
 
 
 def backend_for(device: torch.device) -> str:
-    """Return the backends of a process group whose ranks compute on such devices, as torch writes them.
-
-    Host tensors always go through gloo: what is on the host is not copied to a device to be sent.
-    """
+    # host tensors always go through gloo: what is on the host is not copied to a device to be sent
     of_device = dist.Backend.default_device_backend_map.get(device.type, dist.Backend.GLOO)
     return dist.Backend.GLOO if of_device == dist.Backend.GLOO else f"cpu:gloo,{device.type}:{of_device}"
 
@@ -46,11 +43,9 @@ def group_options(device: torch.device, timeout: timedelta | None) -> dict[str, 
 
 
 def store_of_restart(environment: Mapping[str, str]) -> Store | None:
-    """Return where processes meet that torchrun has started anew on one machine; None where torch itself finds it.
-
-    The agent of torchrun keeps one store over all starts, and processes would find addresses of those that are gone in
-    it. Agents of several machines may count starts differently, so there it must be torchrun that makes a new store.
-    """
+    """Return where processes meet that torchrun has started anew on one machine; None where torch itself finds it."""
+    # The agent of torchrun keeps one store over all starts, and processes would find addresses of those that are gone
+    # in it. Agents of several machines may count starts differently: there torchrun must make a new store.
     start = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     shares_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if start == "0" or not shares_store or environment.get("GROUP_WORLD_SIZE") != "1":
@@ -60,13 +55,9 @@ def store_of_restart(environment: Mapping[str, str]) -> Store | None:
 
 
 def make_mesh(device: torch.device, num_machines: int, per_machine: int, *, replicate: bool) -> DeviceMesh:
-    """Return the ranks as a mesh. Every rank calls this.
+    """Return the ranks as a mesh: `SHARD` over all ranks, or `REPLICATE` over the machines and `SHARD` inside them.
 
-    Args:
-        per_machine: ranks on each machine; those of one machine are numbered one after the other.
-
-    Returns:
-        Dimension `SHARD` alone, over all ranks; or `REPLICATE` over the machines and `SHARD` inside them.
+    Every rank calls this; those of one machine are numbered one after the other.
     """
     if num_machines * per_machine != dist.get_world_size():
         raise UnsupportedError(
@@ -82,48 +73,32 @@ def make_mesh(device: torch.device, num_machines: int, per_machine: int, *, repl
 
 
 def gather_on_machine(value: Any, machine: int) -> list[Any]:
-    """Return what each rank of this machine gives, in their order; all ranks of all machines call it."""
-    found: list[Any] = [None] * dist.get_world_size()
+    found: list[Any] = [None] * dist.get_world_size()  # all ranks of all machines call this
     dist.all_gather_object(found, (machine, value))
     return [given for where, given in found if where == machine]
 
 
 def broadcast(value: Any, source: int = 0) -> Any:
-    """Return what rank `source` gives, on every rank; anything that can be pickled."""
     box = [value]
     dist.broadcast_object_list(box, source)
     return box[0]
 
 
 def reduce(tensor: Tensor, group: Any = None, op: Any = "mean") -> Tensor:
-    """Replace a tensor by that of all ranks together.
-
-    Args:
-        op: "mean" or "avg", "sum" (also None), "min", "max", "product", or an operation of torch.distributed.
-
-    Returns:
-        The same tensor.
-    """
+    """Reduce a tensor over ranks in place; `op` is that of Lightning: a name, None for the sum, or torch's."""
     means = isinstance(op, str) and op.lower() in ("mean", "avg")
     if means or op is None:
         op = dist.ReduceOp.SUM  # gloo cannot average, and one group has several backends
     elif isinstance(op, str):
         op = getattr(dist.ReduceOp, op.upper())
     dist.all_reduce(tensor, op=op, group=group)
-    if not means:
-        return tensor
-    mean = tensor / dist.get_world_size(group)
-    return tensor.copy_(mean)
+    return tensor.copy_(tensor / dist.get_world_size(group)) if means else tensor
 
 
 def on_all_ranks(step: Callable[[], _T], group: Any = None) -> list[_T]:
-    """Do a step on all ranks of a group, and return what it gives on each, in the order of the ranks.
+    """Do a step on all ranks of a group (None: all), and return what it gives on each, in the order of the ranks.
 
-    Whatever the step raises, and whatever it returns, this rank answers the others: they would wait for it.
-
-    Args:
-        step: what it returns is pickled. It exchanges nothing with other ranks: they would wait for a rank that fails.
-        group: can exchange objects of the host; None is all ranks, also where this process is on its own.
+    An error of one rank is raised on all. So the step exchanges nothing: others would wait for a rank that fails.
     """
     if group is None and not dist.is_initialized():
         return [step()]
@@ -152,15 +127,12 @@ class _Answer(NamedTuple):
 
     result: bytes = b""
     kind: type[BaseException] = LightningCXLError
-    text: str | None = None
-    """Of the error; None where there is none."""
+    text: str | None = None  # of the error, if there is one
 
 
 def find_machines() -> list[int]:
-    """Return the number of the machine of each rank. Every rank calls this.
-
-    Containers of a machine count as machines: each has limits of its own.
-    """
+    """Return the number of the machine of each rank. Every rank calls this."""
+    # containers of a machine count as machines: each has limits of its own
     names = on_all_ranks(lambda: (Path("/proc/sys/kernel/random/boot_id").read_text(), os.uname().nodename))
     return list(map(list(dict.fromkeys(names)).index, names))
 
@@ -189,7 +161,6 @@ _PATIENCE = 5.0  # seconds; a collective that other ranks never join costs none,
 # Not covered is a collective that nobody has waited for, and one that Python runs after this, as it ends.
 @atexit.register
 def _wait_for_gloo() -> None:
-    """Wait until no thread of gloo runs, or waits for the interpreter's lock. For `atexit`."""
     deadline, quiet = time.monotonic() + _PATIENCE, 0
     while quiet < _CHECKS and time.monotonic() < deadline and (states := _gloo_states()):
         quiet = quiet + 1 if set(states) == {"S"} else 0
@@ -209,6 +180,6 @@ def _gloo_states() -> list[str]:
 
 @atexit.register  # runs before `_wait_for_gloo`
 def destroy_nccl_group() -> None:
-    """End the process group of a process that ends well: threads of NCCL's would meet a driver that is gone."""
+    # only of a process that ends well; threads of NCCL's would meet a driver that is gone
     if dist.is_initialized() and "nccl" in dist.get_backend_config() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
