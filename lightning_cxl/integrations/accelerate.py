@@ -35,9 +35,8 @@ from lightning_cxl.devices.transfer import process_device_type
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.gradients.step import repoint_scheduler
 from lightning_cxl.inventory.tensors import Loop
-from lightning_cxl.run.checkpoint import load_file, remove
+from lightning_cxl.run.checkpoint import is_sharded_checkpoint, load_file, remove
 from lightning_cxl.run.session import Session, cut_for, follow, taking_whole, whole_state
-from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import is_cut, without_reducing
 from lightning_cxl.sharding.processes import (

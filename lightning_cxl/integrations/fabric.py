@@ -29,8 +29,8 @@ from lightning_cxl.integrations.lightning.lightning_api import (
 )
 from lightning_cxl.integrations.lightning.strategy import CommonStrategy, CXLCheckpointIO
 from lightning_cxl.inventory.tensors import Loop
+from lightning_cxl.run.checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.session import cut_for, cut_state
-from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import without_reducing
@@ -254,7 +254,7 @@ class _BackwardSync:
 
 
 def _load_folder(path: Path, state: Any, loop: UserLoop, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
-    from lightning_cxl.run.sharded_reading import ShardedCheckpoint  # imports torch's checkpoints
+    from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint  # imports torch's checkpoints
 
     if isinstance(state, nn.Module):
         loop.load_folder(path, state, {}, strict=strict, weights_only=weights_only)

@@ -28,9 +28,8 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.integrations.accelerate import CXLAccelerator, Options
 from lightning_cxl.inventory.tensors import Loop
-from lightning_cxl.run.checkpoint import load_file, remove
+from lightning_cxl.run.checkpoint import is_sharded_checkpoint, load_file, remove
 from lightning_cxl.run.session import taking_whole, whole_state
-from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.user_loop import methods_of_others
 from lightning_cxl.sharding.fsdp import is_cut
 from lightning_cxl.streaming.unit_weights import peek

@@ -303,6 +303,8 @@ _PARTIAL_FILE = re.compile(r"\..+\.[0-9a-f]{8}\.checkpoint\.partial").fullmatch
 _MOST_CHARS = 48  # of the target's name: a character has up to 4 bytes, and filesystems take names of 255
 META = "meta.pt"
 """The file with what is no tensor. It is the last one that is written."""
+TIED = "tied_weights"
+"""In our entry: lists of names that are one parameter. Files have these as one tensor, folders as several."""
 _IS_OURS = re.compile(r"meta\.pt|\.metadata(\.tmp)?|__\d+_\d+\.distcp").fullmatch
 """Whether a name is of a file in a checkpoint."""
 _REPLACED = ".being_replaced"
@@ -314,6 +316,11 @@ def lying_at(path: Path) -> Path:
         return path
     before = _before(path)
     return before if not os.path.lexists(path) and os.path.lexists(before) else path
+
+
+def is_sharded_checkpoint(path: Path) -> bool:
+    """Return whether a path is a folder that several processes have written together."""
+    return (lying_at(path) / META).is_file()
 
 
 @contextmanager

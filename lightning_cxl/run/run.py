@@ -78,30 +78,22 @@ _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type s
 
 
 class PlacedMemory:
-    """Gives memory for parameters and units by role.
-
-    Args:
-        placements: of the model.
-        heap: trimmed before memory for a gradient is given; None: the heap is never trimmed.
-    """
+    """Gives memory for parameters and units by role; the heap is trimmed before gradients get some."""
 
     def __init__(self, memory: HostMemory, placements: Plan, heap: HeapTrimmer | None) -> None:
         self.memory = memory
         self.placements = placements
         self._heap = heap
         self.on_ssd: StateOnSsd | None = None
-        """Optimizer state, weights and inputs of units that lie on SSD."""
         self._warned_of_ssd = False
 
     def like(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor shaped and laid out as what this process holds of a parameter of the model.
-
-        Master weights that a device copies as they are, after every step, are page-locked.
-        """
+        """Return an uninitialised tensor shaped and laid out as what this process holds of a parameter of the model."""
         self._trim_for(role)
         shard = local(parameter)
         placement = self.placements.place(parameter, role, shard.numel() * dtype.itemsize)
         if role is TensorRole.MASTER_WEIGHTS and parameter.device.type != "cpu" and dtype is parameter.dtype:
+            # a device copies them as they are after every step
             placement = replace(placement, pinned=True)
         return self._mirrored(shard, dtype, placement, role)
 
@@ -133,7 +125,6 @@ class PlacedMemory:
             self._heap.trim()  # in backward, where the C library's heap grows most
 
     def flat(self, parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return an uninitialised 1-D tensor for the state that `CPUAdam` keeps of a parameter."""
         placement = self.placements.place(parameter, role, numel * dtype.itemsize, in_state=True)
         if placement.tiers[0] == SSD and numel == 0:  # other processes have all of it
             return torch.empty(0, dtype=dtype)
@@ -144,7 +135,6 @@ class PlacedMemory:
         return self.memory.tensor((numel,), dtype, placement, role)
 
     def slots(self, nbytes: int) -> Buffer:
-        """Return page-aligned memory for the buffers of records."""
         placement = self.placements.place(SLOTS_OWNER, TensorRole.STAGING, nbytes)
         return self.memory.allocate(nbytes, placement, TensorRole.STAGING, alignment=BLOCK_BYTES)
 
@@ -171,11 +161,8 @@ class PlacedMemory:
             return None
 
     def piece(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> HostCopy:
-        """Return a home for the weights of several parameters that belong on the same tier.
-
-        Memory that earlier moves of weights have left is given back first: its stack is no longer in use.
-        """
-        self.memory.trim()
+        """Return memory or a record for the weights of several parameters that belong on the same tier."""
+        self.memory.trim()  # what earlier moves of weights have left: its stack is no longer in use
         placement = self.placements.place(parameters[0], TensorRole.COMPUTE_WEIGHTS, nbytes)
         if placement.tiers[0] == SSD:
             assert self.on_ssd is not None, "what belongs on the tier `ssd` is in the plan"
@@ -184,7 +171,7 @@ class PlacedMemory:
         return InMemory(buffer, is_inherited=not (placement.pinned and self.memory.pins))
 
     def on_drives(self, parameters: Sequence[nn.Parameter]) -> WeightRecord | None:
-        """Return the home of the shards of several parameters that belong on the same tier; None if that is memory."""
+        """Return the record of the shards of several parameters that belong on the same tier; None: it is memory."""
         placement = self.placements.place(parameters[0], TensorRole.COMPUTE_WEIGHTS, 0)
         if placement.tiers[0] != SSD or self.on_ssd is None:
             return None
@@ -206,20 +193,19 @@ class PlacedMemory:
         return self.memory.tensor((numel,), shard.dtype, placement, role)
 
     def place_state(self, optimizer: Optimizer, compute_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Move an optimizer's state in ordinary memory to where the policy wants it.
-
-        What it leaves goes back to the OS piece by piece: the C library would keep most of it. Views of a
-        larger buffer stay: an optimizer may count on it.
-        """
+        """Move an optimizer's state in ordinary memory to where the policy wants it."""
         if isinstance(optimizer, CPUAdam):
             return  # keeps to the memory it was given
-        heap, left_bytes = HeapTrimmer(), 0
+        heap, left_bytes = HeapTrimmer(), 0  # piece by piece: the C library would keep most of what state leaves
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if not isinstance(value, torch.Tensor):
                     continue
                 shard = local(value)
-                if not _is_movable(shard) or self.memory.tier_at(shard.data_ptr()) is not None:
+                if shard.dim() == 0 or not is_ordinary(shard) or self.memory.tier_at(shard.data_ptr()) is not None:
+                    continue
+                # views of a larger buffer stay: an optimizer may count on it
+                if not is_dense(shard) or shard.untyped_storage().nbytes() != shard.nbytes:
                     continue
                 role = TensorRole.MOMENTUM
                 placement = self.placements.place(compute_of(parameter), role, shard.nbytes)
@@ -235,13 +221,6 @@ class PlacedMemory:
 
     def _is_placed(self, tensor: torch.Tensor, placement: Placement) -> bool:
         return is_ordinary(tensor) and self.memory.is_placed(tensor.data_ptr(), placement)
-
-
-def _is_movable(value: torch.Tensor) -> bool:
-    """Whether a tensor of an optimizer's state may get other memory: it has its storage for itself, without gaps."""
-    if value.dim() == 0 or not is_ordinary(value):
-        return False
-    return is_dense(value) and value.untyped_storage().nbytes() == value.nbytes
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -265,11 +244,9 @@ class Host:
         budgets, room = (binding.budgets, binding.room) if binding else (config.budgets(), {})
         topology = binding.topology if binding else topology
         found = topology or Topology.detect(on_missing_tier=config.on_missing_tier)
-        self.ssd_options = options = binding.ssd if binding else config.ssd()
-        """The part of the tier `ssd` that this process has; None where there is none."""
+        self.ssd_options = options = binding.ssd if binding else config.ssd()  # the part of this process
         self.topology = found if options is None else found.with_ssd(options)
         self.ssd = None if options is None else ssd_of(self.topology)
-        """The tier `ssd` with what it may hold; None where there is none."""
         pin = device.type != "cpu" if config.pin_memory == "auto" else bool(config.pin_memory)
         full = config.on_tier_full
         self.memory = HostMemory(self.topology, budgets=budgets, room=room, on_tier_full=full, pin=pin)
@@ -317,13 +294,10 @@ class Host:
         """Return measured bytes of all tiers as JSON-able data."""
         stats = self.memory.stats()
         if (tier := self.topology.ssd) is not None:
-            capacity, used = tier.capacity_bytes, 0 if on_ssd is None else on_ssd.store.stats()["reserved_bytes"]
+            used = 0 if on_ssd is None else on_ssd.store.stats()["reserved_bytes"]
             stats["tiers"][tier.name] = {
-                "capacity_bytes": capacity,
-                "budget_bytes": capacity,
-                "used_bytes": used,
-                "peak_bytes": used,
-                "held_bytes": used,
+                **dict.fromkeys(("capacity_bytes", "budget_bytes"), tier.capacity_bytes),
+                **dict.fromkeys(("used_bytes", "peak_bytes", "held_bytes"), used),
             }
         return {
             "state": state,
@@ -370,12 +344,9 @@ def _warn_of_weights_that_stay(plan: Plan) -> None:
 # * Streamed (`stream_weights`): the parameters of units, each unit in one piece of host memory per tier, and on the
 #   device only while the unit computes ([Note: Residency of a unit]). What units share with others, and what lies
 #   outside of them (embedding, final norm, head), does not stream.
-
-# ----------------------------------------------------------------------------------------------------
-# Compute weights on the host: move a model's parameters into memory that the policy placed.
 #
-# Only where host memory is what the device computes on (the CPU as accelerator). A parameter keeps its identity, shape,
-# strides and values; its memory is its own (nothing else lies in its storage, so saving one parameter saves just that).
+# Where the CPU computes, a parameter that moves keeps its identity, shape, strides and values; its memory is its own
+# (nothing else lies in its storage, so saving one parameter saves just that).
 
 PlaceLike = Callable[[nn.Parameter, torch.Tensor], torch.Tensor | None]
 """Returns an uninitialised host tensor like a parameter or one that belongs to it, placed for its weights; None if it
@@ -386,10 +357,8 @@ is in place already."""
 def place_weights(model: nn.Module, place: PlaceLike) -> tuple[str, ...]:
     """Move every parameter of `model` to the memory that `place` gives; returns the names of those that stay put.
 
-    What belongs to a quantised parameter goes with it ([Note: Quantised parameters]).
-
-    Shards have moved before. Stay put: parameters whose storage is shared with another tensor of the model (moving one
-    would cut the tie), parameters not materialised yet, and tensor subclasses with storage of their own kind.
+    Those are parameters whose storage is shared with another tensor of the model (moving one would cut the tie),
+    parameters not materialised yet, and tensor subclasses with storage of their own kind. Shards have moved before.
     """
     named = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
@@ -405,10 +374,9 @@ def place_weights(model: nn.Module, place: PlaceLike) -> tuple[str, ...]:
             continue
         module = module_of[id(parameter)]
         tensors = tensors_of(module, parameter)
-        homes = {key: place(parameter, tensor) for key, tensor in tensors.items()}
-        moved = {k: t.detach() if (home := homes[k]) is None else home.copy_(t.detach()) for k, t in tensors.items()}
-        if any(home is not None for home in homes.values()):
-            show(module, parameter, moved)
+        moved = {key: (place(parameter, tensor), tensor.detach()) for key, tensor in tensors.items()}
+        if any(memory is not None for memory, _ in moved.values()):
+            show(module, parameter, {k: old if new is None else new.copy_(old) for k, (new, old) in moved.items()})
     return tuple(kept)
 
 
@@ -424,10 +392,9 @@ def place_model(
     gathered: Sequence[StreamedUnit],
     undo: ExitStack,
 ) -> tuple[list[UnitWeights], tuple[str, ...]]:
-    """Move a model's weights to where they live. See [Note: Placement of compute weights].
+    """Move a model's weights. See [Note: Placement of compute weights].
 
-    Returns:
-        The units that stream, and the names of parameters that stay in ordinary host memory.
+    Returns units that stream, and the names of parameters that stay in ordinary host memory.
     """
     streamed_ids = frozenset(id(p) for unit in streamed for group in unit.groups for p in group)
     on_host = engine.device.type == "cpu"
@@ -445,24 +412,20 @@ def place_model(
         undo.callback(ShardsOnSsd(home, engine, model, group).close)
     if on_host:
         return units, place_weights(model, lambda p, each: None if id(p) in streamed_ids else memory.weights(p, each))
-    _move_rest(model, engine.device, streamed_ids)
-    return units, ()
-
-
-def _move_rest(model: nn.Module, device: torch.device, streamed_ids: frozenset[int]) -> None:
-    """Move what does not stream, through the model's own `to`: modules may do more there than move tensors."""
+    # what does not stream moves through the model's own `to`: modules may do more there than move tensors
     own = [module.__dict__ for module in model.modules()]  # what is set on a compiled module, the one inside gets
     before = [(attributes, attributes["_parameters"]) for attributes in own]
     for attributes, parameters in before:
         rest = {n: p for n, p in parameters.items() if p is None or id(p) not in streamed_ids}
         attributes["_parameters"] = rest
     try:
-        model.to(device)
+        model.to(engine.device)
     finally:
         for attributes, parameters in before:
             moved = attributes["_parameters"]
             kept = {n: moved.get(n, p) for n, p in parameters.items() if n in moved or id(p) in streamed_ids}
             attributes["_parameters"] = kept | moved  # in the old order; the move may also drop some and add others
+    return units, ()
 
 
 def bring_to_host(model: nn.Module, device: torch.device) -> None:
@@ -518,10 +481,15 @@ class Run:
         for each in plan.tensors:  # inputs of units are among them where `batch_tokens` is given
             plan.count(each.role, each.nbytes, plan.of(each))
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
-            self.on_ssd = self._open_ssd(plan, cleanup)
-            """Optimizer state and weights that do not lie in memory; None where all of it does."""
+            self.on_ssd: StateOnSsd | None = None
+            if host.ssd_options is not None and plan.ssd_records:
+                budget_bytes = host.topology.tier(SSD).capacity_bytes
+                self.on_ssd = self._placed.on_ssd = StateOnSsd(
+                    host.ssd_options, budget_bytes, plan.ssd_records, self._placed.slots, engine
+                )
+                cleanup.callback(self._end, self.on_ssd.close)
             self._streamer: ParamStreamer | None = None
-            cleanup.callback(self._detach_streamer)
+            cleanup.callback(lambda: self._streamer.detach() if self._streamer is not None else None)
             units, self._unplaced = place_model(model, self._placed, engine, plan.streamed, plan.gathered, cleanup)
             plan.asked.read(model)  # some modules make new parameters when they move
             activations = ActivationOffload(
@@ -569,20 +537,6 @@ class Run:
                 cleanup.callback(worker.shutdown)
             self._cleanup = cleanup.pop_all()
 
-    def _detach_streamer(self) -> None:
-        if self._streamer is not None:
-            self._streamer.detach()
-
-    def _open_ssd(self, plan: Plan, cleanup: ExitStack) -> StateOnSsd | None:
-        options, records = self._host.ssd_options, plan.ssd_records
-        if options is None or not records:
-            return None
-        budget_bytes = self._host.topology.tier(SSD).capacity_bytes
-        on_ssd = StateOnSsd(options, budget_bytes, records, self._placed.slots, self._host.engine)
-        cleanup.callback(self._end, on_ssd.close)
-        self._placed.on_ssd = on_ssd
-        return on_ssd
-
     def activate(self) -> AbstractContextManager[Any]:
         """Return a region in which `lightning_cxl.empty` and `host_allocation` follow this run's plan."""
         placer = self._placed.placements.placer
@@ -613,7 +567,6 @@ class Run:
         self._adoption.adopt_joined()
 
     def place_state(self, optimizer: Optimizer) -> None:
-        """Move optimizer state in ordinary memory that was loaded to where the policy wants it."""
         self._adoption.place_state(optimizer)
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -633,13 +586,9 @@ class Run:
         self._trim_heap()
 
     def finish_backward(self, *, is_last: bool = False) -> None:
-        """Return when the gradients of the last backward are where the optimizer reads them, if it does so next.
-
-        Args:
-            is_last: no backward of this step comes any more. A step with a closure says so itself.
-        """
+        """Return when the gradients of the last backward are where the optimizer reads them, if it does so next."""
         self._grads.finish()
-        if is_last:
+        if is_last:  # no backward of this step comes any more; a step with a closure says so itself
             self._grads.end_step()
         self._trim_heap()
 
@@ -648,8 +597,8 @@ class Run:
             self._heap.trim()
 
     def end_step(self) -> None:
-        if self._placed.on_ssd is not None:
-            self._placed.on_ssd.note_pace(self.guard.num_steps // max(1, len(self.optimizers)))
+        if self.on_ssd is not None:
+            self.on_ssd.note_pace(self.guard.num_steps // max(1, len(self.optimizers)))
         self.code_has_run()
 
     def code_has_run(self) -> None:
@@ -665,15 +614,10 @@ class Run:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def finished(self) -> FinishedRun:
-        """Return what a checkpoint needs when the run is over."""
         return FinishedRun(self.masters, self.num_received)
 
     def close(self, *, after_error: bool = False) -> None:
-        """Free everything but weights and optimizer state. Idempotent. See [Note: Order of life].
-
-        Args:
-            after_error: an error has ended the run; those of updates and of state on SSD are not raised any more.
-        """
+        """Free everything but weights and optimizer state. Idempotent. See [Note: Order of life]."""
         self._ended_by_error = after_error
         with self._cleanup as cleanup:
             cleanup.callback(self._updates.close, after_error=after_error)

@@ -7,7 +7,6 @@ that is trained and one that is frozen.
 import logging
 import textwrap
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -61,23 +60,35 @@ def format_report(report: Mapping[str, Any]) -> str:
             for name, tier in report["tiers"].items()
         ],
     )
+    planned, used, peak = (report[key] for key in ("planned_roles", "roles", "peak_roles"))
     rows = []
-    for role in dict.fromkeys([*report["planned_roles"], *report["peak_roles"]]):
-        tiers = dict.fromkeys([*report["planned_roles"].get(role, {}), *report["peak_roles"].get(role, {})])
-        rows += [
-            (
-                role,
-                tier,
-                _size(report["planned_roles"].get(role, {}).get(tier)),
-                *(_size(report[key].get(role, {}).get(tier, _unused(tier))) for key in ("roles", "peak_roles")),
-            )
-            for tier in tiers
-        ]
+    for role in dict.fromkeys([*planned, *peak]):
+        for tier in dict.fromkeys([*planned.get(role, {}), *peak.get(role, {})]):
+            unused = None if tier == SSD else 0  # on the tier `ssd` roles are not counted one by one
+            counts = (each.get(role, {}).get(tier, unused) for each in (used, peak))
+            rows.append((role, tier, *map(_size, (planned.get(role, {}).get(tier), *counts))))
     if rows:
-        lines += ["", *table_lines(("role", "tier", "planned", "used", "peak"), rows, left=2), _total(report)]
-    lines += ["", f"policy: {report['policy']}", *_reasons(report["reasons"])]
+        total, most = (
+            sum(nbytes for tiers in each.values() for tier, nbytes in tiers.items() if tier != SSD)
+            for each in (planned, peak)
+        )
+        of_plan = f" ({100 * most / total:.0f} %)" if total else ""
+        lines += ["", *table_lines(("role", "tier", "planned", "used", "peak"), rows, left=2)]
+        lines.append(f"in all, each role at its peak: planned {_size(total)}, peak {_size(most)}{of_plan}")
+    lines += ["", f"policy: {report['policy']}"]
+    for role, reasons in list(report["reasons"].items())[:_MAX_REASONS]:
+        more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+        text = textwrap.shorten(f"{role}: {reasons[0]}", _WIDTH - 2 - len(more), placeholder=" ...")
+        lines.append(f"  {text}{more}")
     lines.append(f"parameters: {report['num_parameters']:,} ({report['num_trainable']:,} trained)")
-    lines.append(f"units: {_units(report['units'])}")
+    units = report["units"]
+    if not units:
+        lines.append("units: none (activations stay where the model puts them)")
+    elif len(units) == 1:
+        lines.append(f"units: {units[0]}")
+    else:
+        where = "inputs kept on the activation tier, recomputed in backward"
+        lines.append(f"units: {len(units)} blocks, {units[0]} to {units[-1]}, {where}")
     if streamed := report["streamed"]:
         lines.append(
             f"streamed weights: {_size(streamed['host_bytes'])} of {streamed['num_units']} units through "
@@ -92,36 +103,6 @@ def format_report(report: Mapping[str, Any]) -> str:
     lines += [f"optimizer: {text}" for text in report["optimizers"]]
     lines += [f"note: {text}" for text in report["notes"]]
     return "\n".join(lines)
-
-
-def _unused(tier: str) -> int | None:
-    """Return what is shown where no memory is counted: on the tier `ssd` roles are not counted one by one."""
-    return None if tier == SSD else 0
-
-
-def _total(report: Mapping[str, Any]) -> str:
-    planned, peak = (
-        sum(nbytes for tiers in report[key].values() for tier, nbytes in tiers.items() if tier != SSD)
-        for key in ("planned_roles", "peak_roles")
-    )
-    of_plan = f" ({peak / planned:.0%})".replace("%", " %") if planned else ""
-    return f"in all, each role at its peak: planned {format_bytes(planned)}, peak {format_bytes(peak)}{of_plan}"
-
-
-def _reasons(reasons: Mapping[str, Sequence[str]]) -> list[str]:
-    lines = []
-    for role, all_of_role in list(reasons.items())[:_MAX_REASONS]:
-        more = f" (and {len(all_of_role) - 1} more)" if len(all_of_role) > 1 else ""
-        lines.append(textwrap.shorten(f"{role}: {all_of_role[0]}", _WIDTH - 2 - len(more), placeholder=" ...") + more)
-    return [f"  {line}" for line in lines]
-
-
-def _units(names: list[str]) -> str:
-    if not names:
-        return "none (activations stay where the model puts them)"
-    if len(names) == 1:
-        return names[0]
-    return f"{len(names)} blocks, {names[0]} to {names[-1]}, inputs kept on the activation tier, recomputed in backward"
 
 
 def _size(num_bytes: int | None) -> str:
@@ -145,18 +126,14 @@ class Session:
         self._forget()
 
     def _forget(self) -> None:
-        self.host: Host | None = None
-        """Memory and policy of the next or present run."""
-        self.runs: list[Run] = []
-        """The runs that are going on, in the order in which they began."""
+        self.host: Host | None = None  # memory and policy of the next or present run
+        self.runs: list[Run] = []  # the runs that are going on, in the order in which they began
         self._finished: FinishedRun | None = None
         self._last_report: dict[str, Any] | None = None
+        # open while the memory of this session is what `lightning_cxl.empty` uses; undoes what a front end has done
         self.active = ExitStack()
-        """Open while the memory of this session is what `lightning_cxl.empty` uses; what a front end puts on it is
-        undone when the run is over."""
 
     def host_on(self, device: torch.device) -> Host:
-        """Return memory and policy of the next or present run; built at first use, replaced after `close`."""
         if self.host is None:
             self.host = Host(self.config, device, policy=self._policy, binding=self._binding)
         return self.host
@@ -178,7 +155,6 @@ class Session:
             self._ranks["num_local_ranks"] = num_local_ranks
 
     def open(self, device: torch.device) -> None:
-        """Let `lightning_cxl.empty` use the memory of this session from now on."""
         self._last_report = None
         host, other = self.host_on(device), active()
         if other is not None and other.memory is not host.memory:
@@ -205,7 +181,6 @@ class Session:
 
     @property
     def run(self) -> Run | None:
-        """The run that began last, of those that are going on."""
         return self.runs[-1] if self.runs else None
 
     @property
@@ -233,7 +208,6 @@ class Session:
         self._finished = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle without the run that is going on: it belongs to this process."""
         return {"config": self.config, "origins": self.origins, "_policy": self._policy}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -264,42 +238,32 @@ class Session:
         return format_report(self.report(device))
 
     def describe_options(self, name: str) -> str:
-        """Return a class name and the options that are not at their default."""
         given = {key: getattr(self.config, key) for key, origin in self.origins.items() if origin != "default"}
         return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
 
 
 def _report(host: Host, runs: Sequence[Run], state: str) -> dict[str, Any]:
     """Return what one host has measured, and what all runs on it report, added up."""
-    of_run = [run.report() for run in runs]
     last = ([run for run in runs if run.optimizers] or list(runs))[-1:]  # what is on the tier `ssd` is of this one
-    of_host = host.report(state, last[0].on_ssd if last else None)
-
-    def by_role(key: str, add: Callable[[Iterable[Any]], Any]) -> dict[str, Any]:
-        roles = dict.fromkeys(role for each in of_run for role in each[key])
-        return {role: add(each[key][role] for each in of_run if role in each[key]) for role in roles}
-
-    return {
-        **of_host,
-        "planned_roles": by_role("planned_roles", _sums),
-        "reasons": by_role("reasons", _distinct),
-        **{key: sum(each[key] for each in of_run) for key in ("num_parameters", "num_trainable")},
-        "streamed": _sums(each["streamed"] for each in of_run),
-        "optimizers": [text for each in of_run for text in each["optimizers"]],
-        "units": _distinct(each["units"] for each in of_run),
-        "notes": _distinct([of_host["notes"], *(each["notes"] for each in of_run)]),
-    }
+    report = host.report(state, last[0].on_ssd if last else None)
+    report |= {"planned_roles": {}, "reasons": {}, "num_parameters": 0, "num_trainable": 0}
+    report |= {"streamed": {}, "optimizers": [], "units": []}
+    for run in runs:
+        for key, value in run.report().items():
+            report[key] = _added(report[key], value, twice=key == "optimizers")
+    return report
 
 
-def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for each in counts:
-        found.update(each)
-    return dict(found)
-
-
-def _distinct(texts: Iterable[Sequence[str]]) -> list[str]:
-    return list(dict.fromkeys(text for each in texts for text in each))
+def _added(before: Any, more: Any, *, twice: bool = False) -> Any:
+    """Return sums of numbers, also in dicts, and the texts of both lists, each once unless `twice`."""
+    if isinstance(more, dict):
+        return {
+            **before,
+            **{key: _added(before[key], value) if key in before else value for key, value in more.items()},
+        }
+    return (
+        [*before, *(text for text in more if twice or text not in before)] if isinstance(more, list) else before + more
+    )
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -316,20 +280,15 @@ def cut_for(
             f"{mesh.size()} is one that any number of them reads, and has the state in it. Set checkpoint='copy'"
         )
     units, engine = find_units(model, session.config.units), session.host_on(device).engine
-    if whole := kept_whole(model):
-        whole = {name: _read(model, parameter) for name, parameter in whole.items()}
+    whole = kept_whole(model)
+    for name, parameter in list(whole.items()):
+        if isinstance(parameter, UnreadWeight):  # no process reads its rows alone: [Note: Deferred reading]
+            read = whole[name] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+            for module in model.modules():  # a tied one has several
+                module._parameters.update({own: read for own, each in module._parameters.items() if each is parameter})
+    if whole:
         _refuse_different(whole, model)
     return cut(model, units, mesh, engine, root, whole.values())
-
-
-def _read(model: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
-    """Read weights whose reading was deferred ([Note: Deferred reading]), of which no process takes its rows alone."""
-    if not isinstance(parameter, UnreadWeight):
-        return parameter
-    read = nn.Parameter(parameter.detach().clone(), requires_grad=False)
-    for module in model.modules():  # a tied one has several
-        module._parameters.update({own: read for own, each in module._parameters.items() if each is parameter})
-    return read
 
 
 def _refuse_different(whole: Mapping[str, nn.Parameter], model: nn.Module) -> None:
@@ -382,10 +341,7 @@ def taking_whole(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def whole_state(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
-    """Return whole weights of a model that is cut, on the first process; all processes call it, others get nothing.
-
-    One tensor after the other is gathered, so that a device holds one of them.
-    """
+    """Return whole weights of a model that is cut, on the first process; all processes call it, others get nothing."""
     reshard(model)
     owners = {name: id(each) for name, each in model.named_parameters(remove_duplicate=False)}
     found: dict[str, Any] = {}
@@ -395,14 +351,11 @@ def whole_state(model: nn.Module, wanted: Callable[[str], bool] = lambda name: T
             continue
         first = first_name.setdefault(owners.get(name, name), name)  # tied ones stay one tensor
         if first == name and isinstance(value, DTensor):
-            value = value.full_tensor()
+            value = value.full_tensor()  # one after the other, so that a device holds one of them
         if dist.get_rank() == 0:
-            found[name] = found[first] if first != name else _on_host(value)
+            of_host = value.cpu() if isinstance(value, torch.Tensor) and first == name else value
+            found[name] = found[first] if first != name else of_host
     return found
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def follow(names: Mapping[int, str], model: nn.Module, optimizers: Iterable[Optimizer]) -> None:

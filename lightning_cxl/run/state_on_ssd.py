@@ -33,7 +33,7 @@ from lightning_cxl.optim.swapped_state import OnSsd, StateRecord, StateSwapper, 
 from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.shards import local
 from lightning_cxl.storage.drive import BLOCK_BYTES, MANIFEST, make_parents
-from lightning_cxl.storage.store import Area, Record, Store, files_shown_at
+from lightning_cxl.storage.store import Area, Store, files_shown_at
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.streaming.on_ssd import InputsOnSsd, WeightRecord, WeightsOnSsd
 
@@ -61,10 +61,8 @@ class StateOnSsd:
         engine: TransferEngine,
     ) -> None:
         self.folders = [str(path) for path in options.paths]
-        self.refers = options.checkpoint == "reference"
-        """Whether checkpoints refer to this state instead of copying it."""
-        self.owns_generations = False
-        """Whether the generations in the folders are this run's: it has committed, or was resumed from one."""
+        self.refers = options.checkpoint == "reference"  # checkpoints refer to this state instead of copying it
+        self.owns_generations = False  # those in the folders are this run's: it has committed, or was resumed from one
         self._to_settle: int | None = None  # the generation that stays, where letting go of the others has failed
         self._record_of: dict[int, StateRecord] = {}  # by id of the parameter
         self._given: dict[int, set[tuple[TensorRole, torch.dtype]]] = {}
@@ -77,7 +75,6 @@ class StateOnSsd:
         with ExitStack() as cleanup:
             self.store = Store(options.paths, budget_bytes=budget_bytes, keeps=self.refers)
             cleanup.callback(self.store.close)
-
             num_drives = len(options.paths)
 
             def swapper(cap_bytes: int, **kwargs: Callable[[], None]) -> Swapper:
@@ -95,7 +92,6 @@ class StateOnSsd:
             area = Area(self.store, "inputs of units", nbytes, num_drives)
             images = swapper(input_slot_bytes(planned, num_drives), begin_thread=engine.use_in_this_thread)
             self.inputs = InputsOnSsd(images, area, engine)
-            """Gives places for inputs of units."""
             cleanup.callback(self.inputs.close)
             for each in planned:
                 if each.is_inputs:
@@ -112,11 +108,8 @@ class StateOnSsd:
     def flat(
         self, parameter: torch.Tensor, name: str, role: TensorRole, dtype: torch.dtype, numel: int
     ) -> torch.Tensor:
-        """Return a 1-D tensor for state of a parameter of the model, contents undefined.
-
-        What was not planned gets a record of its own: a parameter that came later, or whose state is made again.
-        """
         given = self._given.setdefault(id(parameter), set())
+        # not planned: a parameter that came later, or whose state is made again
         if id(parameter) not in self._record_of or (role, dtype) in given:
             self._num_added += 1
             most = local(parameter).numel() * _MOST_BYTES + _MOST_TENSORS * taken_nbytes(1)
@@ -139,22 +132,17 @@ class StateOnSsd:
             self._weights.swapper.verify(each.record)
 
     def refuse_state_of_earlier_run(self, optimizers: Iterable[Optimizer]) -> None:
-        """Refuse optimizers whose state this run would overwrite while it copies that state.
-
-        It lies in the same files since an earlier run, and no generation protects what that run wrote last.
-        """
+        """Refuse optimizers whose state this run would overwrite while it copies that state."""
+        # it lies in the same files since an earlier run, and no generation protects what that run wrote last
         own = set(self.store.files)
-        for optimizer in optimizers:
-            for state in optimizer.state.values():
-                for value in state.values():
-                    if not isinstance(value, torch.Tensor) or isinstance(value, OnSsd):
-                        continue
-                    if own.intersection(files_shown_at(value.data_ptr())):
-                        raise UnsupportedError(
-                            f"the optimizer has state of an earlier run in `{self.folders[0]}`, which this run would "
-                            f"overwrite: make a new optimizer and resume from that run's checkpoint, use another "
-                            f"folder, or set checkpoint='copy'"
-                        )
+        for value in (each for opt in optimizers for state in opt.state.values() for each in state.values()):
+            is_usual = isinstance(value, torch.Tensor) and not isinstance(value, OnSsd)
+            if is_usual and own.intersection(files_shown_at(value.data_ptr())):
+                raise UnsupportedError(
+                    f"the optimizer has state of an earlier run in `{self.folders[0]}`, which this run would "
+                    "overwrite: make a new optimizer and resume from that run's checkpoint, use another folder, or "
+                    "set checkpoint='copy'"
+                )
 
     def restore(self, generation: int) -> None:
         """Make the state what it was in a generation of the store, and let go of the others."""
@@ -171,12 +159,10 @@ class StateOnSsd:
         self._to_settle = None
 
     def make_room(self) -> None:
-        """Let go of one of two generations before a write or a commit: together they leave no version to write.
-
-        It was decided which one stays and could not be done then, or this run was not resumed from either. A run that
-        was killed while it saved leaves two. The newer one stays if its checkpoint file refers to it: the
-        file that is there may be an older one of the same name.
-        """
+        """Let go of one of two generations before a write or a commit: together they leave no version to write."""
+        # It was decided which one stays and could not be done then, or this run was not resumed from either. A run that
+        # was killed while it saved leaves two. The newer one stays if its checkpoint file refers to it: the file that
+        # is there may be an older one of the same name.
         with self._settling:
             if self._to_settle is not None:
                 self.settle(self._to_settle)
@@ -198,11 +184,7 @@ class StateOnSsd:
             self.settle(stays.number)
 
     def note_pace(self, num_steps: int) -> None:
-        """Note between two steps what was moved so far: at the end of the first, which makes the state, and the last.
-
-        Args:
-            num_steps: of optimizers so far.
-        """
+        """Note what was moved so far: at the end of the first step, which makes the state, and of the last."""
         if num_steps and (not self._paces or num_steps != self._paces[-1][0]):
             self._paces[1:] = [(num_steps, time.monotonic(), self.store.stats())]
 
@@ -252,12 +234,10 @@ _REFERENCE = "lightning_cxl_record"
 
 
 def refer(states: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return state dicts of optimizers with references in the place of tensors that lie in records."""
     return _converted(states, lambda value: value.reference() if isinstance(value, OnSsd) else value)
 
 
 def _converted(states: Iterable[Mapping[str, Any]], convert: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """Return state dicts of optimizers with every value of every entry converted."""
     return [
         {**each, "state": {k: {n: convert(v) for n, v in entry.items()} for k, entry in each["state"].items()}}
         for each in states
@@ -265,7 +245,6 @@ def _converted(states: Iterable[Mapping[str, Any]], convert: Callable[[Any], Any
 
 
 def is_reference(value: object) -> bool:
-    """Return whether a value of a saved state stands for a tensor on SSD."""
     return isinstance(value, Mapping) and _REFERENCE in value
 
 
@@ -330,11 +309,7 @@ def restore(on_ssd: StateOnSsd | None, saved: Mapping[str, Any]) -> None:
 
 
 def whole(states: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return state dicts of optimizers with tensors in the place of references.
-
-    The tensors show the files. The records referred to are read once and their checksums compared, in memory as large
-    as the largest record.
-    """
+    """Return state dicts of optimizers with tensors in the place of references; the tensors show the files."""
     states = list(states)
     paths = [Path(folder) for folder in saved["folders"]]
     missing = [path for path in (*paths, paths[0] / MANIFEST) if not path.exists()]
@@ -348,13 +323,20 @@ def whole(states: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]) -> list
     try:
         records = {name: store.reserve(name, nbytes) for name, nbytes in store.found.items()}
         store.restore(saved["generation"])
-        needed = _records_referred_to(states)
+        entries = (entry for each in states for entry in each["state"].values())
+        needed = {value[_REFERENCE] for entry in entries for value in entry.values() if is_reference(value)}
         if not needed <= records.keys():
             raise CheckpointError(
                 f"the optimizer state of this checkpoint is in record `{min(needed - records.keys())}`, and "
                 f"`{paths[0]}` has no record of this name: that is the state of another run"
             )
-        _check(store, [records[name] for name in sorted(needed)])
+        # each record is read once and its checksum compared, in memory as large as the largest one
+        nbytes = max((records[name].padded_nbytes for name in needed), default=0)
+        room = torch.empty(nbytes + BLOCK_BYTES, dtype=torch.uint8)
+        memory = Buffer(room.data_ptr() + -room.data_ptr() % BLOCK_BYTES, nbytes, (), None, room)
+        for name in sorted(needed):
+            if records[name].is_written:
+                store.read(records[name], memory).wait_host()
         windows = {name: store.window(records[name]) for name in needed}
     finally:
         store.close()
@@ -370,41 +352,20 @@ def whole(states: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]) -> list
     return _converted(states, tensor_of)
 
 
-def _records_referred_to(states: Iterable[Mapping[str, Any]]) -> set[str]:
-    entries = (entry for each in states for entry in each["state"].values())
-    return {value[_REFERENCE] for entry in entries for value in entry.values() if is_reference(value)}
-
-
-def _check(store: Store, records: list[Record]) -> None:
-    """Read records and compare their checksums."""
-    nbytes = max((record.padded_nbytes for record in records), default=0)
-    room = torch.empty(nbytes + BLOCK_BYTES, dtype=torch.uint8)
-    start = -room.data_ptr() % BLOCK_BYTES
-    memory = Buffer(room.data_ptr() + start, nbytes, (), None, room)
-    for record in records:
-        if record.is_written:
-            store.read(record, memory).wait_host()
-
-
 def resolve(state: Mapping[str, Any], optimizer: CPUAdam) -> dict[str, Any]:
     """Return a state dict with the optimizer's own tensors in the place of references to them."""
     entries = dict(state["state"])
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, key in zip(group["params"], saved["params"], strict=True):
-            entry = entries.get(key)
-            if entry is not None and any(map(is_reference, entry.values())):
-                own = optimizer.kept.of(parameter).entries
-                entries[key] = {name: _resolved(value, own.get(name)) for name, value in entry.items()}
+            entry = entries.get(key, {})
+            for name in [name for name, value in entry.items() if is_reference(value)]:
+                value, own = entry[name], optimizer.kept.of(parameter).entries.get(name)
+                if not isinstance(own, OnSsd) or own.reference() != value:
+                    raise CheckpointError(
+                        f"the checkpoint's optimizer state is at {value['offset']} in record `{value[_REFERENCE]}`, "
+                        "and this run keeps it elsewhere. Give the run the model, the optimizer, `state`, `master` and "
+                        "rules of the run that saved it, or turn the checkpoint into a whole one with "
+                        "`lightning_cxl.plain_checkpoint`"
+                    )
+                entry = entries[key] = {**entry, name: own}
     return {**state, "state": entries}
-
-
-def _resolved(value: Any, own: torch.Tensor | None) -> Any:
-    if not is_reference(value):
-        return value
-    if not isinstance(own, OnSsd) or own.reference() != value:
-        raise CheckpointError(
-            f"the checkpoint's optimizer state is at {value['offset']} in record `{value[_REFERENCE]}`, and this run "
-            f"keeps it elsewhere. Give the run the model, the optimizer, `state`, `master` and rules of the run that "
-            f"saved it, or turn the checkpoint into a whole one with `lightning_cxl.plain_checkpoint`"
-        )
-    return own

@@ -28,8 +28,6 @@ from lightning_cxl.optim.parameter_state import plain
 from lightning_cxl.run.checkpoint import entry_of, load_optimizers, own_entry, restore_masters
 from lightning_cxl.run.run import Run, bring_to_host
 from lightning_cxl.run.session import Session, follow
-from lightning_cxl.run.sharded_checkpoint import optimizer_tensors, tensors_of_folder
-from lightning_cxl.run.sharded_checkpoint import save as save_together
 from lightning_cxl.run.state_on_ssd import KEY, check_together
 from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.streaming.unit_weights import peek
@@ -67,10 +65,9 @@ class _FileMethod(ReplacedMethod):
 
 
 class _StateDict(_FileMethod):
-    """`state_dict`. See [Note: Optimizer files]."""
+    """`state_dict`: torch's with our entry in it, of tensors of the optimizer. See [Note: Optimizer files]."""
 
     def __call__(self) -> dict[str, Any]:
-        """Return torch's state dict with our entry in it; its tensors are those of the optimizer, not copies."""
         run = self._settled_run()
         if run.on_ssd is not None:
             run.on_ssd.check_weights()
@@ -81,10 +78,9 @@ class _StateDict(_FileMethod):
 
 
 class _LoadStateDict(_FileMethod):
-    """`load_state_dict`. See [Note: Optimizer files]."""
+    """`load_state_dict`, into the memory that the state has already. See [Note: Optimizer files]."""
 
     def __call__(self, state_dict: Mapping[str, Any]) -> None:
-        """Load into the memory that the state has already, by parameter name where names are known."""
         run, own = self._settled_run(), own_entry(state_dict)
         plain = {key: value for key, value in state_dict.items() if key != KEY}
         load_optimizers([self._optimizer], [plain], own, run.masters.name_of, run.on_ssd)
@@ -93,26 +89,11 @@ class _LoadStateDict(_FileMethod):
         restore_masters(own.get("master_weights"), run.masters, [self._optimizer])
 
 
-def attach_files(optimizer: Optimizer, run: Run) -> None:
-    """Let the file of an adopted optimizer hold all that its run needs, until `detach_files`."""
-    optimizer.state_dict, optimizer.load_state_dict = (  # type: ignore[method-assign]
-        _StateDict(optimizer.state_dict, optimizer, run),
-        _LoadStateDict(optimizer.load_state_dict, optimizer, run),
-    )
-
-
-def detach_files(optimizer: Optimizer) -> None:
-    """Undo `attach_files`."""
-    for name in ("state_dict", "load_state_dict"):
-        vars(optimizer).pop(name, None)
-
-
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     model: nn.Module
     run: Run
-    undo: ExitStack
-    """Takes away what is on the model and its optimizers."""
+    undo: ExitStack  # takes away what is on the model and its optimizers
 
 
 class UserLoop:
@@ -147,8 +128,23 @@ class UserLoop:
                 "training first: `accelerator.free_memory()`, `fabric.strategy.teardown()` or `trainer.end()`. A model "
                 "and all its optimizers belong in one call"
             )
-        _check_owner(model, optimizers)
-        self._check_apart(model)
+        own = {parameter: name for name, parameter in model.named_parameters()}
+        for optimizer in optimizers:
+            if strange := sum(p not in own for group in optimizer.param_groups for p in group["params"]):
+                raise ConfigError(
+                    f"{strange} parameters of the {type(optimizer).__name__} are not in the model "
+                    f"{type(model).__name__}. If they are weights of a loss, register them there (`model.loss_weights "
+                    "= nn.Parameter(...)`) before the optimizer is made. Else make the optimizer after everything that "
+                    "replaces parameters (quantisation, LoRA, `.to`). An optimizer for several models must become one "
+                    "for each model"
+                )
+        for other in (each.model for each in self._prepared.values() if each.model is not model):
+            if shared := [own[p] for p in peek(other) if p in own]:  # only one run can say where they are
+                raise UnsupportedError(
+                    f"{type(model).__name__} shares {len(shared)} parameters, such as `{shared[0]}`, with "
+                    f"{type(other).__name__}, which is prepared already: make one module that has both as its parts, "
+                    "and prepare that with all optimizers"
+                )
         end_earlier_trainings(model, self)
         if before is not None:
             self._end(model)
@@ -162,8 +158,9 @@ class UserLoop:
             adopted = run.adopt(optimizers)
             for given, optimizer in zip(optimizers, adopted, strict=True):
                 mark_as_called(given)  # a scheduler that stays with it shares its groups, and sees none of its steps
-                attach_files(optimizer, run)
-                undo.callback(detach_files, optimizer)
+                for name, method in (("state_dict", _StateDict), ("load_state_dict", _LoadStateDict)):
+                    vars(optimizer)[name] = method(getattr(optimizer, name), optimizer, run)
+                    undo.callback(put_back, optimizer, name, None)
             undo.callback(model.register_forward_pre_hook(_Forward(run, self)).remove)
             for module in (each for each in model.modules() if any(True for _ in each.parameters())):
                 undo.callback(put_back, module, MOVE, vars(module).get(MOVE))
@@ -173,24 +170,10 @@ class UserLoop:
             raise
         return adopted
 
-    def _check_apart(self, model: nn.Module) -> None:
-        """Refuse a model that shares parameters with another one: only one run can say where they are."""
-        own = {id(p): name for name, p in model.named_parameters()}
-        for other in (each.model for each in self._prepared.values() if each.model is not model):
-            shared = [own[id(p)] for p in peek(other) if id(p) in own]
-            if shared:
-                raise UnsupportedError(
-                    f"{type(model).__name__} shares {len(shared)} parameters, such as `{shared[0]}`, with "
-                    f"{type(other).__name__}, which is prepared already: make one module that has both as its parts, "
-                    "and prepare that with all optimizers"
-                )
-
     def knows(self, model: nn.Module) -> bool:
-        """Return whether a model has been prepared, and not been let go of since."""
         return id(model) in self._prepared
 
     def optimizers_of(self, model: nn.Module) -> Sequence[Optimizer]:
-        """Return the optimizers that train a model; none if it only computes."""
         return self._prepared[id(model)].run.optimizers if self.knows(model) else ()
 
     def model_of(self, optimizer: Optimizer, models: Sequence[nn.Module] = ()) -> nn.Module:
@@ -208,12 +191,7 @@ class UserLoop:
 
     @contextmanager
     def backward(self, *, is_last: bool = True) -> Iterator[None]:
-        """Return a region for one backward.
-
-        Args:
-            is_last: the step comes next, not another backward of it. Afterwards gradients are complete, as ``.grad``
-                of `holders`; after another one only where the loop may read them then.
-        """
+        """Return a region for one backward; after the last one of a step ``.grad`` of `holders` is complete."""
         if not self._prepared:
             raise ConfigError(
                 "no model has been prepared, so nothing of this backward would be offloaded: before training, call "
@@ -236,16 +214,12 @@ class UserLoop:
                 )
 
     def holders(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-        """Return the tensors whose ``.grad`` is the gradient of given parameters: their masters, where they have some.
-
-        As many as were given, in the same order.
-        """
-        given = [parameters] if isinstance(parameters, Tensor) else parameters
-        return [self._holder(parameter) for parameter in given]
-
-    def _holder(self, parameter: Tensor) -> Tensor:
-        pairs = (run.masters.find(parameter) for run in self.session.runs)
-        return next((pair.master for pair in pairs if pair is not None), parameter)
+        """Return the tensors whose ``.grad`` is the gradient of given parameters: their masters, if there are some."""
+        found = []
+        for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
+            pairs = (run.masters.find(parameter) for run in self.session.runs)
+            found.append(next((pair.master for pair in pairs if pair is not None), parameter))
+        return found
 
     def before_clipping(self) -> None:
         """Remember which gradient is bad before all are: they are about to be clipped in place."""
@@ -254,10 +228,8 @@ class UserLoop:
                 run.guard.note_bad(optimizer)
 
     def clipping_in_step(self, holders: Sequence[Tensor]) -> CPUAdam | None:
-        """Return the optimizer that can clip the gradients of `holders` in the sweep of its step.
-
-        None if gradients may be read before they are dropped, or not all of them are of one `CPUAdam`.
-        """
+        """Return the optimizer that can clip the gradients of `holders` in the sweep of its step, if there is one."""
+        # none where gradients may be read before they are dropped, or not all of them are of one `CPUAdam`
         optimizers = [each for run in self.session.runs for each in run.optimizers]
         if len(optimizers) != 1 or self.loop.reads_gradients:
             return None
@@ -273,7 +245,6 @@ class UserLoop:
         self.session.active.callback(put_back, scaler, UNSCALE, None)
 
     def run_of(self, optimizer: Optimizer) -> Run:
-        """Return the run that has adopted an optimizer."""
         for run in self.session.runs:
             if any(each is optimizer for each in run.optimizers):
                 return run
@@ -293,6 +264,12 @@ class UserLoop:
         weights: bool = True,
     ) -> None:
         """Write a model and its optimizers, on all processes together."""
+        from lightning_cxl.run.sharded_checkpoint import (  # imports torch's checkpoints
+            optimizer_tensors,
+            save,
+            tensors_of_folder,
+        )
+
         states, own, rest = [], {}, rest or {}
         for optimizer in optimizers:
             run = self.run_of(optimizer)
@@ -302,7 +279,7 @@ class UserLoop:
             states.append(optimizer_tensors(optimizer, run.masters.name_of))
             own = entry_of(optimizers, run.masters, run.num_received)
         tensors = tensors_of_folder(model.state_dict() if weights else None, states, own)
-        save_together(path, tensors, {**rest, KEY: {**rest.get(KEY, {}), **own}})
+        save(path, tensors, {**rest, KEY: {**rest.get(KEY, {}), **own}})
 
     def load_folder(
         self,
@@ -314,13 +291,8 @@ class UserLoop:
         weights: bool = True,
         weights_only: bool | None = None,
     ) -> None:
-        """Load a model and its optimizers, each process what it has of them.
-
-        Args:
-            optimizers: of it, as `prepare` gave them back, by their number in the checkpoint. INOUT.
-            strict: whether the names of weights must be the same here and there.
-        """
-        from lightning_cxl.run.sharded_reading import ShardedCheckpoint  # imports torch's checkpoints
+        """Load a model and its optimizers, by their number in the checkpoint; each process what it has of them."""
+        from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint  # imports torch's checkpoints
 
         folder = ShardedCheckpoint(path)
         own = folder.rest(weights_only=weights_only).get(KEY) or {}
@@ -383,7 +355,6 @@ class UserLoop:
         self.close(after_error=kind is not None)
 
     def __reduce__(self) -> tuple[type["UserLoop"], tuple[Session, torch.device, Loop]]:
-        """Copy and pickle without the runs that are going on: they belong to this process."""
         return UserLoop, (self.session, self.device, self.loop)
 
 
@@ -415,7 +386,6 @@ class _Move(ReplacedMethod):
         self._loop = loop
 
     def owner(self) -> tuple[nn.Module, UserLoop] | None:
-        """Return the model that is trained, and its loop; None after its end."""
         return (self._model, self._loop) if self._loop.knows(self._model) else None
 
     def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **keywords: Any) -> Any:
@@ -503,16 +473,3 @@ class _Unscale:
     def __call__(self, optimizer: Optimizer, *args: Any) -> Any:
         guard = self._loop.run_of(optimizer).guard
         return HostUnscale(self._scaler, lambda same: same, lambda _: False, guard)(optimizer, *args)
-
-
-def _check_owner(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    own = set(model.parameters())
-    for optimizer in optimizers:
-        strange = sum(p not in own for group in optimizer.param_groups for p in group["params"])
-        if strange:
-            raise ConfigError(
-                f"{strange} parameters of the {type(optimizer).__name__} are not in the model {type(model).__name__}. "
-                "If they are weights of a loss, register them there (`model.loss_weights = nn.Parameter(...)`) before "
-                "the optimizer is made. Else make the optimizer after everything that replaces parameters "
-                "(quantisation, LoRA, `.to`). An optimizer for several models must become one for each model"
-            )

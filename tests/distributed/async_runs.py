@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_cxl.errors import LightningCXLError, LightningCXLWarning
 from lightning_cxl.run.session import Session
-from lightning_cxl.run.sharded_checkpoint import AsyncSaves
-from lightning_cxl.run.sharded_reading import ShardedCheckpoint
+from lightning_cxl.run.sharded_checkpoint import AsyncSaves, ShardedCheckpoint
 from lightning_cxl.sharding.fsdp import cut
 from lightning_cxl.streaming.units import find_units
 from tests.distributed import lightning_runs, training

@@ -3,7 +3,7 @@
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_cxl.run.sharded_reading import ShardedCheckpoint
+from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint
 from tests.distributed import async_runs, lightning_runs
 from tests.distributed.test_lightning import STATES, assert_identical
 

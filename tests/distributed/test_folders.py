@@ -10,8 +10,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.run.checkpoint import remove
-from lightning_cxl.run.sharded_checkpoint import optimizer_tensors, save
-from lightning_cxl.run.sharded_reading import ShardedCheckpoint
+from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint, optimizer_tensors, save
 from tests.distributed.training import place
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

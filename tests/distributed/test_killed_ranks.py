@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from lightning_cxl.run.sharded_reading import ShardedCheckpoint
+from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint
 from tests.distributed import killed_ranks
 from tests.integration.several_ranks import processes_of, start
 

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -52,22 +52,17 @@ from lightning_cxl.integrations.lightning.lightning_api import (
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run import checkpoint as ckpt
-from lightning_cxl.run.checkpoint import load_file, remove, save_file
+from lightning_cxl.run.checkpoint import TIED, is_sharded_checkpoint, load_file, remove, save_file
 from lightning_cxl.run.run import Host, Run
 from lightning_cxl.run.session import Session, cut_for, cut_state, follow
-from lightning_cxl.run.sharded_checkpoint import (
-    TIED,
-    AsyncSaves,
-    is_sharded_checkpoint,
-    optimizer_tensors,
-    save,
-    tensors_of_folder,
-)
 from lightning_cxl.run.state_on_ssd import KEY, StateOnSsd, check_together
 from lightning_cxl.run.user_loop import end_earlier_trainings, methods_of_others, put_back
 from lightning_cxl.sharding import processes
 from lightning_cxl.torch_private import UNSCALE, step_hooks
 from lightning_cxl.weights.load import refuse_unready
+
+if TYPE_CHECKING:
+    from lightning_cxl.run.sharded_checkpoint import AsyncSaves  # imports torch's checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -251,7 +246,7 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
     strategy_name = "cxl_offload"
     _root: nn.Module | None = None
     """The module whose call gathers what no unit has; None where nothing is cut."""
-    _saves: AsyncSaves | None = None
+    _saves: "AsyncSaves | None" = None
     """Writes checkpoints while training goes on; None where training waits for them."""
 
     def __init__(
@@ -447,6 +442,8 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer for a checkpoint; one that refers to state on SSD needs no values of it."""
         if self._root is not None:
+            from lightning_cxl.run.sharded_checkpoint import optimizer_tensors
+
             return optimizer_tensors(unwrap(optimizer), self._name_of())
         own = unwrap(optimizer)
         if self._on_ssd is not None and self._on_ssd.refers and isinstance(own, CPUAdam):
@@ -472,6 +469,8 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _save_together(self, checkpoint: Mapping[str, Any], own: Mapping[str, Any], filepath: Any) -> None:
+        from lightning_cxl.run.sharded_checkpoint import save, tensors_of_folder  # imports torch's checkpoints
+
         states = checkpoint.get("optimizer_states", [])
         assert isinstance(self.lightning_module, nn.Module)
         names_of: dict[nn.Parameter, list[str]] = {}
@@ -508,7 +507,7 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
             self._saves.wait()
         checkpoint_path = self.broadcast(checkpoint_path)
         if "://" not in str(checkpoint_path) and is_sharded_checkpoint(Path(checkpoint_path)):
-            from lightning_cxl.run.sharded_reading import ShardedCheckpoint  # imports torch's checkpoints
+            from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint
 
             folder = ShardedCheckpoint(Path(checkpoint_path))
             return ckpt.LoadedCheckpoint(folder.rest(weights_only=weights_only), folder)
@@ -564,6 +563,8 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
     def _open_saves(self, trainer: Trainer) -> None:
         """Let checkpoints be written while training goes on, where the user asks for that with `AsyncCheckpointIO`."""
         if self.is_distributed and isinstance(self.checkpoint_io, AsyncCheckpointIO):
+            from lightning_cxl.run.sharded_checkpoint import AsyncSaves
+
             processes.on_all_ranks(partial(self._check_saves, trainer))
             engine = self._session.host_on(self.root_device).engine
             self._saves = AsyncSaves(self.timeout, engine.use_in_this_thread)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_cxl.run import checkpoint as checkpoint_folder
-from lightning_cxl.run.checkpoint import lying_at, put_in_place, remove, unfinished
-from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint
+from lightning_cxl.run.checkpoint import is_sharded_checkpoint, lying_at, put_in_place, remove, unfinished
 
 
 @pytest.fixture(params=["locks", "no locks"])

@@ -10,8 +10,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.run.checkpoint import load_file
-from lightning_cxl.run.sharded_checkpoint import save
-from lightning_cxl.run.sharded_reading import ShardedCheckpoint
+from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

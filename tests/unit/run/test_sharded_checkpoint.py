@@ -5,8 +5,8 @@ import torch
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.run import sharded_checkpoint
-from lightning_cxl.run.sharded_checkpoint import is_sharded_checkpoint, save
-from lightning_cxl.run.sharded_reading import ShardedCheckpoint
+from lightning_cxl.run.checkpoint import is_sharded_checkpoint
+from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
