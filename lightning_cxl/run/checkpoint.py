@@ -64,8 +64,11 @@ def own_entry(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 def entry_of(optimizers: Iterable[Optimizer], masters: MasterWeights, num_received: int) -> dict[str, Any]:
     masters.absorb_changes()
-    names = [[[masters.name_of(p) for p in group["params"]] for group in opt.param_groups] for opt in optimizers]
-    usable = [own if _are_different(own) else None for own in names]
+    usable: list[list[list[str]] | None] = []
+    for optimizer in optimizers:
+        groups = [[masters.name_of(p) for p in group["params"]] for group in optimizer.param_groups]
+        names = [name for group in groups for name in group]
+        usable.append(groups if len(names) == len(set(names)) else None)
     return {
         "optimizer_param_names": usable,
         "master_weights": masters.named_masters(),
@@ -77,21 +80,13 @@ def entry_of(optimizers: Iterable[Optimizer], masters: MasterWeights, num_receiv
 def refer_to_ssd(
     checkpoint: dict[str, Any], own: dict[str, Any], on_ssd: StateOnSsd | None, path: str
 ) -> Iterator[dict[str, Any]]:
-    """Return a region in which a checkpoint is written; yields what to write.
-
-    See [Note: Referring checkpoints].
-    """
+    """Return a region in which a checkpoint is written; yields what to write. See [Note: Referring checkpoints]."""
     if on_ssd is None or not on_ssd.refers:
         yield {**checkpoint, KEY: own}
         return
     states = ssd_checkpoint.refer(checkpoint["optimizer_states"])
     with ssd_checkpoint.commit_beside(on_ssd, path) as entry:
         yield {**checkpoint, "optimizer_states": states, KEY: {**own, SSD: entry}}
-
-
-def _are_different(groups: list[list[str]]) -> bool:
-    names = [name for group in groups for name in group]
-    return len(names) == len(set(names))
 
 
 def load_optimizers(
@@ -101,12 +96,7 @@ def load_optimizers(
     name_of: Callable[[torch.Tensor], str],
     on_ssd: StateOnSsd | None,
 ) -> None:
-    """Load states into optimizers, by parameter name where names are known.
-
-    Args:
-        states: of as many optimizers in torch's format; empty where a checkpoint was written without them, which leaves
-            the optimizers as they are.
-    """
+    """Load states in torch's format into as many optimizers, by parameter name where names are known."""
     if not states:
         log.info("the checkpoint has no optimizer states: the optimizers go on with what they have")
         return
@@ -129,9 +119,7 @@ def load_optimizers(
 def by_name(state: Mapping[str, Any], saved: list[list[str]] | None, current: list[list[str]]) -> dict[str, Any]:
     """Return an optimizer's state dict with its groups and keys in the order that the parameters have now.
 
-    Args:
-        state: torch's format, indices counting through the groups as they were when saved.
-        saved: parameter names by group when saved; None where they were not known, so that the order is kept.
+    `saved`: parameter names by group when saved; None where they were not known, so that the order is kept.
     """
     groups, own = state["param_groups"], [{"params": names} for names in current]
     if saved is not None:
@@ -148,27 +136,22 @@ def by_name(state: Mapping[str, Any], saved: list[list[str]] | None, current: li
 
 
 def load_plain(optimizer: Optimizer, state: Mapping[str, Any], names: list[list[str]]) -> None:
-    """Load an optimizer's state dict into an optimizer that is not CPUAdam, which may have written it.
-
-    8-bit momentum and variance are decoded, and the remainders of split master weights go into the masters.
-    """
+    """Load an optimizer's state dict into an optimizer that is not CPUAdam, which may have written it."""
     entries: dict[Any, Any] = dict(state["state"])
     for group, saved, group_names in zip(optimizer.param_groups, state["param_groups"], names, strict=True):
         for parameter, key, name in zip(group["params"], saved["params"], group_names, strict=True):
             if key not in entries:
                 continue
-            entries[key], remainder = without_remainder(decoded(entries[key], f"`{name}`"))
-            if remainder is not None:
+            entry, remainder = without_remainder(decoded(entries[key], f"`{name}`"))
+            if remainder is not None:  # of split master weights
                 with torch.no_grad():
                     own, lower = local(parameter).detach(), shard_of(remainder, parameter)
                     own.copy_(joined(own, lower))
-            entries[key] = {each: _cut_like(value, parameter) for each, value in entries[key].items()}
+            for each, value in entry.items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
+                    entry[each] = sharded_like(shard_of(value, parameter), parameter)
+            entries[key] = entry
     type(optimizer).load_state_dict(optimizer, {**state, "state": entries})
-
-
-def _cut_like(value: Any, parameter: torch.Tensor) -> Any:
-    is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
-    return sharded_like(shard_of(value, parameter), parameter) if is_like else value
 
 
 def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,18 +187,17 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         entries = {}
         for key, entry in state["state"].items():
             plain, _ = without_remainder(decoded(entry, f"parameter {key}"))
-            entries[key] = {name: _widened(value) for name, value in plain.items()}
+            for name, value in plain.items():
+                if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+                    plain[name] = value.float()
+            entries[key] = plain
         plain_states.append({**state, "state": entries})
     rest = {key: value for key, value in checkpoint.items() if key != KEY}
     return {**rest, "state_dict": _with_tied(saved, weights), **({"optimizer_states": plain_states} if states else {})}
 
 
 def masters_in(own: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Return float32 master weights of a file by name; of split ones what the weights lack of them, int16.
-
-    Args:
-        states: of optimizers; `own` is our entry beside them.
-    """
+    """Return float32 master weights of a file by name; of split ones what the weights lack of them, int16."""
     found = dict(own.get("master_weights") or {})
     for state, names in zip(states, own.get("optimizer_param_names") or [None] * len(states), strict=True):
         for group, own_names in zip(state["param_groups"], names or [], strict=names is not None):
@@ -239,11 +221,6 @@ def _with_tied(saved: Mapping[str, Any], changed: Mapping[str, torch.Tensor]) ->
 
     by_memory = {memory(saved[name]): value for name, value in changed.items()}
     return {name: by_memory.get(memory(value), value) for name, value in saved.items()}
-
-
-def _widened(value: Any) -> Any:
-    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if is_half else value
 
 
 def restore_masters(
@@ -305,8 +282,7 @@ META = "meta.pt"
 """The file with what is no tensor. It is the last one that is written."""
 TIED = "tied_weights"
 """In our entry: lists of names that are one parameter. Files have these as one tensor, folders as several."""
-_IS_OURS = re.compile(r"meta\.pt|\.metadata(\.tmp)?|__\d+_\d+\.distcp").fullmatch
-"""Whether a name is of a file in a checkpoint."""
+_IS_OURS = re.compile(r"meta\.pt|\.metadata(\.tmp)?|__\d+_\d+\.distcp").fullmatch  # a name of a file in a checkpoint
 _REPLACED = ".being_replaced"
 
 
@@ -344,7 +320,6 @@ def unfinished(target: Path, *, is_file: bool = False) -> Iterator[Path]:
 
 
 def put_in_place(folder: Path, path: Path) -> None:
-    """Give a finished folder its name; see `take_place`."""
     sync_folder(folder)
     take_place(folder, path)
 
@@ -367,7 +342,7 @@ def take_place(finished: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: at once for those who look for it, so that nobody finds a part of it."""
+    """Remove a checkpoint, so that a part of it is never found."""
     path = lying_at(path)
     with ExitStack() as cleanup:
         gone = path.with_name(f".{path.name[:_MOST_CHARS]}.{secrets.token_hex(4)}.partial")
@@ -383,7 +358,7 @@ def _before(path: Path) -> Path:
 
 
 def remove_left(folder: Path) -> None:
-    """Remove what nobody writes any more; what cannot be removed, and what others have made, stay."""
+    """Remove what killed processes have left; what cannot be removed, and what others have made, stay."""
     for left in folder.glob(".*.partial"):
         is_folder = left.is_dir()
         if not is_folder and not _PARTIAL_FILE(left.name):
@@ -405,7 +380,6 @@ def remove_left(folder: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock a file or a folder; the kernel lets go of the lock when the process is killed."""
     how = os.O_RDONLY | os.O_DIRECTORY if path.is_dir() else os.O_RDWR  # NFS locks files that are open for writing
     fd = os.open(path, how | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -438,10 +412,7 @@ _STEP_BYTES = 4 * 2**20
 
 
 def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
-    """Write `checkpoint` straight to a local file, which appears under its name only when it is complete.
-
-    What runs that were killed while they saved have left in its folder is removed.
-    """
+    """Write `checkpoint` straight to a local file, which appears under its name only when it is complete."""
     made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
     partial = None
     try:
@@ -451,7 +422,10 @@ def save_file(checkpoint: Mapping[str, Any], target: Path) -> None:
                 file.flush()
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it would fill a node of tiers
-            _take_place(partial, target)  # while it is locked
+            if (target / META).is_file():  # a folder of several processes has its name; the file is still locked
+                take_place(partial, target)
+            else:
+                os.replace(partial, target)
         for folder in (target.parent, *(each.parent for each in made)):  # names, too: older state is let go of next
             sync_folder(folder)
     except OSError as error:
@@ -474,14 +448,6 @@ def _torch_save(checkpoint: Mapping[str, Any], file: BinaryIO) -> None:
         if not isinstance(first, (OSError, KeyboardInterrupt)):
             raise
     raise first.with_traceback(None)  # frames of torch would keep memory alive, as would its error as the context
-
-
-def _take_place(partial: Path, target: Path) -> None:
-    """Give a finished file its name, which the checkpoint of several processes, a folder, may have."""
-    if (target / META).is_file():
-        take_place(partial, target)
-    else:
-        os.replace(partial, target)
 
 
 def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
@@ -511,7 +477,7 @@ def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[
 
 
 def needs_code(path: Path, error: Exception) -> CheckpointError:
-    """Return what to say in the place of torch's error, which advises to run whatever code a file asks for."""
+    # torch's own error advises to run whatever code a file asks for
     lines = [line.strip() for line in str(error).splitlines()]
     asked = next((line for line in lines if "GLOBAL" in line or "WeightsUnpickler" in line), type(error).__name__)
     return CheckpointError(

@@ -70,17 +70,11 @@ SCALES = tuple(keys.scales for keys in MOMENT_KEYS)
 
 
 def save(path: Path, tensors: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
-    """Write a checkpoint, on all processes together; it appears under its name only when it is complete.
-
-    Args:
-        path: the same on all processes, which see the same files there.
-        tensors: nested; what is not cut is the same on all processes.
-    """
+    """Write a checkpoint, on all processes together; it appears under its name only when it is complete."""
     write(path, tensors, lambda file: torch.save(dict(rest), file))
 
 
 def write(path: Path, tensors: Mapping[str, Any], write_rest: Callable[[BinaryIO], Any], group: Any = None) -> None:
-    """Do what `save` does."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     with ExitStack() as cleanup:
 
@@ -100,18 +94,14 @@ def write(path: Path, tensors: Mapping[str, Any], write_rest: Callable[[BinaryIO
             save_together(dict(tensors), checkpoint_id=folder, process_group=group)
             on_all_ranks(finish, group)
         except (Exception, CheckpointException) as error:  # the second is no Exception
-            raise _not_written(path, error) from error
+            raise CheckpointError(
+                f"could not write checkpoint `{path}`: {first_failure(error)}. The checkpoint before is as it was. "
+                "Free space there, or save elsewhere; the folder must be one that all processes see"
+            ) from error
 
 
 def first_failure(error: BaseException) -> BaseException:
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-
-
-def _not_written(path: Path, error: BaseException) -> CheckpointError:
-    return CheckpointError(
-        f"could not write checkpoint `{path}`: {first_failure(error)}. The checkpoint before is as it was. Free space "
-        "there, or save elsewhere; the folder must be one that all processes see"
-    )
 
 
 # -- optimizer state by name -----------------------------------------------------------------------------------------
@@ -124,9 +114,10 @@ def optimizer_tensors(optimizer: Optimizer, name_of: Callable[[torch.Tensor], st
     for group in optimizer.param_groups:
         names = [name_of(parameter) for parameter in group["params"]]
         for name, parameter in zip(names, group["params"], strict=True):
-            entry = known.get(parameter)
-            if entry:
-                states[name] = _saved_entry(entry, parameter)
+            if entry := dict(known.get(parameter) or {}):
+                for key in [key for key in SCALES if key in entry and is_sharded(parameter)]:  # they are of one shard
+                    entry[f"{key}.{first_element(parameter)}"] = entry.pop(key)
+                states[name] = entry
         groups.append({**{key: value for key, value in group.items() if key != "param_names"}, "params": names})
     return {"state": states, "param_groups": groups}
 
@@ -141,14 +132,6 @@ def tensors_of_folder(
     if masters := own.pop("master_weights", None):
         tensors[KEY] = {"master_weights": masters}
     return tensors
-
-
-def _saved_entry(entry: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """Return state with a name of its own for what belongs to one shard."""
-    if not is_sharded(parameter):
-        return dict(entry)
-    mark = f".{first_element(parameter)}"
-    return {key + mark if key in SCALES else key: value for key, value in entry.items()}
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -172,21 +155,15 @@ def _saved_entry(entry: Mapping[str, Any], parameter: torch.Tensor) -> dict[str,
 class AsyncSaves:
     """Writes checkpoints of all processes in a thread. See [Note: Saves behind the training].
 
-    All processes make it, and call `save`, `wait` and `close`, in the same order.
-
-    Args:
-        timeout: for which a process waits for the others while they write; None is torch's own.
-        prepare: the thread calls it first: torch's current device is of a thread, and a new one has the first.
+    All processes make it, and call `save`, `wait` and `close`, in the same order. Its thread calls `prepare` first.
     """
 
     def __init__(self, timeout: timedelta | None = None, prepare: Callable[[], None] | None = None) -> None:
         self._group = dist.new_group(backend=dist.Backend.GLOO, timeout=timeout)
         self._thread = ThreadPoolExecutor(1, "checkpoint", prepare)
-        self._last: Future[None] | None = None
-        """The last job of the thread, if it has not been waited for."""
+        self._last: Future[None] | None = None  # the last job of the thread, if it has not been waited for
 
     def save(self, path: Path, tensors: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
-        """Copy a checkpoint, and begin to write it. Waits for the one before."""
         self.wait()
         copies: dict[str, Any] = {}
         pickled = io.BytesIO()
@@ -202,11 +179,7 @@ class AsyncSaves:
         )
 
     def then(self, step: Callable[[], None]) -> None:
-        """Do a step on this process when what is being written is complete; at once where nothing is.
-
-        Args:
-            step: without collectives. It is left out where the checkpoint could not be written.
-        """
+        """Do a step without collectives when what is being written is complete; it is left out where that failed."""
         before = self._last
         if before is None:
             step()
@@ -225,7 +198,6 @@ class AsyncSaves:
             done.result()
 
     def close(self) -> None:
-        """Wait, and let go of the thread and the group; nothing can be saved after it. Raises as `wait`."""
         try:
             self.wait()
         finally:
@@ -285,8 +257,6 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class PlainReader(FileSystemReader):
-    """Reads tensors of a folder; the list of what there is once, not for every parameter."""
-
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         with open(path / ".metadata", "rb") as file:
@@ -298,7 +268,7 @@ class PlainReader(FileSystemReader):
                 raise pickle.UnpicklingError(
                     f"its list of tensors names {each.relative_path!r}, no file of a checkpoint"
                 )
-        self.metadata: Metadata = found
+        self.metadata: Metadata = found  # read once, not for every parameter
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
@@ -306,13 +276,9 @@ class PlainReader(FileSystemReader):
 
 class PlainValues(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        super().load_bytes(read_item, _plain(value))
-
-
-def _plain(value: io.BytesIO) -> io.BytesIO:
-    torch.load(value, weights_only=True)  # refuses what is not plain, so that the planner may read it
-    value.seek(0)
-    return value
+        torch.load(value, weights_only=True)  # refuses what is not plain, so that the planner may read it
+        value.seek(0)
+        super().load_bytes(read_item, value)
 
 
 _OF_CODES = tuple(key for keys in MOMENT_KEYS for key in (keys.scales, keys.map))
@@ -335,7 +301,6 @@ class ShardedCheckpoint:
         """The path of each name: keys, which may have dots, and places in lists."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a whole tensor by its full name, in new memory."""
         value: torch.Tensor = self.read({name: None})[name]
         return value
 
@@ -353,7 +318,6 @@ class ShardedCheckpoint:
         return len({name.partition(".")[0] for name in self._metadata.state_dict_metadata if _IS_OPTIMIZER(name)})
 
     def restore_masters(self, masters: MasterWeights, optimizers: Sequence[Optimizer]) -> None:
-        """Read master weights, those that there are."""
         wanted, saved = {pair.name: pair.master for pair in masters}, {}
         for name in self.names(_MASTERS):
             if name in wanted:
@@ -378,16 +342,11 @@ class ShardedCheckpoint:
         return loaded
 
     def names(self, prefix: str) -> list[str]:
-        """Return the rest of all names that begin with `prefix` and a dot."""
         start = f"{prefix}."
         return [name[len(start) :] for name in self._metadata.state_dict_metadata if name.startswith(start)]
 
     def read(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Read into tensors, of any cut and floating point type; return them.
-
-        Args:
-            tensors: by full name; None for new ones, whole, and for what is no tensor.
-        """
+        """Read into tensors, of any cut and floating point type; None stands for whole new ones and other values."""
         wanted = dict(tensors)
         for name, value in tensors.items():
             known = self._metadata.state_dict_metadata.get(name)
@@ -468,7 +427,6 @@ class ShardedCheckpoint:
             type(optimizer).load_state_dict(optimizer, {"state": entries, "param_groups": groups})
 
     def _groups(self, prefix: str, names: list[list[str]]) -> list[dict[str, Any]]:
-        """Return saved groups in the order of this optimizer's, whose parameters have these names."""
         found = [
             {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
             for group in self._read({name: path[2:] for name, path in self._below(prefix, "param_groups").items()})
@@ -489,7 +447,11 @@ class ShardedCheckpoint:
                 shard = torch.empty_like(local(parameter.detach()), dtype=whole.dtype, device="cpu")
                 tensors[name] = sharded_like(shard, parameter)
             elif not str(path[0]).startswith(_OF_CODES):
-                tensors[name] = _whole(torch.empty_like(whole, device="cpu"), parameter)
+                tensors[name] = torch.empty_like(whole, device="cpu")
+                if isinstance(parameter, DTensor) and whole.shape:  # such as means of rows: every process has all
+                    mesh = parameter.device_mesh
+                    everywhere = [Replicate()] * mesh.ndim
+                    tensors[name] = DTensor.from_local(tensors[name], mesh, everywhere, run_check=False)
         entry: dict[str, Any] = self._read(paths, tensors)
         return of_this_shard(entry, parameter) if MOMENT_KEYS[0].codes in entry else entry
 
@@ -524,11 +486,3 @@ def _nested(values: Mapping[_Path, Any]) -> Any:
     if inside and all(isinstance(key, int) for key in inside):
         return [_nested(inside[key]) for key in sorted(inside)]
     return {key: _nested(each) for key, each in inside.items()}
-
-
-def _whole(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return state of another shape than its parameter, such as means of rows, as what every process has whole."""
-    if not isinstance(parameter, DTensor) or not tensor.shape:
-        return tensor
-    mesh = parameter.device_mesh
-    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
