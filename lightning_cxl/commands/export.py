@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_cxl.commands import parsers
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
-from lightning_cxl.optim.saved_state import joined
+from lightning_cxl.optim.parameter_state import joined
 from lightning_cxl.run.checkpoint import TIED, is_sharded_checkpoint, load_file, masters_in
 from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint
 from lightning_cxl.run.state_on_ssd import KEY

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.memory.host_memory import is_dense, is_ordinary
 from lightning_cxl.native import _adam, _cpu, _grads
 from lightning_cxl.optim.kernels import (
@@ -25,7 +25,6 @@ from lightning_cxl.optim.kernels import (
     WEIGHTS_SPLIT,
     MasterForm,
     StatePrecision,
-    Stretch,
     ThreadTeams,
     check_compute_weights,
     check_parameter,
@@ -36,28 +35,32 @@ from lightning_cxl.optim.kernels import (
     usable_gradient,
 )
 from lightning_cxl.optim.parameter_state import (
-    AdamScalars,
     AllocateState,
+    AwaitedParams,
     KnownRow,
     ParameterState,
     ParameterStates,
     allocate_from_torch,
-    check_options,
-    check_ranges,
+    check_group,
+    check_moments,
     choose_precision,
-    drop_gradients,
+    in_shape,
+    match_groups,
+    merged_groups,
     moment_bytes,
+    parameter_name,
     plain,
     scalars_of,
+    unwrapped,
 )
-from lightning_cxl.optim.saved_state import StateLoading, check_moments, parameter_name
 from lightning_cxl.optim.swapped_state import InBuffers, StateSwapper, read_states
 from lightning_cxl.shards import first_element, local, sums_over_processes
 from lightning_cxl.storage.swap import Swappable
-from lightning_cxl.torch_private import keeps_mark, mark_as_called, share_hooks
+from lightning_cxl.torch_private import keeps_mark, loading_hooks, mark_as_called, share_hooks
 
 # ----------------------------------------------------------------------------------------------------
-# `KernelTable`: what one call of the Adam kernel is given, as rows of numbers.
+# `AdamStep`: one step, for all parameters at once or for some after others. The kernel is given rows of numbers: one or
+# more for each parameter, and the scalars that they refer to.
 
 _COMPUTE_FORMATS = {torch.bfloat16: WEIGHTS_BF16, torch.float16: WEIGHTS_FP16}
 
@@ -82,13 +85,8 @@ class KernelRow(NamedTuple):
 
 
 _GRAD, _KEY, _ROW, _TEAM = map(KernelRow._fields.index, ("grads", "key", "row", "team"))  # these change between steps
-_KEPT = tuple(
-    map(
-        KernelRow._fields.index,
-        ("weights", "compute", "rest", "momentum", "variance", "momentum_scale", "variance_scale"),
-    )
-)
-"""Addresses of what may lie on SSD."""
+_MAY_BE_ON_SSD = ("weights", "compute", "rest", "momentum", "variance", "momentum_scale", "variance_scale")
+_ON_SSD = tuple(map(KernelRow._fields.index, _MAY_BE_ON_SSD))
 
 
 class Update(NamedTuple):
@@ -106,8 +104,6 @@ class Update(NamedTuple):
     """Equal where the layout, formats and addresses are those of an earlier step; see `signature_of`."""
     written: tuple[torch.Tensor, ...]
     """The parameter of the optimizer, and its compute weights where there are some: cut over processes or not."""
-    key: int = 0
-    """Of stochastic rounding."""
 
 
 def signature_of(parameter: torch.Tensor, grad: torch.Tensor, compute: torch.Tensor | None) -> tuple[object, ...]:
@@ -129,66 +125,7 @@ def signature_of(parameter: torch.Tensor, grad: torch.Tensor, compute: torch.Ten
     )
 
 
-def is_as_before(
-    signature: tuple[object, ...], parameter: torch.Tensor, grad: torch.Tensor, compute: torch.Tensor | None
-) -> bool:
-    """Return whether a parameter and its gradient still have a `signature`."""
-    ordinary = grad.is_cpu and grad.layout is torch.strided and not grad.is_neg() and grad.data_ptr() != 0
-    return ordinary and signature == signature_of(parameter, grad, compute)
-
-
-class KernelTable:
-    """Rows of parameters, and the rows of scalars that they refer to."""
-
-    def __init__(self, teams: ThreadTeams | None = None, swapped: InBuffers | None = None) -> None:
-        self._teams = teams
-        self._swapped = swapped
-        self._rows = array("Q")
-        self._scalars = array("f")
-
-    def add(self, updates: Iterable[Update], scalars: AdamScalars) -> None:
-        scalars_row = len(self._scalars) // _adam.SCALAR_FIELDS
-        self._scalars.extend(scalars)
-        for update in updates:
-            known = update.kept.known
-            if known is None or known.signature is not update.signature:
-                known = self._describe(update)
-            start = len(self._rows)
-            self._rows.extend(known.numbers)
-            self._rows[start + _GRAD], self._rows[start + _KEY] = update.grad.data_ptr(), update.key
-            self._rows[start + _ROW] = scalars_row
-            stretches = known.stretches
-            if self._swapped is not None:
-                for field in _KEPT:
-                    self._rows[start + field] = self._swapped.moved(self._rows[start + field])
-                stretches = self._stretches(update.kept)  # of a buffer, which is another one each time
-            if stretches is None:
-                continue
-            if len(stretches) == 1:
-                self._rows[start + _TEAM] = stretches[0].team
-                continue
-            whole = KernelRow(*self._rows[start:])
-            del self._rows[start:]
-            state_bytes = update.kept.momentum.values.element_size()
-            for stretch in stretches:
-                self._rows.extend(_part(whole, stretch, update.grad.element_size(), state_bytes))
-
-    def _stretches(self, kept: ParameterState) -> list[Stretch] | None:
-        if self._teams is None:
-            return None
-        momentum = kept.momentum.flat
-        return self._teams.stretches(momentum if self._swapped is None else self._swapped.flat(momentum))
-
-    def _describe(self, update: Update) -> KnownRow:
-        """Return the row of a parameter, which knows it from now on."""
-        update.kept.known = KnownRow(update.signature, _pack(update), self._stretches(update.kept))
-        return update.kept.known
-
-    def run(self, num_threads: int, isa: str) -> None:
-        _adam.update(self._rows, self._scalars, num_threads, isa, None if self._teams is None else self._teams.cpus)
-
-
-def _pack(update: Update) -> KernelRow:
+def row_of(update: Update) -> KernelRow:
     """Return the row of an update; what differs from step to step is 0."""
     weights, kept, compute = update.parameter, update.kept, update.compute
     if kept.remainder is not None:  # the parameter is the upper half
@@ -214,45 +151,21 @@ def _pack(update: Update) -> KernelRow:
     )
 
 
-def _part(whole: KernelRow, stretch: Stretch, grad_bytes: int, state_bytes: int) -> KernelRow:
-    """Return the row of one stretch of a row's elements; it begins with a block of scales."""
-
-    def at(address: int, element_bytes: int) -> int:
-        return address + stretch.begin * element_bytes if address else 0
-
-    def scale_at(address: int) -> int:
-        return address + stretch.begin // BLOCK_SIZE * 4 if address else 0
-
-    return whole._replace(
-        weights=at(whole.weights, 4),
-        compute=at(whole.compute, 2),
-        rest=at(whole.rest, 2),
-        grads=at(whole.grads, grad_bytes),
-        momentum=at(whole.momentum, state_bytes),
-        variance=at(whole.variance, state_bytes),
-        momentum_scale=scale_at(whole.momentum_scale),
-        variance_scale=scale_at(whole.variance_scale),
-        numel=stretch.end - stretch.begin,
-        team=stretch.team,
-        first=stretch.begin,
-    )
-
-
 class AdamStep:
-    """One step of a `CPUAdam`, for all parameters at once or for some after others.
-
-    It has the hyper-parameters of when it began.
-    """
+    """One step of a `CPUAdam`. It has the hyper-parameters of when it began."""
 
     def __init__(self, optimizer: "CPUAdam") -> None:
         self._optimizer = optimizer
         self._kept = optimizer.kept
         self._state = optimizer.plain_state
-        self._groups = [_as_now(group) for group in optimizer.param_groups]
         self._kept.check_not_lost()
-        for group in self._groups:
-            check_options(group)
-            check_ranges(group)
+        self._groups: list[dict[str, Any]] = []
+        for group in optimizer.param_groups:
+            # copied: options of a step do not follow later changes, also of a tensor in place
+            options = {key: value for key, value in group.items() if key != "params"}
+            tensors = {key: v.detach().clone() for key, v in options.items() if isinstance(v, torch.Tensor)}
+            self._groups.append({**options, **tensors, "params": plain(group["params"])})
+            check_group(self._groups[-1])
 
     def collect(self, grads: Mapping[torch.Tensor, torch.Tensor] | None = None) -> list[Update]:
         """Return the updates of parameters that have gradients, or of those in `grads`."""
@@ -273,33 +186,31 @@ class AdamStep:
                 shard, grad, beside = local(parameter), local(grad), None if compute is None else local(compute)
                 known = None if kept is None else kept.known
                 if (
-                    known is not None
-                    and kept is not None
-                    and is_as_before(known.signature, shard, grad, beside)
+                    kept is not None
+                    and known is not None
+                    and (grad.is_cpu and grad.layout is torch.strided and not grad.is_neg() and grad.data_ptr() != 0)
+                    and known.signature == signature_of(shard, grad, beside)
                     and kept.holds(self._state[parameter])
                 ):
                     signature = known.signature
                 else:
                     name = parameter_name(group, index)
-                    kept = self._checked(parameter, beside, name)
+                    check_parameter(shard, name)
+                    kept = self._kept.of(parameter)
+                    kept.check(parameter, name)
+                    state = self._state.get(parameter)
+                    if state and not kept.holds(state):
+                        check_moments(name, parameter, state)
+                    check_compute_weights(beside, shard, name)
                     grad = usable_gradient(grad, shard, name)
                     signature = signature_of(shard, grad, beside)
                 written = (parameter,) if compute is None else (parameter, compute)
                 updates.append(Update(group_index, ordinal, shard, grad, kept, beside, signature, written))
-        if grads is None and num_used < num_kept:
-            self._kept.drop_unused(self._groups, self._state)
+        if grads is None and num_used < num_kept:  # a group was removed: its parameters without state are let go
+            used = {parameter for group in self._groups for parameter in group["params"]}
+            for parameter in [each for each in by_parameter if each not in used and each not in self._state]:
+                del by_parameter[parameter]
         return updates
-
-    def _checked(self, parameter: torch.Tensor, compute: torch.Tensor | None, name: str) -> ParameterState:
-        shard = local(parameter)
-        check_parameter(shard, name)
-        kept = self._kept.of(parameter)
-        kept.check(parameter, name)
-        state = self._state.get(parameter)
-        if state and not kept.holds(state):
-            check_moments(name, parameter, state)
-        check_compute_weights(compute, shard, name)
-        return kept
 
     @torch.no_grad()
     def apply(self, updates: Sequence[Update], scale: float) -> None:
@@ -321,32 +232,59 @@ class AdamStep:
 
     def _apply(self, updates: Sequence[Update], scale: float, swapped: InBuffers | None) -> None:
         """Carry out updates of what is in memory, or in buffers together."""
-        optimizer = self._optimizer
+        optimizer, teams = self._optimizer, self._optimizer.teams
         steps = array("Q", [update.kept.step.data_ptr() for update in updates])
         values = array("f", bytes(4 * len(updates)))
         _adam.next_steps(steps, values)
-
-        rows: dict[tuple[int, float], list[Update]] = {}
+        rows, scalars = array("Q"), array("f")
+        scalars_row: dict[tuple[int, float], int] = {}
         for update, step in zip(updates, values, strict=True):
-            if update.kept.precision == "bf16":
+            group, kept = (update.group_index, step), update.kept
+            if group not in scalars_row:
+                scalars_row[group] = len(scalars_row)
+                scalars.extend(scalars_of(self._groups[update.group_index], step, scale))
+            known = kept.known
+            if known is None or known.signature is not update.signature:
+                stretches = None if teams is None or swapped is not None else teams.stretches(kept.momentum.flat)
+                known = kept.known = KnownRow(update.signature, row_of(update), stretches)
+            start = len(rows)
+            rows.extend(known.numbers)
+            rows[start + _GRAD], rows[start + _ROW] = update.grad.data_ptr(), scalars_row[group]
+            if kept.precision == "bf16":
                 begin = first_element(update.written[0])  # shards of one parameter get different bits
-                key = mix_key(optimizer.seed, update.ordinal, int(step), *([begin] if begin else []))
-                update = update._replace(key=key)
-            rows.setdefault((update.group_index, step), []).append(update)
-        table = KernelTable(optimizer.teams, swapped)
-        for (group_index, step), alike in rows.items():
-            table.add(alike, scalars_of(self._groups[group_index], step, scale))
-        table.run(optimizer.num_threads, optimizer.isa)
+                rows[start + _KEY] = mix_key(optimizer.seed, update.ordinal, int(step), *([begin] if begin else []))
+            stretches = known.stretches
+            if swapped is not None:
+                for field in _ON_SSD:
+                    rows[start + field] = swapped.moved(rows[start + field])
+                if teams is not None:  # the buffer is another one each time
+                    stretches = teams.stretches(swapped.flat(kept.momentum.flat))
+            if stretches is None:
+                continue
+            if len(stretches) == 1:
+                rows[start + _TEAM] = stretches[0].team
+                continue
+            whole = KernelRow(*rows[start:])
+            del rows[start:]
+            state_bytes = kept.momentum.values.element_size()
+            element_bytes = {"weights": 4, "compute": 2, "rest": 2, "grads": update.grad.element_size()}
+            element_bytes |= {"momentum": state_bytes, "variance": state_bytes}
+            for stretch in stretches:
+                offsets = {field: stretch.begin * nbytes for field, nbytes in element_bytes.items()}
+                # a stretch begins with a block of scales
+                offsets |= dict.fromkeys(("momentum_scale", "variance_scale"), stretch.begin // BLOCK_SIZE * 4)
+                places = {field: at + by for field, by in offsets.items() if (at := getattr(whole, field))}
+                numel = stretch.end - stretch.begin
+                rows.extend(whole._replace(**places, numel=numel, team=stretch.team, first=stretch.begin))
+        _adam.update(rows, scalars, optimizer.num_threads, optimizer.isa, None if teams is None else teams.cpus)
         _adam.store_steps(steps, values)  # only now: a step that fails before has not been made
 
 
 def _parts(
     updates: Sequence[Update], swapper: StateSwapper
 ) -> tuple[list[Update], list[tuple[list[Swappable], list[Update]]]]:
-    """Return the updates that need no record, and the others with the records that they need.
-
-    A record is needed by one part only: what it is read for first would be lost where it is read again.
-    """
+    """Return the updates that need no record, and the others with the records that they need."""
+    # a record is needed by one part only: what it is read for first would be lost where it is read again
     in_memory: list[Update] = []
     part_of: dict[Swappable, tuple[list[Swappable], list[Update]]] = {}
     for update in updates:
@@ -379,57 +317,45 @@ def written_by(updates: Sequence[Update]) -> list[torch.Tensor]:
     return [each for update in updates for each in update.written]
 
 
-def _as_now(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group whose options do not follow later changes, also of a tensor in place."""
-    now = {
-        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
-    return {**now, "params": plain(group["params"])}
-
-
 # ----------------------------------------------------------------------------------------------------
 # Clipping by the total norm: sums of squares of gradients, and the factor that the step applies.
+
+SumsOf = Callable[[Iterable[torch.Tensor]], list[float]]
 
 
 def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def sums_of_squares(grads: Sequence[torch.Tensor], num_threads: int, isa: str) -> list[float]:
-    """Return the sum of squares of each tensor, finite if and only if every element is, in one read of all of them.
-
-    Of tensors that are cut over processes it is that of the shard here.
-
-    Of host tensors without gaps in float32, bfloat16 or float16 the sum depends on the values only, neither on threads
-    nor `isa`; of others torch computes it.
-    """
-    grads = [local(grad) for grad in grads]
-    readable = [kernel_can_read(grad) for grad in grads]
-    rows = array("Q")
-    for grad, can_read in zip(grads, readable, strict=True):
-        if can_read:
-            grad_format = GRAD_FORMATS[grad.dtype]
-            rows.extend((grad.data_ptr(), 0, grad.numel(), grad_format, grad_format, 0))
-    results = array("d", bytes(8 * sum(readable)))
-    if results:
-        _grads.measure(rows, results, num_threads, isa)
-    measured = iter(results)
-    return [next(measured) if can_read else _sum_by_torch(grad) for grad, can_read in zip(grads, readable, strict=True)]
-
-
 def kernel_can_read(grad: torch.Tensor) -> bool:
-    """Return whether the kernels of gradients can walk the memory of `grad`."""
     return grad.dtype in GRAD_FORMATS and is_ordinary(grad) and is_dense(grad)
 
 
-def _sum_by_torch(grad: torch.Tensor) -> float:
-    values = grad.coalesce().values() if grad.is_sparse else grad
-    total = float(torch.linalg.vector_norm(values.detach().double())) ** 2
-    if math.isfinite(total) or not bool(values.isfinite().all()):
-        return total
-    return sys.float_info.max  # finite float64 numbers whose squares are not
+def sums_of_squares(grads: Sequence[torch.Tensor], num_threads: int, isa: str) -> list[float]:
+    """Return the sum of squares of each tensor, finite if and only if every element is, in one read of all of them.
+
+    Of tensors that are cut over processes it is that of the shard here. Where the kernel can read a tensor the sum
+    depends on the values only, neither on threads nor `isa`; of others torch computes it.
+    """
+    grads = [local(grad) for grad in grads]
+    readable, rows = list(filter(kernel_can_read, grads)), array("Q")
+    for grad in readable:
+        grad_format = GRAD_FORMATS[grad.dtype]
+        rows.extend((grad.data_ptr(), 0, grad.numel(), grad_format, grad_format, 0))
+    results = array("d", bytes(8 * len(readable)))
+    if readable:
+        _grads.measure(rows, results, num_threads, isa)
+    measured, sums = dict(zip(map(id, readable), results, strict=True)), []
+    for grad in grads:
+        if id(grad) in measured:
+            sums.append(measured[id(grad)])
+            continue
+        values = grad.coalesce().values() if grad.is_sparse else grad
+        total = float(torch.linalg.vector_norm(values.detach().double())) ** 2
+        if not math.isfinite(total) and bool(values.isfinite().all()):
+            total = sys.float_info.max  # finite float64 numbers whose squares are not
+        sums.append(total)
+    return sums
 
 
 def clip_factor(sums: list[float], max_norm: float, scale: float) -> tuple[float, float]:
@@ -446,10 +372,7 @@ def _nothing_runs() -> None:
     """Return at once."""
 
 
-SumsOf = Callable[[Iterable[torch.Tensor]], list[float]]
-
-
-class CPUAdam(StateLoading, torch.optim.Optimizer):
+class CPUAdam(Optimizer):
     """Adam or AdamW over host parameters, float32 or bfloat16, in one pass over memory.
 
     Hyper-parameters, state and state dict are those of ``torch.optim.Adam``, and checkpoints go both ways. In float32,
@@ -534,10 +457,10 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
             "fused": None,
             "decoupled_weight_decay": decoupled,
         }
-        torch.optim.Optimizer.__init__(self, params, defaults)  # not torch's Adam: see `gradients/step.py`
+        Optimizer.__init__(self, params, defaults)  # not torch's Adam: see `gradients/step.py`
 
     @classmethod
-    def from_torch(cls, optimizer: torch.optim.Optimizer, **options: Any) -> "CPUAdam":
+    def from_torch(cls, optimizer: Optimizer, **options: Any) -> "CPUAdam":
         """Return a CPUAdam that continues a torch Adam or AdamW, or another CPUAdam.
 
         It takes over the very same ``param_groups`` list and ``defaults`` dict, so that learning-rate schedulers and
@@ -552,7 +475,7 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
             UnsupportedError: another class, or an option CPUAdam does not have.
         """
         own = isinstance(optimizer, CPUAdam) and vars(type(optimizer)).get("adds_nothing")
-        if not (own or type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)):
+        if not (own or type(optimizer) in (Adam, AdamW)):
             raise UnsupportedError(
                 f"CPUAdam can replace torch.optim.Adam and AdamW, not {type(optimizer).__qualname__}: "
                 + (
@@ -563,7 +486,7 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
             )
         names = ("lr", "betas", "eps", "weight_decay")
         given = {name: optimizer.defaults[name] for name in names}
-        decoupled = bool(optimizer.defaults.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+        decoupled = bool(optimizer.defaults.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
         new = cls(optimizer.param_groups, **given, decoupled=decoupled, **options)
         new.param_groups = optimizer.param_groups
         new.defaults = optimizer.defaults
@@ -621,12 +544,12 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
 
     def _whole_sums(self) -> list[float]:
         parameters = [parameter for group in self.param_groups for parameter in plain(group["params"])]
-        return sums_over_processes(gradients(parameters), self._sums(parameters))
-
-    def _sums(self, parameters: list[torch.Tensor]) -> list[float]:
-        if self._sums_of is not None:
-            return self._sums_of(parameters)
-        return sums_of_squares(gradients(parameters), self.num_threads, self.isa)
+        grads = gradients(parameters)
+        if self._sums_of is None:
+            sums = sums_of_squares(grads, self.num_threads, self.isa)
+        else:
+            sums = self._sums_of(parameters)
+        return sums_over_processes(grads, sums)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; a `grad_scale` that was for them goes, too.
@@ -635,7 +558,10 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
         """
         if set_to_none:
             for group in self.param_groups:
-                drop_gradients(group["params"])
+                if isinstance(group["params"], AwaitedParams):
+                    group["params"].complete()
+                for parameter in plain(group["params"]):
+                    parameter.grad = None
         else:
             self.wait()  # updates that run behind read these gradients
             super().zero_grad(set_to_none)
@@ -647,7 +573,6 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
         return self.kept.fp32_state
 
     def enter_run(self, sums_of: SumsOf, wait: Callable[[], None]) -> None:
-        """Take part in a run, until `exit_run`."""
         self._sums_of = sums_of
         self.wait = wait
 
@@ -666,8 +591,7 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            check_options(group)
-            check_ranges(group)
+            check_group(group)
             if len(set(group["params"])) != len(group["params"]):
                 raise ConfigError("a parameter is twice in the same group: it would be updated twice in each step")
             states = {}
@@ -701,32 +625,116 @@ class CPUAdam(StateLoading, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._update()
-        return loss
-
-    def _update(self) -> None:
-        step = AdamStep(self)
-        updates = step.collect()
-        self.drop_stale_scale()
-        step.apply(updates, self.grad_scale)
-        self.grad_scale = 1.0
-        torch.autograd.graph.increment_version(written_by(updates))
+            step = AdamStep(self)
+            updates = step.collect()
+            self.drop_stale_scale()
+            step.apply(updates, self.grad_scale)
+            self.grad_scale = 1.0
+            torch.autograd.graph.increment_version(written_by(updates))
         if self.kept.swapper is not None:
             self.kept.swapper.show_weights()  # step hooks may read parameters, and write to them
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict; its tensors are not copies.
+
+        Of state on tier `ssd` tensors show what the drives have now, in pages of the page cache and not in memory of
+        the process; checksums have been compared. Writes to them change no state, and the next step may
+        change what they show: clone what is to be kept.
+        """
+        found = super().state_dict()
+        return {**found, "state": read_states(found["state"])}
+
+    def unread_state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict with `OnSsd` for tensors on tier `ssd`, which are not read."""
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of CPUAdam, ``torch.optim.Adam`` or ``torch.optim.AdamW`` into the memory held already.
+
+        Parameters are matched by name when both sides carry names, else by order. Whether weight decay is decoupled
+        stays as constructed. Everything is checked before anything is written.
+        """
+        self.wait()
+        state_dict = state_dict.copy()
+        before, after = loading_hooks(self)
+        for pre_hook in before:
+            replaced = pre_hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        if not {"state", "param_groups"} <= state_dict.keys():
+            raise CheckpointError(
+                f"an optimizer state dict has `state` and `param_groups`, this has {', '.join(map(str, state_dict))}"
+            )
+        matched = match_groups(self.param_groups, state_dict["param_groups"])
+        groups = merged_groups(self.param_groups, [saved for saved, _ in matched])
+        self._load_moments(
+            [(g, ids) for g, (_, ids) in zip(self.param_groups, matched, strict=True)], state_dict["state"]
+        )
+        for group, new in zip(self.param_groups, groups, strict=True):
+            group.update(new)
+        for post_hook in after:
+            post_hook(self)
+
+    def _load_moments(
+        self, sources: Iterable[tuple[Mapping[str, Any], Sequence[Any]]], saved: Mapping[Any, Mapping[str, Any]]
+    ) -> None:
+        """Copy saved states in. `sources` has for each group the key in `saved` of each of its parameters."""
+        if self.kept.swapper is not None:
+            self.kept.swapper.wait()
+        entries: dict[torch.Tensor, dict[str, Any]] = {}
+        for group, keys in sources:
+            for index, (parameter, key) in enumerate(zip(group["params"], keys, strict=True)):
+                name, entry = parameter_name(group, index), unwrapped(saved.get(key) or {})
+                if entry:
+                    check_moments(name, parameter, entry)
+                    check_parameter(local(parameter), name)
+                    self.kept.of(parameter).check(parameter, name)
+                entries[parameter] = dict(entry)
+        together: dict[Any, list[torch.Tensor]] = {}  # a record is read and written once
+        for parameter, entry in entries.items():
+            if entry:
+                together.setdefault(self.kept.of(parameter).record or parameter, []).append(parameter)
+            else:
+                self.plain_state.pop(parameter, None)
+        with torch.no_grad():
+            for parameters in together.values():
+                with self.kept.of(parameters[0]).reached() as at:
+                    for parameter in parameters:  # copies what was saved into our memory
+                        self.kept.of(parameter).bind(parameter, entries[parameter], at)
+                self.plain_state.update((parameter, entries[parameter]) for parameter in parameters)
+
+    def load_parameter(self, parameter: torch.Tensor, name: str, entry: Mapping[str, Any]) -> None:
+        """Copy the saved state of one parameter into the memory that its state has; an empty one clears it."""
+        self.wait()
+        self._load_moments([({"params": [parameter], "param_names": [name]}, [0])], {0: entry})
+
+    def load_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take over hyper-parameters, group by group in their order."""
+        for group, new in zip(self.param_groups, merged_groups(self.param_groups, groups), strict=True):
+            group.update(new)
+
+    @torch.no_grad()
+    def load_remainder(self, parameter: torch.Tensor, remainder: torch.Tensor) -> None:
+        """Copy what a bfloat16 parameter lacks of its float32 master weights into the state of the parameter."""
+        self.wait()
+        own = self.kept.of(parameter)
+        assert own.remainder is not None, "only split weights have a remainder"
+        with own.reached() as at:
+            in_shape(own.remainder, at).copy_(remainder)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle keeps: nothing of a run, which belongs to this process."""
+        # nothing of a run, which belongs to this process
         own = ("num_threads", "isa", "compute_weights", "state_precision", "seed", "_scale", "kept")
         plain = super().__getstate__()
         state = defaultdict(dict, read_states(plain["state"]))
         return {**plain, "state": state, **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, perhaps on another machine."""
         self.wait = _nothing_runs
         self.plain_state = state.pop("state")
-        torch.optim.Optimizer.__setstate__(self, state)  # not torch's Adam: see `gradients/step.py`
-        if self.isa not in _cpu.supported_isas():
+        Optimizer.__setstate__(self, state)  # not torch's Adam: see `gradients/step.py`
+        if self.isa not in _cpu.supported_isas():  # the copy may be on another machine
             self.isa = _cpu.best_isa()
         self.teams = ThreadTeams.detect()
         self.exit_run()
@@ -739,8 +747,6 @@ log = logging.getLogger(__name__)
 
 
 class Precisions:
-    """Decides by optimizer and compute parameter."""
-
     def __init__(
         self,
         use_cpu_adam: bool,
@@ -783,7 +789,7 @@ class Precisions:
     def becomes_cpu_adam(self, optimizer: Optimizer) -> bool:
         if isinstance(optimizer, CPUAdam):
             return True
-        if not (self._use_cpu_adam and _is_plain_adam(optimizer)):
+        if not self._use_cpu_adam or type(optimizer) not in (Adam, AdamW):  # a subclass may do anything
             return False
         dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
         other = dtypes - {torch.float32, torch.bfloat16, torch.float16}
@@ -793,8 +799,3 @@ class Precisions:
                 f"are {', '.join(map(str, other))}"
             )
         return not other
-
-
-def _is_plain_adam(optimizer: Optimizer) -> bool:
-    """Whether this is torch's own Adam or AdamW; a subclass may do anything and is left alone."""
-    return type(optimizer) in (Adam, AdamW)

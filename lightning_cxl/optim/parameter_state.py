@@ -1,20 +1,26 @@
-"""`ParameterState`: all that the optimizer keeps of one parameter, in memory that stays where it was placed."""
+"""`ParameterState`: all that the optimizer keeps of one parameter, in memory that stays where it was placed.
 
+Below it, saved state: which entry belongs to which parameter, is it sound, and what torch's optimizers read of it.
+"""
+
+import copy
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
-from lightning_cxl.errors import ConfigError, StorageError, UnsupportedError
+from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from lightning_cxl.memory.host_memory import is_dense, laid_out_as
 from lightning_cxl.memory.placement import TensorRole
+from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.kernels import (
     BLOCK_SIZE,
     StatePrecision,
     Stretch,
+    check_map,
     decode,
     dynamic_map,
     encode,
@@ -72,17 +78,14 @@ def scalars_of(group: Mapping[str, Any], step: float, grad_scale: float) -> Adam
     )
 
 
-def check_options(group: Mapping[str, Any]) -> None:
-    """Refuse torch's options that the kernel does not have."""
+def check_group(group: Mapping[str, Any]) -> None:
+    """Refuse torch's options that the kernel does not have, and hyper-parameters that torch refuses, too."""
+    # cheap enough for every step: anyone may write into a group
     for option in ("amsgrad", "maximize", "capturable", "differentiable"):
         if group.get(option):
             raise UnsupportedError(
                 f"CPUAdam has no `{option}`: set `{option}=False`, or `cpu_adam=False` to run torch's optimizer itself"
             )
-
-
-def check_ranges(group: Mapping[str, Any]) -> None:
-    """Refuse hyper-parameters that torch refuses too. Cheap enough for every step: anyone may write into a group."""
     for name in ("lr", "eps", "weight_decay"):
         if not as_number(group[name]) >= 0.0:
             raise ConfigError(f"`{name}` must be one number, at least 0, got {group[name]!r}")
@@ -134,14 +137,6 @@ def plain(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(list.__iter__(parameters)) if isinstance(parameters, AwaitedParams) else list(parameters)
 
 
-def drop_gradients(parameters: Sequence[torch.Tensor]) -> None:
-    """Drop the gradients of a group. An update that runs is not waited for: it has its own references to them."""
-    if isinstance(parameters, AwaitedParams):
-        parameters.complete()
-    for parameter in plain(parameters):
-        parameter.grad = None
-
-
 # ----------------------------------------------------------------------------------------------------
 # `Moment`: momentum or variance of one parameter, in float32, bfloat16 or 8 bit, in memory that stays where it is.
 
@@ -178,12 +173,13 @@ class Moment:
     def __init__(
         self, parameter: torch.Tensor, role: TensorRole, precision: StatePrecision, allocate: AllocateState
     ) -> None:
-        numel = parameter.numel()
+        shard = local(parameter)
+        numel = shard.numel()
         self.unsigned = role is TensorRole.VARIANCE
         self.scales = None
         if precision == "8bit":
             self.scales = allocate(parameter, role, torch.float32, num_blocks(numel))
-        self.values = laid_out_as(allocate(parameter, role, _DTYPES[precision], numel), parameter)
+        self.values = laid_out_as(allocate(parameter, role, _DTYPES[precision], numel), shard)
 
     @property
     def flat(self) -> torch.Tensor:
@@ -197,8 +193,7 @@ class Moment:
     def load(self, values: torch.Tensor, scales: torch.Tensor | None = None, at: At = flattened) -> None:
         """Take over `values` of the parameter's shape, any element order.
 
-        Args:
-            scales: one per block, in the memory order of `values`; in row-major order where these have gaps.
+        Scales are one per block, in the memory order of `values`; in row-major order where these have gaps.
         """
         own, own_values = None if self.scales is None else at(self.scales), in_shape(self.values, at)
         if scales is not None:
@@ -254,43 +249,51 @@ class ParameterState:
     All of it is of the shard that this process holds. See [Note: Shards].
     """
 
-    def __init__(self, parameter: torch.Tensor, precision: StatePrecision, allocate: AllocateState) -> None:
+    def __init__(
+        self,
+        parameter: torch.Tensor,
+        precision: StatePrecision,
+        allocate: AllocateState,
+        swapper: StateSwapper | None = None,
+    ) -> None:
+        shard = local(parameter)
         self.dtype = parameter.dtype  # decides whether there is a remainder
         self.precision = precision
-        self.known: KnownRow | None = None  # see `cpu_adam.KernelTable`
+        self.known: KnownRow | None = None
         self.step = torch.zeros((), dtype=torch.float32)
         self.momentum = Moment(parameter, TensorRole.MOMENTUM, precision, allocate)
         self.variance = Moment(parameter, TensorRole.VARIANCE, precision, allocate)
         self.remainder: torch.Tensor | None = None
         if parameter.dtype is torch.bfloat16:
-            memory = allocate(parameter, TensorRole.MASTER_WEIGHTS, torch.int16, parameter.numel())
-            self.remainder = laid_out_as(memory, parameter)
-        self._entries = self._shown = self._varying()
-        self.record: StateRecord | None = None
+            memory = allocate(parameter, TensorRole.MASTER_WEIGHTS, torch.int16, shard.numel())
+            self.remainder = laid_out_as(memory, shard)
+        own, found = self._tensors(), None
+        if swapper is not None:
+            found = swapper.find(tensor for key, tensor in own.items() if key != "step")
+        assert found is None or isinstance(found, StateRecord)
+        self.record = found
         """The record that this state lies in; None where it is in memory."""
+        # what users see: tensors cut as the parameter is, and `OnSsd` for those that are not in memory
+        self.shown = dict(own)
+        for key, value in own.items():
+            if value is self.step:
+                continue
+            owner = parameter if shard is not parameter and value.shape == shard.shape else None
+            if found is not None:
+                self.shown[key] = OnSsd.of(found, value, owner)
+            elif owner is not None:
+                self.shown[key] = sharded_like(value, owner)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that steps change, by key of the optimizer's state."""
+        pairs = list(zip((self.momentum, self.variance), MOMENT_KEYS, strict=True))
+        own = {"step": self.step}
+        own |= {keys.values if moment.scales is None else keys.codes: moment.values for moment, keys in pairs}
+        own |= {keys.scales: moment.scales for moment, keys in pairs if moment.scales is not None}
+        return own if self.remainder is None else {**own, REMAINDER: self.remainder}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle keeps."""
         return {**vars(self), "known": None}
-
-    def lie_in(self, record: StateRecord, parameter: torch.Tensor) -> None:
-        """Learn that all of it is in a record, and show that to users of `parameter`."""
-        self.record = record
-        self._show(parameter)
-
-    def _show(self, parameter: torch.Tensor) -> None:
-        """Make what users see: tensors cut as the parameter is, and `OnSsd` for those that are not in memory."""
-        shard, record = local(parameter), self.record
-
-        def shown(value: torch.Tensor) -> torch.Tensor:
-            owner = parameter if shard is not parameter and value.shape == shard.shape else None
-            if value is self.step:
-                return value
-            if record is not None:
-                return OnSsd.of(record, value, owner)
-            return value if owner is None else sharded_like(value, owner)
-
-        self._shown = [(key, shown(value)) for key, value in self._entries]
 
     @contextmanager
     def reached(self) -> Iterator[At]:
@@ -301,29 +304,20 @@ class ParameterState:
             with self.record.use() as swapped:
                 yield swapped.flat
 
-    def come_to_memory(self, shown: Mapping[str, torch.Tensor]) -> None:
-        """Lie in tensors that show what the record had, by key."""
-        views = {id(value): local(shown[key]) for key, value in self._entries}
+    def come_to_memory(self, view: Buffer, state: MutableMapping[str, Any]) -> None:
+        """Lie in a view of the record from now on, also where a user's `state` has what stood for its tensors."""
+        before, own = self.shown, self._tensors()
+        self.shown = {key: each.shown_in(view) if isinstance(each, OnSsd) else each for key, each in before.items()}
+        state.update({key: self.shown[key] for key, value in state.items() if value is before.get(key)})
+        moved = {id(tensor): local(self.shown[key]) for key, tensor in own.items()}
         for moment in (self.momentum, self.variance):
-            moment.values = views[id(moment.values)]
-            moment.scales = None if moment.scales is None else views[id(moment.scales)]
-        if self.remainder is not None:
-            self.remainder = views[id(self.remainder)]
-        self._entries, self.known, self.record = self._varying(), None, None
-        self._shown = [(key, shown[key]) for key, _ in self._entries]
-
-    @property
-    def entries(self) -> dict[str, torch.Tensor]:
-        """Tensors that steps change, by key of the optimizer's state, as they are shown there."""
-        return dict(self._shown)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Tensors that steps change, but for the count of steps."""
-        return [tensor for _, tensor in self._entries if tensor is not self.step]
+            moment.values = moved[id(moment.values)]
+            moment.scales = None if moment.scales is None else moved[id(moment.scales)]
+        self.remainder = None if self.remainder is None else moved[id(self.remainder)]
+        self.known = self.record = None
 
     def holds(self, state: Mapping[str, Any]) -> bool:
-        return all(state.get(key) is value for key, value in self._shown)
+        return all(state.get(key) is value for key, value in self.shown.items())
 
     def check(self, parameter: torch.Tensor, name: str) -> None:
         """Check that this memory is still right for `parameter`, which may have changed since this was made."""
@@ -351,14 +345,10 @@ class ParameterState:
         The keys are torch's (``exp_avg``, ``exp_avg_sq``), with 8-bit state bitsandbytes' (``state1``, ``absmax1``,
         ``qmap1``, ...), so that torch does not take codes for numbers. An empty `state` starts at zero. A tensor that
         someone else put there is copied in and replaced by ours. The parameter has passed `check` and
-        `tensor_checks.check_parameter`, the state `saved_state.check_moments`. Of a parameter that is cut over
-        processes the state shows tensors that are cut alike, but of each shard its own scales of 8-bit state.
-
-        Args:
-            at: where the memory is now, for the caller who is in `reached`; None: it is reached here.
+        `check_parameter`, the state `check_moments`. Of a parameter that is cut over processes the state shows tensors
+        that are cut alike, but of each shard its own scales of 8-bit state. In a region of `reached`, `at` says where
+        the memory is now.
         """
-        if local(parameter) is not parameter and self._shown is self._entries:
-            self._show(parameter)
         if not state:
             self.step.zero_()
             if self.record is None:
@@ -371,7 +361,7 @@ class ParameterState:
             with self.reached() if at is None else nullcontext(at) as here:
                 self._take(parameter, state, here)
         state.clear()
-        state.update(self._shown)
+        state.update(self.shown)
         if self.precision == "8bit":
             state.update({keys.map: dynamic_map(keys.unsigned) for keys in MOMENT_KEYS})
 
@@ -382,61 +372,44 @@ class ParameterState:
         if self.remainder is not None:
             at(self.remainder).zero_()
 
-    def _varying(self) -> list[tuple[str, torch.Tensor]]:
-        entries = [("step", self.step)]
-        pairs = list(zip((self.momentum, self.variance), MOMENT_KEYS, strict=True))
-        entries += [(keys.values if moment.scales is None else keys.codes, moment.values) for moment, keys in pairs]
-        entries += [(keys.scales, moment.scales) for moment, keys in pairs if moment.scales is not None]
-        if self.remainder is not None:
-            entries.append((REMAINDER, self.remainder))
-        return entries
-
     def _take(self, parameter: torch.Tensor, state: Mapping[str, Any], at: At) -> None:
-        """Copy another state in, of any precision; see `saved_state.check_moments` for what it may look like."""
+        """Copy another state in, of any precision; see `check_moments` for what it may look like."""
+
+        def read(key: str) -> Any:  # state of another optimizer may lie on SSD
+            value = state.get(key)
+            return value.read() if isinstance(value, OnSsd) else value
+
         if state["step"] is not self.step:
             self.step.fill_(float(state["step"]))
-        shown = self.entries
         for moment, keys in zip((self.momentum, self.variance), MOMENT_KEYS, strict=True):
             key = keys.values if keys.values in state else keys.codes
-            if state[key] is not shown.get(key):
-                values, scales = (_in_memory(state.get(name)) for name in (key, keys.scales))
-                moment.load(*_shard_of_moment(values, scales, parameter, unsigned=moment.unsigned), at)
+            if state[key] is self.shown.get(key):
+                continue
+            values, scales = read(key), read(keys.scales)
+            if values.dtype is not torch.uint8 or scales is None:
+                moment.load(shard_of(values, parameter), None, at)
+            elif is_sharded(values) or not is_sharded(parameter):  # scales are those of the shard, or of the whole
+                moment.load(local(values), scales, at)
+            else:
+                moment.load(shard_of(decode(values, scales, unsigned=moment.unsigned), parameter), None, at)
         saved = state.get(REMAINDER)
         if saved is not None and saved.dtype is not torch.int16:
             saved = None  # torch's optimizers carry it along as a number, and their steps make it meaningless
-        if saved is not None and saved is not shown.get(REMAINDER):
-            saved = shard_of(_in_memory(saved), parameter)
+        is_own = saved is not None and saved is self.shown.get(REMAINDER)
+        if saved is not None and not is_own:
+            saved = shard_of(read(REMAINDER), parameter)
         if self.remainder is None:
             if saved is not None:  # of split weights: these are float32 masters of the same compute weights
                 shard = local(parameter).detach()
                 shard.copy_(join(split(shard)[0], saved))
         elif saved is None:
             at(self.remainder).zero_()
-        elif saved is not shown.get(REMAINDER):
+        elif not is_own:
             in_shape(self.remainder, at).copy_(saved)
 
 
-def _in_memory(value: Any) -> Any:
-    """Return state of another optimizer, which may lie on SSD."""
-    return value.read() if isinstance(value, OnSsd) else value
-
-
-def _shard_of_moment(
-    values: torch.Tensor, scales: torch.Tensor | None, parameter: torch.Tensor, *, unsigned: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what of a saved moment belongs to the shard of `parameter`: numbers, or codes with their scales.
-
-    Scales are per block of a whole parameter, or per block of this very shard.
-    """
-    if values.dtype is not torch.uint8 or scales is None:
-        return shard_of(values, parameter), None
-    if is_sharded(values) or not is_sharded(parameter):  # its scales are those of the shard, or of the whole
-        return local(values), scales
-    return shard_of(decode(values, scales, unsigned=unsigned), parameter), None
-
-
 class ParameterStates:
-    """Makes the states of parameters, keeps them, and lets go of those that nothing can ask for any more."""
+    """Makes the states of parameters and keeps them."""
 
     def __init__(
         self,
@@ -459,16 +432,7 @@ class ParameterStates:
     def make(self, parameter: torch.Tensor) -> ParameterState:
         """Return a new state, which is not kept here yet."""
         precision = choose_precision(parameter, self._precision, sensitive=parameter in self.fp32_state)
-
-        def allocate(_shard: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
-            return self.allocate(parameter, role, dtype, numel)
-
-        state = ParameterState(local(parameter), precision, allocate)
-        record = None if self.swapper is None else self.swapper.find(state.tensors)
-        assert record is None or isinstance(record, StateRecord)
-        if record is not None:
-            state.lie_in(record, parameter)
-        return state
+        return ParameterState(parameter, precision, self.allocate, self.swapper)
 
     def of(self, parameter: torch.Tensor) -> ParameterState:
         """Return the state of a parameter; make it when the parameter was frozen while others got theirs."""
@@ -477,14 +441,8 @@ class ParameterStates:
             own = self.by_parameter[parameter] = self.make(parameter)
         return own
 
-    def drop_unused(self, groups: Iterable[Mapping[str, Any]], state: Mapping[torch.Tensor, Any]) -> None:
-        """Let go of parameters that are in no group and have no state: those of a group that was removed."""
-        used = {parameter for group in groups for parameter in plain(group["params"])}
-        for parameter in [one for one in self.by_parameter if one not in used and one not in state]:
-            del self.by_parameter[parameter]
-
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle keeps; what lies on SSD is made again in memory when it is needed."""
+        # what lies on SSD is made again in memory when it is needed
         in_memory = {parameter: own for parameter, own in self.by_parameter.items() if own.record is None}
         return {**vars(self), "by_parameter": in_memory, "allocate": allocate_from_torch, "swapper": None}
 
@@ -492,38 +450,195 @@ class ParameterStates:
         if self.lost:
             raise StorageError(self.lost)
 
-    def exit_run(self, states: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:
+    def exit_run(self, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Take memory from torch from now on. State on SSD becomes memory that shows it, to which updates write."""
         swapper, self.swapper, self.allocate = self.swapper, None, allocate_from_torch
         if swapper is None:
             return
-        on_ssd = {parameter: own for parameter, own in self.by_parameter.items() if own.record is not None}
+        on_ssd = [(parameter, own, own.record) for parameter, own in self.by_parameter.items() if own.record]
         try:
             swapper.wait()
-            views = {own.record: swapper.view(own.record) for own in on_ssd.values() if own.record is not None}
+            views = {record: swapper.view(record) for record in dict.fromkeys(record for *_, record in on_ssd)}
         except StorageError as error:
             self.lost = f"the state of this optimizer was lost with its run: {error}"
             self.by_parameter = {}
             raise
-        for parameter, own in on_ssd.items():
-            assert own.record is not None
-            view, before = views[own.record], own.entries
-            shown = {key: value.shown_in(view) if isinstance(value, OnSsd) else value for key, value in before.items()}
-            own.come_to_memory(shown)
-            for key, value in (states.get(parameter) or {}).items():
-                if value is before.get(key):
-                    states[parameter][key] = shown[key]
+        for parameter, own, record in on_ssd:
+            own.come_to_memory(views[record], states.get(parameter, {}))
 
 
 # ----------------------------------------------------------------------------------------------------
-# 8-bit state that was saved for other shards: its scales are per block of a shard.
+# Saved state: which entry belongs to which parameter, is it sound, and what torch's optimizers read of it.
 
+_MOMENTS = tuple(keys.values for keys in MOMENT_KEYS)
+_CODED = tuple(keys.codes for keys in MOMENT_KEYS)
+_WRAPPED = "__bnb_optimizer_quant_state__"  # in its state dicts of late, these lie in a dict of their own
 _SCALES = tuple(keys.scales for keys in MOMENT_KEYS)
 _MAPS = tuple(keys.map for keys in MOMENT_KEYS)
 
 
+def parameter_name(group: Mapping[str, Any], index: int) -> str:
+    """Return how messages call parameter `index` of `group`: its name where known, else place and shape."""
+    names = group.get("param_names")
+    if names is not None:
+        return f"`{names[index]}`"
+    return f"parameter {index} of its group (shape {tuple(group['params'][index].shape)})"
+
+
+def match_groups(
+    own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
+) -> list[tuple[Mapping[str, Any], list[Hashable]]]:
+    """Return for each own group the saved group that it continues and the saved id of each of its parameters.
+
+    By parameter name when every group of both sides has names, so that order does not matter; else by order.
+    """
+    if len(own) != len(saved):
+        raise CheckpointError(
+            f"the saved optimizer state has {len(saved)} parameter groups, this optimizer has {len(own)}: "
+            "configure the optimizer as it was when the checkpoint was written"
+        )
+    if not all("param_names" in group for group in [*own, *saved]):
+        for index, (group, saved_group) in enumerate(zip(own, saved, strict=True)):
+            if len(group["params"]) != len(saved_group["params"]):
+                raise CheckpointError(
+                    f"group {index} of the saved optimizer state has {len(saved_group['params'])} parameters, "
+                    f"this optimizer's has {len(group['params'])}: the model or the groups have changed"
+                )
+        return [(saved_group, list(saved_group["params"])) for saved_group in saved]
+    places = {
+        name: (index, key)
+        for index, group in enumerate(saved)
+        for name, key in zip(group["param_names"], group["params"], strict=True)
+    }
+    own_names = {name for group in own for name in group["param_names"]}
+    if own_names != places.keys():
+        raise CheckpointError(
+            "the saved optimizer state is for other parameters: "
+            f"not in the checkpoint: {_some(own_names - places.keys())}; "
+            f"not in this optimizer: {_some(places.keys() - own_names)}"
+        )
+    matched: list[tuple[Mapping[str, Any], list[Hashable]]] = []
+    for index, group in enumerate(own):
+        names = group["param_names"]
+        sources = sorted({places[name][0] for name in names}) or [index]
+        if len(sources) > 1:
+            raise CheckpointError(
+                f"parameters of group {index} ({_some(names)}) are spread over the saved groups {sources}: "
+                "their hyper-parameters cannot be merged; group the parameters as when the checkpoint was written"
+            )
+        matched.append((saved[sources[0]], [places[name][1] for name in names]))
+    return matched
+
+
+def merged_groups(own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return for each own group what it takes over from its saved group: hyper-parameters, but not the parameters."""
+    taken = []
+    for index, (group, saved_group) in enumerate(zip(own, saved, strict=True)):
+        kept = {"params", "decoupled_weight_decay"} | ({"param_names"} & group.keys())
+        taken.append({key: copy.deepcopy(value) for key, value in saved_group.items() if key not in kept})
+        try:
+            check_group({**group, **taken[-1]})
+        except ConfigError as error:
+            raise CheckpointError(f"saved state of parameter group {index}: {error}") from error
+    return taken
+
+
+def _some(names: Iterable[str]) -> str:
+    """Return the first few names, sorted, or ``"none"``."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 5} more" if len(ordered) > 5 else ""
+    return ", ".join(f"`{name}`" for name in ordered[:5]) + more or "none"
+
+
+def unwrapped(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a parameter's saved state as one mapping, also when a state dict of bitsandbytes nests a part of it."""
+    return {**{key: value for key, value in entry.items() if key != _WRAPPED}, **entry.get(_WRAPPED, {})}
+
+
+def check_moments(name: str, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
+    """Check that `entry` is an Adam state that fits `parameter`: torch's, bitsandbytes' or ours, of any precision."""
+    keys = _CODED if "state1" in entry else _MOMENTS
+    missing = [key for key in ("step", *keys) if key not in entry]
+    if missing:
+        raise CheckpointError(
+            f"the saved state of {name} has no {', '.join(missing)} (only {', '.join(map(str, entry)) or 'nothing'}): "
+            "only the state of Adam or AdamW can be loaded"
+        )
+    for key in [*keys, *({REMAINDER} & entry.keys())]:
+        _check_tensor(name, key, entry[key], tuple(parameter.shape))
+        coded = keys is _CODED and entry[key].dtype is torch.uint8
+        if key != REMAINDER and not coded and not entry[key].is_floating_point():
+            kinds = "floating point or uint8 codes" if keys is _CODED else "floating point"
+            raise CheckpointError(f"the saved {key} of {name} is {entry[key].dtype}, it must be {kinds}")
+    if keys is _CODED:
+        for _, codes, scales, map_, unsigned in MOMENT_KEYS:
+            if entry[codes].dtype is not torch.uint8:
+                continue  # bitsandbytes keeps small parameters in float32 under the same names
+            shard = local(parameter)
+            of_shard = isinstance(own := entry.get(scales), torch.Tensor) and own.numel() == num_blocks(shard.numel())
+            _check_tensor(name, scales, own, (num_blocks((shard if of_shard else parameter).numel()),))
+            if not entry[scales].is_floating_point():
+                raise CheckpointError(
+                    f"the saved {scales} of {name} is {entry[scales].dtype}, it must be floating point"
+                )
+            check_map(entry.get(map_), name, unsigned=unsigned)
+    step = entry["step"]
+    if isinstance(step, torch.Tensor) and step.numel() != 1:
+        raise CheckpointError(f"the saved step of {name} has shape {tuple(step.shape)}, it must be one number")
+    if not 0 <= as_number(step) < math.inf:
+        raise CheckpointError(f"the saved step of {name} is {step!r}, it must be a number of steps, 0 or more")
+
+
+def _check_tensor(name: str, key: str, value: object, shape: tuple[int, ...]) -> None:
+    found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    if found != shape:
+        raise CheckpointError(
+            f"the saved {key} of {name} has shape {found}, it must have {shape} for this parameter: "
+            "the checkpoint is of another model"
+        )
+    assert isinstance(value, torch.Tensor)
+    if value.layout is not torch.strided or value.is_meta:
+        where = "the meta device" if value.is_meta else f"{value.layout} memory"
+        raise CheckpointError(f"the saved {key} of {name} is in {where}: load the checkpoint as ordinary tensors")
+
+
+def decoded(entry: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return one parameter's state with 8-bit momentum and variance as float32 under torch's keys."""
+    flat = dict(unwrapped(entry))
+    if not set(_CODED) <= flat.keys():
+        return flat
+    of_codes = {key for keys in MOMENT_KEYS for key in (keys.codes, keys.scales, keys.map)}
+    result = {key: value for key, value in flat.items() if key not in of_codes}
+    for keys in MOMENT_KEYS:
+        values = flat[keys.codes]
+        if values.dtype is torch.uint8:
+            check_map(flat.get(keys.map), name, unsigned=keys.unsigned)
+            values = decode(values, flat[keys.scales], unsigned=keys.unsigned)
+        result[keys.values] = values
+    return result
+
+
+def without_remainder(entry: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Return the state without the lower half of split master weights, and that half where it means something.
+
+    torch's optimizers carry it along as a floating point number, and their steps make it meaningless.
+    """
+    remainder = entry.get(REMAINDER)
+    rest = {key: value for key, value in entry.items() if key != REMAINDER}
+    return rest, remainder if isinstance(remainder, torch.Tensor) and remainder.dtype is torch.int16 else None
+
+
+def joined(weights: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Return float32 master weights from compute weights, in any precision, and what they lack of them."""
+    upper = weights if weights.dtype is torch.bfloat16 else split(weights.float().contiguous())[0]
+    return join(upper.contiguous(), remainder.to(upper.device).contiguous())
+
+
 def of_this_shard(entry: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """Return 8-bit state with the scales of this shard; as numbers, where other shards than this one were saved."""
+    """Return 8-bit state with the scales of this shard; as numbers, where other shards than this one were saved.
+
+    Scales are per block of the shard that was saved, under keys that end with its first element.
+    """
     first, numel = first_element(parameter), local(parameter).numel()
     result = {key: value for key, value in entry.items() if not key.startswith((*_SCALES, *_MAPS))}
     for keys in MOMENT_KEYS:

@@ -28,8 +28,7 @@ from lightning_cxl.memory.resource import pages_of_file
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.kernels import split
 from lightning_cxl.optim.masters import MasterWeights
-from lightning_cxl.optim.parameter_state import REMAINDER
-from lightning_cxl.optim.saved_state import decoded, joined, match_groups, without_remainder
+from lightning_cxl.optim.parameter_state import REMAINDER, decoded, joined, match_groups, without_remainder
 from lightning_cxl.run import state_on_ssd as ssd_checkpoint
 from lightning_cxl.run.state_on_ssd import KEY, SSD, StateOnSsd
 from lightning_cxl.shards import local, shard_of, sharded_like

@@ -359,7 +359,7 @@ def resolve(state: Mapping[str, Any], optimizer: CPUAdam) -> dict[str, Any]:
         for parameter, key in zip(group["params"], saved["params"], strict=True):
             entry = entries.get(key, {})
             for name in [name for name, value in entry.items() if is_reference(value)]:
-                value, own = entry[name], optimizer.kept.of(parameter).entries.get(name)
+                value, own = entry[name], optimizer.kept.of(parameter).shown.get(name)
                 if not isinstance(own, OnSsd) or own.reference() != value:
                     raise CheckpointError(
                         f"the checkpoint's optimizer state is at {value['offset']} in record `{value[_REFERENCE]}`, "
