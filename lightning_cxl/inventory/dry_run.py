@@ -88,12 +88,14 @@ def dry_run(
         stack.callback(prepare_layers(model, ()))
         offload.attach(units, model)
         stack.callback(offload.detach)
-        stack.enter_context(_gradients_offloaded(model))
+        for parameter in model.parameters():
+            if parameter.requires_grad:  # its gradient is offloaded when it is complete
+                stack.callback(_on_accumulated(parameter, lambda each: setattr(each, "grad", None)).remove)
         meter = stack.enter_context(_Meter())
         stack.enter_context(_autocast_of_cpu(mixed))
         function = stack.enter_context(_Functions(meter))
         loss = compute_loss()
-        function.forget_copies()
+        function.end_forward()
         forward_flops, meter.flops = meter.flops, 0.0
         run_backward(loss)
     return DryRun(stored, meter.peak_bytes, forward_flops, meter.flops)
@@ -103,14 +105,11 @@ class _NoBytes:
     """Host memory that is only counted."""
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor on the meta device; nobody counts it for the device."""
         with without_dispatch():
             return torch.empty(tuple(shape), dtype=dtype, device=_META)
 
 
 class _NoCopies(TransferEngine):
-    """Between a device without memory and a host without memory."""
-
     device = _META
 
     def __init__(self, computes_on_host: bool) -> None:
@@ -120,21 +119,6 @@ class _NoCopies(TransferEngine):
         return FinishedTransfer()
 
     h2d = TransferEngine.d2h
-
-
-@contextmanager
-def _gradients_offloaded(model: nn.Module) -> Iterator[None]:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    handles = [_on_accumulated(parameter, _drop_grad) for parameter in trained]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _drop_grad(parameter: torch.Tensor) -> None:
-    parameter.grad = None
 
 
 @contextmanager
@@ -202,9 +186,8 @@ class _Functions(TorchFunctionMode):
         self._copies: dict[int, torch.Tensor] = {}
         self._keeps_copies = True
 
-    def forget_copies(self) -> None:
-        """Drop the copies of weights: the forward is over."""
-        self._copies.clear()
+    def end_forward(self) -> None:
+        self._copies.clear()  # of weights
         self._keeps_copies = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -298,7 +281,7 @@ def estimate(model: nn.Module, config: OffloadConfig, workload: Workload, why: s
 
 
 def _active_numel(model: nn.Module) -> float:
-    """Return how many numbers of parameters a token meets: of experts, its router's choice."""
+    """Return how many numbers of parameters a token is computed with: of experts, its router's choice."""
     total = sum(numel(p) for p in known_parameters(model))
     names = ((name.split("."), p) for name, p in model.named_parameters() if not is_lazy(p))
     experts = sum(numel(p) for name, p in names if "experts" in name)

@@ -72,35 +72,34 @@ class AskedTiers:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
             self.names.setdefault(id(parameter), name)
-        for parameter_id, owners in self._owners.items():
-            if len(owners) > 1:
-                self._check_shared(self.names[parameter_id], owners)
+        shared = {self.names[key]: owners for key, owners in self._owners.items() if len(owners) > 1}
+        for name, role in ((name, role) for name in shared for role in _PARAMETER_ROLES):
+            asked = {each: wish for each in shared[name] if (wish := self._tiers.lookup(each, role))[0] is not None}
+            if len({tier for tier, _ in asked.values()}) > 1:
+                text = " and ".join(f"`{owner}` on tier {tier!r} ({source})" for owner, (tier, source) in asked.items())
+                raise ConfigError(
+                    f"parameter `{name}` is shared between modules that ask for different tiers for {role.name}: "
+                    f"{text}. Give both the same tier."
+                )
 
     def lookup(
         self, owner: Tensor | str, role: TensorRole, *, may_be_on_ssd: bool = False, why_not: str = ""
     ) -> tuple[str | None, str]:
-        """Return the tier that is asked for, and who asks; None and an empty text where nobody does.
+        """Return the tier that is asked for, and who asks; None and an empty text where no decorator or rule does.
 
-        Args:
-            owner: a parameter, or the name of a unit for its inputs.
-            may_be_on_ssd: whether the tier `ssd` can hold it. If not, and that is asked for, the tier is None, with the
-                reason.
-            why_not: why weights that are cut over processes cannot lie there.
+        The owner is a parameter, or the name of a unit for its inputs. Where the tier `ssd` is asked for and cannot
+        hold it, the tier is None, with the reason; `why_not` says why weights that are cut over processes cannot.
         """
         owners = [owner] if isinstance(owner, str) else self._owners.get(id(owner), [""])
-        for tier, source in (self._tiers.lookup(module, role) for module in owners):
-            if tier == SSD and not may_be_on_ssd:
-                return None, self._why_in_memory(owner, role, source, why_not)
-            if tier is not None or source:
-                return tier, source
-        return None, ""
-
-    def _why_in_memory(self, owner: Tensor | str, role: TensorRole, source: str, why_not: str) -> str:
+        asked = (self._tiers.lookup(module, role) for module in owners)
+        tier, source = next((each for each in asked if each[0] is not None or each[1]), (None, ""))
+        if tier != SSD or may_be_on_ssd:
+            return tier, source
         name = owner if isinstance(owner, str) else self.names.get(id(owner), "")
         if role is TensorRole.COMPUTE_WEIGHTS:
             if why_not and not isinstance(owner, str) and is_sharded(owner):
                 raise UnsupportedError(f"{source} asks for weights of `{name}` on tier {SSD!r}, and {why_not}")
-            return (
+            return None, (
                 f"{source} asks for {SSD}, and only weights of units that stream can lie there, if no other optimizer "
                 f"than `CPUAdam` writes them"
             )
@@ -109,20 +108,10 @@ class AskedTiers:
                 f"{source} asks for {role.value} of `{name}` on tier {SSD!r}, and its optimizer keeps that itself. "
                 f"Only state of `CPUAdam` can lie there: use torch's Adam or AdamW with cpu_adam=True, or another tier"
             )
-        return (
+        return None, (
             f"{source} asks for {SSD}, and copies of weights stay in memory: of bfloat16 weights, master='split' puts "
             f"what masters have beyond them there"
         )
-
-    def _check_shared(self, name: str, owners: Sequence[str]) -> None:
-        for role in _PARAMETER_ROLES:
-            asked = {owner: wish for owner in owners if (wish := self._tiers.lookup(owner, role))[0] is not None}
-            if len({tier for tier, _ in asked.values()}) > 1:
-                text = " and ".join(f"`{owner}` on tier {tier!r} ({source})" for owner, (tier, source) in asked.items())
-                raise ConfigError(
-                    f"parameter `{name}` is shared between modules that ask for different tiers for {role.name}: "
-                    f"{text}. Give both the same tier."
-                )
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -132,10 +121,8 @@ _FIXED: dict[type[Optimizer], int] = {Adadelta: 2, Adagrad: 1, Adamax: 2, ASGD: 
 
 
 def num_state_tensors(optimizer: Optimizer, group: dict[str, Any]) -> int:
-    """Return how many tensors of a parameter's size its state has; 0 for classes that are not torch's.
-
-    Adafactor keeps less than one, LBFGS a history that is shared by all; both count as 0 as well.
-    """
+    """Return how many tensors of a parameter's size its state has; 0 for classes that are not torch's."""
+    # Adafactor keeps less than one, LBFGS a history that is shared by all; both count as 0 as well
     if isinstance(optimizer, Adam):  # AdamW too
         return 3 if group.get("amsgrad") else 2
     if isinstance(optimizer, SGD):
@@ -243,13 +230,9 @@ class Plan:
     """What a device copies is page-locked."""
     _tiers: dict[_Key, tuple[str | None, str]] = field(default_factory=dict, init=False, repr=False)
     _placements: dict[_Key, Placement] = field(default_factory=dict, init=False, repr=False)
-    _bytes: dict[str, dict[str, int]] = field(default_factory=dict, init=False, repr=False)
-    _reasons: dict[str, dict[str, None]] = field(
-        default_factory=dict, init=False, repr=False
-    )  # an ordered set per role
 
     def __post_init__(self) -> None:
-        """Note tiers and their sources by name: some modules make new parameters when they move."""
+        # tiers and their sources by name: some modules make new parameters when they move
         for each in self.tensors:
             self._tiers[self._key(each.owner, each.role, each.in_state)] = each.tier, each.source
         for group in (group for unit in (*self.streamed, *self.gathered) for group in unit.groups):
@@ -283,12 +266,7 @@ class Plan:
         return self.place(tensor.owner, tensor.role, tensor.nbytes, in_state=tensor.in_state)
 
     def place(self, owner: Tensor | str, role: TensorRole, nbytes: int, *, in_state: bool = False) -> Placement:
-        """Return the placement of the tensor that plays `role` for its owner; decided at the first call.
-
-        Args:
-            owner: a parameter of the model; for inputs of a unit, the name of the unit.
-            in_state: see `PlannedTensor`; only such a tensor, weights, or inputs of units may be on the tier `ssd`.
-        """
+        """Return the placement of the tensor that plays `role` for its owner; decided at the first call."""
         key = self._key(owner, role, in_state)
         if key not in self._placements:
             of_units = role in (TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS)
@@ -301,31 +279,23 @@ class Plan:
         return self._placements[key]
 
     def in_memory(self, role: TensorRole, nbytes: int, tier: str | None, source: str) -> Placement:
-        """Return the placement of a tensor on a tier of memory, or on one that the policy chooses.
-
-        Args:
-            source: of the request for `tier`, or why the tier that is asked for cannot hold it.
-        """
+        """Return the placement of a tensor on a tier of memory, or on one that the policy chooses."""
         assert self.placer is not None, "decided before"
         placement = self.placer.place(role, nbytes, tier=tier, source=source)
         if tier is None and source:
             placement = replace(placement, reason=f"{placement.reason}; {source}")
         return replace(placement, pinned=True) if self.pins and role.is_copied else placement
 
-    def count(self, role: TensorRole, nbytes: int, placement: Placement) -> None:
-        """Add `nbytes` of a role to the planned bytes of the tiers of its placement, by their shares."""
-        tiers = self._bytes.setdefault(role.value, {})
-        for tier, size in placement.split_bytes(nbytes).items():
-            tiers[tier] = tiers.get(tier, 0) + size
-        self._reasons.setdefault(role.value, {})[placement.describe()] = None
-
-    def roles(self) -> dict[str, dict[str, int]]:
-        """Return the planned bytes by role and tier."""
-        return {role: dict(tiers) for role, tiers in self._bytes.items()}
-
-    def reasons(self) -> dict[str, list[str]]:
-        """Return, by role, why its bytes go where they go."""
-        return {role: list(reasons) for role, reasons in self._reasons.items()}
+    def report(self) -> dict[str, Any]:
+        """Return the planned bytes by role and tier, and by role why they go there."""
+        roles: dict[str, dict[str, int]] = {}
+        reasons: dict[str, dict[str, None]] = {}  # an ordered set per role
+        for each in self.tensors:
+            placement, tiers = self.of(each), roles.setdefault(each.role.value, {})
+            for tier, size in placement.split_bytes(each.nbytes).items():
+                tiers[tier] = tiers.get(tier, 0) + size
+            reasons.setdefault(each.role.value, {})[placement.describe()] = None
+        return {"planned_roles": roles, "reasons": {role: list(texts) for role, texts in reasons.items()}}
 
 
 def list_tensors(
@@ -337,11 +307,10 @@ def list_tensors(
     asked: AskedTiers | None = None,
     measured: DryRun | None = None,
 ) -> Plan:
-    """Return what a run of a model keeps. See [Note: One plan].
+    """Return what a run of a model keeps.
 
-    Args:
-        optimizers: as the user made them, empty where nothing is trained; one AdamW over all trained parameters when
-            None.
+    The optimizers are as the user made them, empty where nothing is trained; None: one AdamW over all trained
+    parameters.
     """
     if optimizers is None:
         optimizers = [AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])]
@@ -353,9 +322,15 @@ def list_tensors(
     precisions.consider(optimizers)
     found = list(streamable(model, units if streams else []))
     foreign = _held_by(each for each in optimizers if not precisions.becomes_cpu_adam(each))
-    why_not = _why_shards_stay(model, config, workload)
-    shards_stay = [*model.parameters()] if workload.mesh.is_sharded else filter(is_sharded, model.parameters())
-    stays = foreign | ({id(parameter) for parameter in shards_stay} if why_not else set())
+    cut = [*(model.parameters() if workload.mesh.is_sharded else filter(is_sharded, model.parameters()))]
+    why_not = ""  # no weights that are cut over processes may lie on SSD
+    if cut and workload.computes_on_host:
+        why_not = (
+            "weights that are cut over several processes lie there only for devices with memory of their own: a CPU "
+            "gathers them from memory. Leave the weights out (optimizer state and activations can lie there), or train "
+            "with one process"
+        )
+    stays = foreign | ({id(parameter) for parameter in cut} if why_not else set())
     in_units = {id(parameter) for _, _, own in found for parameter in own}
     held, ssd = _held_by(optimizers), config.ssd()
 
@@ -424,19 +399,6 @@ def list_tensors(
 
 def precisions_of(model: nn.Module, config: OffloadConfig) -> Precisions:
     return Precisions(config.cpu_adam, config.state, config.master, sensitive_parameters(model).__contains__)
-
-
-def _why_shards_stay(model: nn.Module, config: OffloadConfig, workload: Workload) -> str:
-    """Return why no weights that are cut over processes may lie on SSD; an empty text if they may, or none are cut."""
-    if not workload.mesh.is_sharded and not any(map(is_sharded, model.parameters())):
-        return ""
-    if workload.computes_on_host:
-        return (
-            "weights that are cut over several processes lie there only for devices with memory of their own: a CPU "
-            "gathers them from memory. Leave the weights out (optimizer state and activations can lie there), or train "
-            "with one process"
-        )
-    return ""
 
 
 def _held_by(optimizers: Iterable[Optimizer]) -> set[int]:

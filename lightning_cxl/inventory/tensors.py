@@ -132,30 +132,25 @@ GRADIENTS = (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS)
 
 
 class PlannedTensor(NamedTuple):
-    """A tensor that a run keeps in host memory.
-
-    Args:
-        parameter: of the model, whose weights, gradient or state it is; for weights of a unit that lie in one piece of
-            memory, the first of them. None for inputs of a unit.
-        unit: the unit that it belongs to, where that streams or where it is the unit's input; else an empty text.
-        tier: that a decorator or rule asks for, or `ssd` where memory has no room; None leaves it to the policy.
-        in_state: it is part of `CPUAdam`'s state: momentum, variance, or what a split master weight has beyond the
-            bfloat16 weight.
-        is_updated: steps write it; of weights, an optimizer has to hold them.
-        may_be_on_ssd: such state, inputs of units, and weights of units that stream, if no other optimizer than
-            `CPUAdam` writes them.
-        source: of the request for `tier`, or why the tier that is asked for cannot hold it.
-    """
+    """A tensor that a run keeps in host memory."""
 
     parameter: torch.Tensor | None
+    """Of the model, whose weights, gradient or state it is; for weights of a unit that lie in one piece of memory, the
+    first of them. None for inputs of a unit."""
     role: TensorRole
     nbytes: int
     unit: str = ""
+    """The unit that it belongs to, where that streams or where it is the unit's input."""
     tier: str | None = None
+    """That a decorator or rule asks for, or `ssd` where memory has no room; None: the policy decides."""
     in_state: bool = False
+    """It is state of `CPUAdam`: momentum, variance, or what a split master weight has beyond the bfloat16 weight."""
     is_updated: bool = True
+    """Steps write it; of weights, an optimizer has to hold them."""
     may_be_on_ssd: bool = False
+    """State, inputs of units, and weights of units that stream, if no other optimizer than `CPUAdam` writes them."""
     source: str = ""
+    """Of the request for `tier`, or why the tier that is asked for cannot hold it."""
 
     @property
     def owner(self) -> torch.Tensor | str:
@@ -169,20 +164,16 @@ class PlannedTensor(NamedTuple):
 
 
 class StreamedUnit(NamedTuple):
-    """A unit whose weights stream.
-
-    Args:
-        groups: its parameters that stream, those that the same tier is asked for together. Where there is a tier
-            `ssd`, those that no step writes are by themselves.
-    """
+    """A unit whose weights stream."""
 
     name: str
     module: nn.Module
     groups: list[list[nn.Parameter]]
+    """Its parameters that stream, those that the same tier is asked for together. Where there is a tier `ssd`, those
+    that no step writes are by themselves."""
 
 
 def units_by_parameter(streamed: Iterable[StreamedUnit]) -> dict[int, str]:
-    """Return the name of the unit of each parameter that streams, by the parameter's id."""
     return {id(parameter): unit.name for unit in streamed for group in unit.groups for parameter in group}
 
 
@@ -203,7 +194,6 @@ def offload_groups(tensors: Iterable[PlannedTensor]) -> list[list[PlannedTensor]
 
 
 def parameter_bytes(group: Iterable[PlannedTensor]) -> int:
-    """Return the bytes of the parameters themselves, each in its own type."""
     return sum(each.parameter_nbytes for each in group)
 
 
@@ -251,23 +241,20 @@ def of_machine(
     if not mesh.is_sharded:
         return tuple(tensors)
     pieces: dict[int, list[Tensor]] = {id(group[0]): [*group] for unit in streamed for group in unit.groups}
-
-    def part(each: PlannedTensor) -> PlannedTensor:
-        if each.parameter is None:
-            return each
-        whole = (
-            pieces.get(id(each.parameter), [each.parameter])
-            if each.role is TensorRole.COMPUTE_WEIGHTS
-            else [each.parameter]
-        )
-        return each._replace(nbytes=mesh.machine_bytes(each.nbytes, whole))
-
-    return tuple(map(part, tensors))
+    parts = []
+    for each in tensors:
+        if each.parameter is not None:
+            whole = [each.parameter]
+            if each.role is TensorRole.COMPUTE_WEIGHTS:
+                whole = pieces.get(id(each.parameter), whole)
+            each = each._replace(nbytes=mesh.machine_bytes(each.nbytes, whole))
+        parts.append(each)
+    return tuple(parts)
 
 
 NUM_UPDATE_SLOTS = 3
 """Buffers in memory for updates of units: one is read, one is updated, one is written."""
-NUM_HOP_SLOTS = 2
+NUM_WEIGHT_SLOTS = 2
 """Weights of units in memory at a time on their way to the device: one is read, one is copied."""
 SLOTS_OWNER = "slots for the tier ssd"
 """Owner of the memory of these slots, in the place of a parameter or unit."""
@@ -277,24 +264,19 @@ RECORD_ALIGNMENT = BLOCK_BYTES
 
 @dataclass(frozen=True, eq=False)
 class PlannedRecord:
-    """The state of one unit, or of one parameter outside of units; weights of one unit that streams; or its inputs.
-
-    Args:
-        owner: the unit or parameter. The records of one owner are updated together.
-    """
+    """The state of one unit, or of one parameter outside of units; weights of one unit that streams; or its inputs."""
 
     name: str
     owner: str
+    """The unit or parameter. The records of one owner are updated together."""
     tensors: tuple[PlannedTensor, ...]
 
     @property
     def tier(self) -> str | None:
-        """The tier of its tensors; see `PlannedTensor`."""
         return self.tensors[0].tier
 
     @property
     def is_weights(self) -> bool:
-        """Whether it has weights, and no state."""
         return self.tensors[0].role is TensorRole.COMPUTE_WEIGHTS
 
     @property
@@ -375,7 +357,7 @@ def records_of(tensors: Iterable[PlannedTensor], record_of: Mapping[int, str]) -
 def with_slots(
     tensors: Iterable[PlannedTensor], record_of: Mapping[int, str], num_drives: int = 1, num_devices: int = 1
 ) -> tuple[PlannedTensor, ...]:
-    """Return the tensors with the host memory that records of the tier `ssd` visit, as much as they need now."""
+    """Return the tensors with the slots in host memory that records of the tier `ssd` need now."""
     others = tuple(each for each in tensors if each.owner != SLOTS_OWNER)
     records = [record for record in records_of(others, record_of) if record.tier == SSD]
     nbytes = slot_bytes(records, num_drives, num_devices)
@@ -383,13 +365,12 @@ def with_slots(
 
 
 def slot_bytes(records: Sequence[PlannedRecord], num_drives: int = 1, num_devices: int = 1) -> int:
-    """Return the bytes of all slots that these records visit, each cut over some drives; see `with_slots`."""
     once = update_slot_bytes(records, num_drives) + weight_slot_bytes(records, num_drives)
     return once + num_devices * input_slot_bytes(records, num_drives)
 
 
 def update_slot_bytes(records: Iterable[PlannedRecord], num_drives: int = 1) -> int:
-    """Return the bytes of the slots of updates; each holds the largest of what is updated together."""
+    # each slot holds the largest of what is updated together
     of_owner: dict[str, int] = {}
     for record in records:
         if record.is_updated:
@@ -398,10 +379,8 @@ def update_slot_bytes(records: Iterable[PlannedRecord], num_drives: int = 1) -> 
 
 
 def weight_slot_bytes(records: Iterable[PlannedRecord], num_drives: int = 1) -> int:
-    """Return the bytes of the slots of weights on their way to the device; each holds the largest of them."""
-    return NUM_HOP_SLOTS * max((record.nbytes_on(num_drives) for record in records if record.is_weights), default=0)
+    return NUM_WEIGHT_SLOTS * max((record.nbytes_on(num_drives) for record in records if record.is_weights), default=0)
 
 
 def input_slot_bytes(records: Iterable[PlannedRecord], num_drives: int = 1) -> int:
-    """Return the bytes of the slots of inputs of units; each holds the inputs of the largest of them."""
     return NUM_INPUT_SLOTS * max((record.nbytes_on(num_drives) for record in records if record.is_inputs), default=0)

@@ -46,7 +46,7 @@ def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Ties go away from zero: with ties to even, a remainder of one half would not tell whether it was rounded up.
     """
-    bits = _bits(values)
+    bits = values.view(torch.int32).long() & _WORD
     upper = torch.where(values.isnan(), bits >> 16 | 0x40, bits + 0x8000 >> 16)
     return _to_bits16(upper).view(torch.bfloat16), _to_bits16(bits & _LOW)
 
@@ -61,7 +61,8 @@ def join(compute_weights: torch.Tensor, remainders: torch.Tensor) -> torch.Tenso
     magnitude = upper & 0x7FFF
     rounded_up = (lower >= 0x8000) & (magnitude != 0) & (magnitude <= 0x7F80)
     lower = torch.where((magnitude == 0) & (lower >= 0x8000), 0, lower)
-    return _from_bits((upper << 16) - (rounded_up.long() << 16) + lower)
+    bits = (upper << 16) - (rounded_up.long() << 16) + lower
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).int().view(torch.float32)
 
 
 def mix_key(*numbers: int) -> int:
@@ -73,14 +74,6 @@ def mix_key(*numbers: int) -> int:
         key = (key ^ key >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
         key ^= key >> 31
     return key
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.view(torch.int32).long() & _WORD
-
-
-def _from_bits(bits: torch.Tensor) -> torch.Tensor:
-    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).int().view(torch.float32)
 
 
 def _to_bits16(bits: torch.Tensor) -> torch.Tensor:
@@ -104,11 +97,7 @@ def num_blocks(numel: int) -> int:
 
 
 def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, unsigned: bool) -> None:
-    """Code float32 values in blocks of 256 in memory order.
-
-    Args:
-        unsigned: the map of variances, which are not negative; else that of momenta.
-    """
+    """Code float32 values in blocks of 256 in memory order; `unsigned`: by the map of variances, else of momenta."""
     _adam.quantize(_numpy(flattened(values)), _numpy(flattened(codes)), _numpy(scales), unsigned, _cpu.best_isa())
     torch.autograd.graph.increment_version([codes, scales])  # as after an operation of torch
 
@@ -197,13 +186,10 @@ def _check_memory(tensor: torch.Tensor, what: str) -> None:
 
 def same_layout(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Return whether element i in memory of `tensor` is element i in memory of the dense `parameter`."""
-    if tensor.stride() == parameter.stride():
+    if tensor.shape != parameter.shape or tensor.stride() == parameter.stride():
         return tensor.shape == parameter.shape
-    # the stride of a dimension of size 1 means nothing
-    return tensor.shape == parameter.shape and all(
-        size == 1 or own == other
-        for size, own, other in zip(parameter.shape, tensor.stride(), parameter.stride(), strict=True)
-    )
+    strides = zip(parameter.shape, tensor.stride(), parameter.stride(), strict=True)
+    return all(size == 1 or own == other for size, own, other in strides)  # that of a dimension of 1 means nothing
 
 
 def is_flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -229,7 +215,6 @@ def usable_gradient(grad: torch.Tensor, parameter: torch.Tensor, name: str) -> t
 
 
 def check_compute_weights(compute: torch.Tensor | None, parameter: torch.Tensor, name: str) -> None:
-    """Check that the kernel can write 16-bit `compute` weights, if there are some, beside the float32 `parameter`."""
     if compute is None:
         return
     is_half = compute.dtype in (torch.bfloat16, torch.float16)
@@ -271,11 +256,8 @@ def chosen_isa(isa: str | None) -> str:
 
 
 def kernel_threads(config: OffloadConfig, computes_on_host: bool) -> int:
-    """Return how many threads the kernels of a run take: what the user asks for, else what the process may use.
-
-    Where they run behind what a device does, two cores are left to those who keep it busy: the thread that queues the
-    forward, and autograd's, which queues the backward.
-    """
+    """Return how many threads the kernels of a run take: what the user asks for, else what the process may use."""
+    # two cores are left to the threads that keep a device busy: one queues the forward, autograd's the backward
     if config.num_threads is not None or computes_on_host or not config.overlaps_step(computes_on_host):
         return thread_count(config.num_threads)
     return max(1, thread_count(None) - _LAUNCHING_THREADS)
@@ -290,12 +272,10 @@ class Stretch(NamedTuple):
 
 
 class ThreadTeams:
-    """Divides tensors over the teams of this process.
+    """Divides tensors over the teams of this process, given its CPUs by node that has some.
 
-    Args:
-        cpus: of this process, by node that has some. The kernel's masks end at CPU 1023; it does without the others.
-        where: tells the node of an address. Where it may not ask (OSError, as in many containers), one team has
-            everything and threads run anywhere: slower on such a machine, and never wrong.
+    `where` tells the node of an address. Where it may not ask (OSError, as in many containers), one team has everything
+    and threads run anywhere: slower on such a machine, and never wrong.
     """
 
     def __init__(
@@ -307,6 +287,7 @@ class ThreadTeams:
         self._team_of_node = {node: team for team, node in enumerate(sorted(cpus))}
         self._nearest = nearest
         self._where: Callable[[int], int | None] | None = where
+        # the kernel's masks end at CPU 1023; it does without the others
         pairs = [(self._team_of_node[node], cpu) for node in sorted(cpus) for cpu in cpus[node] if cpu < _adam.MAX_CPUS]
         self.cpus = array("q", [number for pair in pairs for number in pair])
         """Pairs of team and CPU, as the kernel takes them."""
@@ -327,7 +308,14 @@ class ThreadTeams:
             try:
                 node = self._where(flat.data_ptr() + begin * flat.element_size())
             except OSError as error:
-                self._give_up(error)
+                self._where = None
+                self.cpus = array("q")  # with all work in one team, its CPUs would get all threads
+                warnings.warn(
+                    f"the kernel refuses to say where pages are ({error}): threads of the optimizer step run anywhere, "
+                    "which is slower on a machine with several nodes. In a container allow the system call move_pages",
+                    LightningCXLWarning,
+                    stacklevel=2,
+                )
                 return self.stretches(flat)
             team = 0 if node is None else self._team_of_node.get(self._nearest.get(node, node), 0)
             if found and found[-1].team == team:
@@ -335,13 +323,3 @@ class ThreadTeams:
             else:
                 found.append(Stretch(begin, end, team))
         return found
-
-    def _give_up(self, error: OSError) -> None:
-        self._where = None
-        self.cpus = array("q")  # with all work in one team, its CPUs would get all threads
-        warnings.warn(
-            f"the kernel refuses to say where pages are ({error}): threads of the optimizer step run anywhere, which "
-            "is slower on a machine with several nodes. In a container allow the system call move_pages",
-            LightningCXLWarning,
-            stacklevel=2,
-        )

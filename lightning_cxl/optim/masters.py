@@ -69,7 +69,7 @@ class WeightPair:
 
     @property
     def may_be_written(self) -> bool:
-        """Whether somebody but us may have written to the compute weights since they agreed with the master."""
+        """Whether others may have written to the compute weights since they agreed with the master."""
         return self.version != self.compute._version
 
     def agree(self) -> None:
@@ -77,7 +77,7 @@ class WeightPair:
         self.version = -1 if any(alias() is not None for alias in self._aliases) else self.compute._version
 
     def gives_out(self, data: torch.Tensor) -> torch.Tensor:
-        """Return the memory of the compute weights, to which somebody may write as long as it lives."""
+        """Return the memory of the compute weights, to which others may write as long as it lives."""
         self.version = -1
         self._aliases = [*(alias for alias in self._aliases if alias() is not None), weakref.ref(data)]
         return data
@@ -113,7 +113,7 @@ def _front_of(own: type[Parameter]) -> type[Parameter]:
 
 
 class _Front:
-    """A compute parameter whose master is separate. See [Note: Compute and master weights]."""
+    """A compute parameter whose master is separate."""
 
     __slots__ = ()
 
@@ -161,7 +161,7 @@ class _Front:
             pair.gives_out(value)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        """Copy as a plain parameter: the copy belongs to no run."""
+        # a plain parameter: the copy belongs to no run
         copied = super().__deepcopy__(memo)  # type: ignore[misc]
         copied.__class__ = type(self).__mro__[2]
         return copied
@@ -185,7 +185,7 @@ class MasterWeights:
 
     @property
     def has_separate(self) -> bool:
-        """Whether gradients live on masters, not on the model. See [Note: Compute and master weights]."""
+        """Whether gradients live on masters, not on the model."""
         return any(not pair.is_shared for pair in self)
 
     def find(self, parameter: torch.Tensor) -> WeightPair | None:
@@ -197,26 +197,20 @@ class MasterWeights:
         pair = self._by_id.get(id(parameter))
         if pair is None:
             name = self._names.get(id(parameter)) or f"unnamed.{len(self._by_id)}"  # not registered in the model
-            dtype = master_dtype(parameter, form)
-            pair = WeightPair(
-                name, parameter, self._make_master(parameter, dtype), dtype if form is None else parameter.dtype
-            )
+            dtype, shard, master = master_dtype(parameter, form), local(parameter), parameter
+            if needs_master(parameter, dtype, on_host=is_on_host(parameter)):
+                data = shard.detach()
+                if needs_master(shard, dtype, on_host=is_on_host(shard)):
+                    data = self._allocate(parameter, TensorRole.MASTER_WEIGHTS, dtype).copy_(data)
+                # else: compute weights on the host say that they are on the device. Trainable even where the compute
+                # parameter is frozen: it may be unfrozen later, and until then has no gradient
+                master = Parameter(sharded_like(data, parameter))
+            pair = WeightPair(name, parameter, master, dtype if form is None else parameter.dtype)
             self._by_id[id(parameter)] = self._by_id[id(pair.master)] = pair
             flat = not pair.is_shared and is_flat_like(local(parameter.detach()), local(pair.master))
             if flat and parameter.dtype != dtype:
                 self.kernel_weights[pair.master] = parameter
         return pair
-
-    def _make_master(self, compute: Parameter, dtype: torch.dtype) -> Parameter:
-        if not needs_master(compute, dtype, on_host=is_on_host(compute)):
-            return compute
-        shard = local(compute)
-        if not needs_master(shard, dtype, on_host=is_on_host(shard)):  # compute weights say that they are on the device
-            return Parameter(sharded_like(shard.detach(), compute))
-        data = self._allocate(compute, TensorRole.MASTER_WEIGHTS, dtype)
-        data.copy_(local(compute.detach()))
-        # trainable even where the compute parameter is frozen: it may be unfrozen later, and until then has no gradient
-        return Parameter(sharded_like(data, compute))
 
     @torch.no_grad()
     def absorb_changes(self) -> None:
@@ -301,7 +295,6 @@ def is_on_host(parameter: torch.Tensor) -> bool:
 
 
 def needs_master(compute: torch.Tensor, dtype: torch.dtype, *, on_host: bool) -> bool:
-    """Whether the optimizer must work on a copy: the weights are off the host, or the master has another dtype."""
     return not on_host or compute.dtype != dtype
 
 

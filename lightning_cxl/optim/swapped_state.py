@@ -87,7 +87,6 @@ class StateRecord:
         return tensor
 
     def use(self) -> AbstractContextManager[InBuffers]:
-        """Return a region in which the record is in a buffer, which is written back when it ends."""
         return self.swapper.use([self])
 
     @torch.no_grad()
@@ -113,7 +112,6 @@ class OnSsd(torch.Tensor):
 
     @staticmethod
     def of(record: StateRecord, tensor: torch.Tensor, owner: torch.Tensor | None = None) -> "OnSsd":
-        """Return what stands for a tensor of a record."""
         shape = tensor.shape if owner is None else owner.shape
         shown: OnSsd = wrapper_tensor(OnSsd, shape, tensor.dtype, torch.device("cpu"))
         shown.record, shown.tensor, shown._owner = record, tensor, owner
@@ -157,12 +155,10 @@ class OnSsd(torch.Tensor):
         return f"<{self.tensor.dtype} {tuple(self.shape)} on tier `ssd`: read it with `optimizer.state_dict()`>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Return a tensor in memory."""
         memo[id(self)] = copied = self.read().clone()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as an ordinary tensor."""
         return self.read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
@@ -201,20 +197,18 @@ class StateSwapper:
         return record
 
     def include(self, record: Swappable) -> None:
-        """Let a record of weights be updated from now on."""
         self._weights.append(record)
         insort(self._by_address, record, key=_address)
 
     def find(self, tensors: Iterable[torch.Tensor]) -> Swappable | None:
         """Return the record in which some of the tensors lie; None where all are in memory."""
-        found = {record for tensor in tensors if (record := self._at(tensor.data_ptr())) is not None}
+        found = set()
+        for address in (tensor.data_ptr() for tensor in tensors):
+            index = bisect_right(self._by_address, address, key=_address) - 1
+            if index >= 0 and is_in(self._by_address[index].window, address):
+                found.add(self._by_address[index])
         assert len(found) <= 1, "state of one parameter lies in several records"
         return next(iter(found), None)
-
-    def _at(self, address: int) -> Swappable | None:
-        index = bisect_right(self._by_address, address, key=_address) - 1
-        record = self._by_address[index] if index >= 0 else None
-        return record if record is not None and is_in(record.window, address) else None
 
     @contextmanager
     def use(self, records: Sequence[Swappable]) -> Iterator[InBuffers]:

@@ -57,10 +57,25 @@ def settle_state(
     left_free: float = MEMORY_LEFT_FREE,
 ) -> Plan:
     """Return the plan with state and weights on the tier `ssd` as they will be in the run."""
+    left, refused = ssd.capacity_bytes, []
     if on_tier_full == "error":
         check_on_ssd(plan, ssd)
     else:
-        plan = _as_ssd_can_hold(plan, ssd)
+        for record in plan.ssd_records:
+            if record.stored_bytes(ssd) > left:
+                refused.append(record)
+            else:
+                left -= record.stored_bytes(ssd)
+    if refused:
+        kinds = {"weights" if r.is_weights else "activations" if r.is_inputs else "optimizer state" for r in refused}
+        warnings.warn(
+            f"{' and '.join(sorted(kinds))} of {len(refused)} of {len(plan.ssd_records)} records stays in memory "
+            f"({format_bytes(sum(record.nbytes for record in refused))}): tier `ssd` has "
+            f"{format_bytes(ssd.capacity_bytes)}. Raise its budget, or set on_tier_full='error' to refuse instead.",
+            SpillWarning,
+            stacklevel=2,
+        )
+        plan = _placed(plan, refused, None, "tier ssd is full", ssd.num_drives)
     chosen = _without_room(plan, memory_bytes, ssd, left_free)
     return _placed(plan, chosen, SSD, NO_ROOM, ssd.num_drives) if chosen else plan
 
@@ -70,33 +85,8 @@ def check_on_ssd(plan: Plan, ssd: MachineSsd) -> None:
 
 
 def memory_bytes_of(plan: Plan) -> int:
-    """Return the bytes of memory that an plan takes, what lies on the tier `ssd` left out."""
+    """Return the bytes of memory that a plan takes, what lies on the tier `ssd` left out."""
     return sum(each.nbytes * plan.copies_of(each.role) for each in plan.tensors if each.tier != SSD)
-
-
-def evenly_spread(count: int, of: int) -> list[int]:
-    """Return `count` different numbers from 0 to ``of - 1`` at distances that differ by at most one, in order."""
-    return [(2 * index + 1) * of // (2 * count) for index in range(count)]
-
-
-def _as_ssd_can_hold(plan: Plan, ssd: MachineSsd) -> Plan:
-    left, refused = ssd.capacity_bytes, []
-    for record in plan.ssd_records:
-        if record.stored_bytes(ssd) > left:
-            refused.append(record)
-        else:
-            left -= record.stored_bytes(ssd)
-    if not refused:
-        return plan
-    kinds = {"weights" if r.is_weights else "activations" if r.is_inputs else "optimizer state" for r in refused}
-    warnings.warn(
-        f"{' and '.join(sorted(kinds))} of {len(refused)} of {len(plan.ssd_records)} records stays in memory "
-        f"({format_bytes(sum(record.nbytes for record in refused))}): tier `ssd` has "
-        f"{format_bytes(ssd.capacity_bytes)}. Raise its budget, or set on_tier_full='error' to refuse instead.",
-        SpillWarning,
-        stacklevel=2,
-    )
-    return _placed(plan, refused, None, "tier ssd is full", ssd.num_drives)
 
 
 def _without_room(plan: Plan, memory_bytes: int, ssd: MachineSsd, left_free: float) -> Sequence[PlannedRecord]:
@@ -129,7 +119,7 @@ def _without_room(plan: Plan, memory_bytes: int, ssd: MachineSsd, left_free: flo
 
 
 def _choices(plan: Plan) -> list[Iterator[Sequence[PlannedRecord]]]:
-    """Return what nobody asks a tier for: state, weights, inputs, each as lists that grow from choice to choice."""
+    """Return what no rule places: state, weights, inputs, each as lists that grow from choice to choice."""
     parameters, taken = {*plan.asked.names.values()}, {record.name for record in plan.ssd_records}
     order = {name: index for index, name in enumerate(dict.fromkeys(plan.record_of.values()))}
     free = [record for record in records_of(plan.tensors, plan.record_of) if record.tier is None]
@@ -148,9 +138,9 @@ def _choices(plan: Plan) -> list[Iterator[Sequence[PlannedRecord]]]:
 
 
 def _evenly(records: Sequence[PlannedRecord]) -> Iterator[Sequence[PlannedRecord]]:
-    """Yield one record, two, ..., all of them, each time evenly spread over their order."""
+    """Yield one record, two, ..., all of them, each time at distances in their order that differ by at most one."""
     for count in range(1, len(records) + 1):
-        yield [records[index] for index in evenly_spread(count, len(records))]
+        yield [records[(2 * index + 1) * len(records) // (2 * count)] for index in range(count)]
 
 
 def _placed(plan: Plan, records: Sequence[PlannedRecord], tier: str | None, source: str, num_drives: int) -> Plan:
@@ -168,16 +158,13 @@ _SLACK_BYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Host memory that a run may fill."""
+    """Bytes of host memory that a run may fill: of every tier, and together, as tiers may share memory or a limit."""
 
     tiers: Mapping[str, int]
-    """Bytes of every tier."""
     together: int
-    """Bytes of all tiers: they may share memory or a limit."""
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that a plan may fill of all tiers together."""
         return min(sum(map(usable, self.tiers.values())), usable(self.together))
 
 
@@ -187,11 +174,8 @@ def usable(nbytes: int) -> int:
 
 
 def free_for(model: nn.Module, memory: HostMemory) -> FreeMemory:
-    """Return what a run of a model may fill: what is free, and what the model's weights take already.
-
-    Free is what every tier has within its budget. Weights move when a run begins, so their present bytes count, on
-    their tier or in ordinary memory.
-    """
+    """Return what a run of a model may fill: what is free within budgets, and what the model's weights take already."""
+    # weights move when a run begins, so their present bytes count, on their tier or in ordinary memory
     topology = memory.topology
     own = dict.fromkeys(topology.names, 0)
     others = []
@@ -305,10 +289,7 @@ class RunPolicy:
         self._machine = machine and replace(machine, device=replace(machine.device, count=1))
 
     def decide(self, plan: Plan, free: FreeMemory) -> Decision:
-        """Return what the policy decides about a run; nothing where every role has its home.
-
-        The topology gets the tier ``cxl`` where the policy names it and there is none.
-        """
+        """Return what the policy decides about a run; nothing where every role has its default tier."""
         if self._planning is None or self._machine is None:
             return Decision({}, {})
         job = model_job(type(plan.model).__name__, plan)
@@ -329,7 +310,7 @@ class RunPolicy:
             )
         try:
             for name in (name for split in decision.splits.values() for name in split):
-                self._topology.tier(name)
+                self._topology.tier(name)  # makes the tier `cxl` where the policy names it and there is none
             machine = with_new_tiers(machine, self._topology)
             for split in decision.splits.values():
                 check_split(split, machine)
@@ -345,7 +326,7 @@ def decide(
     on_tier_full: OnTierFull,
     ssd: MachineSsd | None = None,
 ) -> Plan:
-    """Return the plan with a placement for each of its tensors."""
+    """Return the plan with a placer that answers for each of its tensors."""
     free = free_for(plan.model, memory)
     decision, on_cpu = policy.decide(plan, free), policy.cpu_computes
     splits, reasons = decision.splits, decision.reasons

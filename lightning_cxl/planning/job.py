@@ -264,25 +264,19 @@ def _classes(plan: Plan) -> tuple[MemoryClass, ...]:
     for (role, tier), tensors in of_class.items():
         nbytes = sum(each.nbytes for each in tensors)
         part = nbytes / max(1, plan.bytes_of(role))
-        moves = tuple(move._replace(nbytes=move.nbytes * part) for move in moves_of[role])
+        moves = [move._replace(nbytes=move.nbytes * part) for move in moves_of[role]]
         nbytes *= plan.copies_of(role)
-        if tier == SSD:
-            updated = sum(each.nbytes for each in tensors if each.is_updated)
-            moves += _moves_of_drives(role, nbytes, updated, plan.workload.num_micro_batches)
-        classes.append(MemoryClass(role=role, nbytes=nbytes, tier=tier, moves=moves))
+        if tier == SSD:  # beside what the CPUs read and write of it in memory
+            each_time = float(plan.workload.num_micro_batches * nbytes)
+            updated = float(sum(each.nbytes for each in tensors if each.is_updated))
+            if role is TensorRole.ACTIVATIONS:
+                moves += [Move("forward", "ssd_write", each_time), Move("backward", "ssd_read", each_time)]
+            elif role is TensorRole.COMPUTE_WEIGHTS:
+                moves += [Move("forward", "ssd_read", each_time), Move("backward", "ssd_read", each_time)]
+            if role is not TensorRole.ACTIVATIONS and (updated or role is not TensorRole.COMPUTE_WEIGHTS):
+                moves += [Move("update", "ssd_read", updated), Move("update", "ssd_write", updated)]
+        classes.append(MemoryClass(role=role, nbytes=nbytes, tier=tier, moves=tuple(moves)))
     return tuple(classes)
-
-
-def _moves_of_drives(role: TensorRole, nbytes: int, updated_bytes: int, num_micro_batches: int) -> tuple[Move, ...]:
-    """Return the moves of a class on the tier `ssd`, beside what the CPUs read and write of it in memory."""
-    each_time = float(num_micro_batches * nbytes)
-    if role is TensorRole.ACTIVATIONS:
-        return Move("forward", "ssd_write", each_time), Move("backward", "ssd_read", each_time)
-    updates = Move("update", "ssd_read", float(updated_bytes)), Move("update", "ssd_write", float(updated_bytes))
-    if role is not TensorRole.COMPUTE_WEIGHTS:
-        return updates
-    moves = (Move("forward", "ssd_read", each_time), Move("backward", "ssd_read", each_time), *updates)
-    return tuple(move for move in moves if move.nbytes)
 
 
 def _moves(plan: Plan, role: TensorRole) -> tuple[Move, ...]:

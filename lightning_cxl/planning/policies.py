@@ -79,8 +79,11 @@ class Room:
         return min(self._left[tier], self.together)
 
     def take(self, role: TensorRole, nbytes: int, split: Split) -> None:
-        """Use up `nbytes` of a role, by tier."""
-        parts = in_whole_bytes(nbytes, split, self._left)
+        # fractions are cut off; the bytes that this leaves go, one to a tier, first to those that have room
+        parts = {tier: math.floor(share * nbytes) for tier, share in split.items()}
+        in_turn = sorted(parts, key=lambda tier: parts[tier] >= self._left[tier])
+        for tier in in_turn[: nbytes - sum(parts.values())]:
+            parts[tier] += 1
         over = [tier for tier, part in parts.items() if part > self._left[tier]]
         if over or nbytes > self.together:
             raise self.full(role.value, nbytes, over[0] if over else "` and `".join(split))
@@ -100,18 +103,6 @@ class Room:
         )
 
 
-def in_whole_bytes(nbytes: int, split: Split, left: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes of every tier of a split, `nbytes` in all.
-
-    Fractions are cut off, and the bytes that this leaves go, one to a tier, first to those that have room.
-    """
-    parts = {tier: math.floor(share * nbytes) for tier, share in split.items()}
-    in_turn = sorted(parts, key=lambda tier: parts[tier] >= left[tier])
-    for tier in in_turn[: nbytes - sum(parts.values())]:
-        parts[tier] += 1
-    return parts
-
-
 def spread(role: TensorRole, nbytes: int, tiers: Sequence[MachineTier], room: Room) -> Split:
     """Return the split of `nbytes` that are interleaved by pages over all nodes of some tiers; nothing is taken."""
     left = {tier.name: float(room.left(tier.name)) for tier in tiers}
@@ -126,11 +117,7 @@ def spread(role: TensorRole, nbytes: int, tiers: Sequence[MachineTier], room: Ro
 
 
 def fill(nbytes: float, weights: Mapping[str, float], left: Mapping[str, float]) -> tuple[dict[str, float], float]:
-    """Return how bytes lie on tiers in proportion to weights, as long as all have room, and what fits on none.
-
-    Args:
-        weights: of the tiers; a full one leaves its part to the others.
-    """
+    """Return how bytes lie on tiers in proportion to weights, a full one leaving its part to others; and the rest."""
     bytes_on = dict.fromkeys(weights, 0.0)
     room, to_place = dict(left), float(nbytes)
     while to_place > 0.5 and (able := [name for name in weights if room[name] > 0]):
@@ -191,8 +178,6 @@ class LatencyFirst(_RoleByRole):
 
 
 class DramOnly(_RoleByRole):
-    """Everything in DRAM; what does not fit there does not run."""
-
     def split_of(self, each: MemoryClass, room: Room) -> tuple[Split, str]:
         return spread(each.role, each.nbytes, room.machine.select(TierKind.DRAM), room), "everything in DRAM"
 
@@ -256,16 +241,6 @@ class Bounds:
     def local(self, x: Sequence[float]) -> float:
         return sum(size * part for size, part in zip(self.nbytes, x, strict=True))
 
-    def repaired(self, x: Sequence[float]) -> Fractions:
-        """Return the fractions with all scaled down, or up towards 1, so that they fit."""
-        now, total = self.local(x), sum(self.nbytes)
-        if now > self.most_local:
-            x = [part * self.most_local / now for part in x]
-        elif now < self.least_local:
-            up = (self.least_local - now) / (total - now)
-            x = [part + (1 - part) * up for part in x]
-        return tuple(min(1.0, max(0.0, part)) for part in x)
-
 
 def minimise(cost: Callable[[Fractions], float], bounds: Bounds, starts: Sequence[Fractions]) -> Fractions:
     """Return the best fractions found from several starts. Deterministic, with a few hundred evaluations.
@@ -274,19 +249,25 @@ def minimise(cost: Callable[[Fractions], float], bounds: Bounds, starts: Sequenc
     two resources tie. Moving one class at a time gets stuck at a kink; moving bytes of one class in and as many of
     another out does not. Steps halve until they are small.
     """
-    found = [_descend(cost, bounds, bounds.repaired(start)) for start in starts]
+    found: list[tuple[float, Fractions]] = []
+    for start in starts:
+        # scaled down, or up towards 1, so that it fits
+        scaled, now = list(start), bounds.local(start)
+        if now > bounds.most_local:
+            scaled = [part * bounds.most_local / now for part in start]
+        elif now < bounds.least_local:
+            up = (bounds.least_local - now) / (sum(bounds.nbytes) - now)
+            scaled = [part + (1 - part) * up for part in start]
+        x = tuple(min(1.0, max(0.0, part)) for part in scaled)
+        best = cost(x)
+        for step in _STEPS:
+            for _ in range(_MAX_MOVES):
+                value, candidate = min(((cost(y), y) for y in _moves(x, step, bounds)), default=(best, x))
+                if value >= best - _GAIN * abs(best):
+                    break
+                best, x = value, candidate
+        found.append((best, x))
     return min(found, key=lambda each: each[0])[1]
-
-
-def _descend(cost: Callable[[Fractions], float], bounds: Bounds, x: Fractions) -> tuple[float, Fractions]:
-    best = cost(x)
-    for step in _STEPS:
-        for _ in range(_MAX_MOVES):
-            value, candidate = min(((cost(y), y) for y in _moves(x, step, bounds)), default=(best, x))
-            if value >= best - _GAIN * abs(best):
-                break
-            best, x = value, candidate
-    return best, x
 
 
 def _moves(x: Fractions, step: float, bounds: Bounds) -> Iterator[Fractions]:
@@ -349,7 +330,7 @@ class Bandwidth:
                 {each.role: only.split(problem.total) for each in classes},
                 {each.role: "the only kind of memory there is" for each in classes},
             )
-        x = problem.without_slivers(problem.simplest_good())
+        x = problem.simplest_good()
         splits = problem.splits(x)
         if (faster := problem.faster_rival(splits)) is not None:
             return faster
@@ -416,7 +397,15 @@ class _Problem:
             found.append(self._greedy)
         seconds = [self.seconds(x) for x in found]
         limit = min(min(seconds) * (1 + _WORTH), self._greedy_s)
-        return next(x for x, took in zip(found, seconds, strict=True) if took <= limit)
+        x = next(x for x, took in zip(found, seconds, strict=True) if took <= limit)
+        for i, part in enumerate(x):  # those next to 0 or 1 are exactly that, where it fits and costs nothing
+            whole = round(part)
+            y = (*x[:i], float(whole), *x[i + 1 :])
+            fits = self.bounds.least_local <= self.bounds.local(y) <= self.bounds.most_local
+            limit = min(self.seconds(x) * (1 + _WORTH / 10), self._greedy_s)
+            if 0 < abs(part - whole) < _SLIVER and fits and self.seconds(y) <= limit:
+                x = y
+        return x
 
     def _best(self, far: frozenset[TensorRole], tied: frozenset[TensorRole]) -> Fractions | None:
         """Return the best fractions with some roles on the cards and some at one fraction; None if that cannot fit."""
@@ -486,17 +475,6 @@ class _Problem:
             left -= by_worth[i] * self.classes[i].nbytes
         found = [tuple(by_worth), (min(1.0, self.near.room / max(1, self.total)),) * len(worth)]
         return found if self._greedy is None else [*found, self._greedy]
-
-    def without_slivers(self, x: Fractions) -> Fractions:
-        """Return fractions of which those next to 0 or 1 are exactly that, where it fits and costs nothing."""
-        for i, part in enumerate(x):
-            whole = round(part)
-            y = (*x[:i], float(whole), *x[i + 1 :])
-            fits = self.bounds.least_local <= self.bounds.local(y) <= self.bounds.most_local
-            limit = min(self.seconds(x) * (1 + _WORTH / 10), self._greedy_s)
-            if 0 < abs(part - whole) < _SLIVER and fits and self.seconds(y) <= limit:
-                x = y
-        return x
 
     def reason(self, each: MemoryClass, part: float) -> str:
         moved = {kind: sum(m.nbytes for m in each.moves if m.kind == kind) for kind in ("cpu", "h2d", "d2h")}
@@ -602,9 +580,36 @@ class PolicyPlan:
 
 def compare(job: Job, machine: Machine, names: Iterable[str]) -> dict[str, PolicyPlan]:
     """Return the plan of each policy, by name."""
-    room = with_working_memory(job, machine)
-    policies = {name: ByRole() if name == "by_role" else get_policy(name) for name in names}
-    return {name: _plan(name, policy, job, room) for name, policy in policies.items()}
+    machine, plans = with_working_memory(job, machine), {}
+    policies: dict[str, PlanningPolicy] = {name: ByRole() if name == "by_role" else get_policy(name) for name in names}
+    for name, policy in policies.items():
+        if not machine.has_speeds and getattr(policy, "needs_speeds", True):
+            plans[name] = PolicyPlan(name, {}, {}, None, needs_speeds=True)
+            continue
+        try:
+            if job.ssd_bytes():
+                ssd = machine.ssd or MachineSsd(capacity_bytes=0)
+                ssd.check_bytes(job.ssd_bytes(ssd.versions))
+            decision = policy.decide(job, machine)
+        except TierFullError as error:
+            plans[name] = PolicyPlan(name, {}, {}, None, str(error))
+            continue
+        bytes_on: dict[TensorRole, dict[str, int]] = {}
+        reasons = dict(decision.reasons)
+        for each in job.classes:
+            split: Split = decision.splits[each.role] if each.tier is None else {each.tier: 1.0}
+            if each.tier is not None:
+                reasons.setdefault(each.role, f"asked for {each.tier}")
+            own = bytes_on.setdefault(each.role, {})
+            for tier, share in split.items():
+                own[tier] = own.get(tier, 0) + round(share * each.nbytes)
+        time = added = None
+        if machine.has_speeds and (not job.ssd_bytes() or (machine.ssd is not None and machine.ssd.has_speeds)):
+            time = predict_step(job, decision.splits, machine)
+        if time is not None and job.ssd_bytes():
+            added = time.seconds - predict_step(job.without_ssd_moves(), decision.splits, machine).seconds
+        plans[name] = PolicyPlan(name, bytes_on, reasons, time, ssd_seconds=added)
+    return plans
 
 
 def dram_only_time(job: Job, machine: Machine) -> StepTime | None:
@@ -644,30 +649,3 @@ def with_working_memory(job: Job, machine: Machine) -> Machine:
 def working_bytes(job: Job, machine: Machine) -> int:
     """Return the host memory that ranks compute in: none where a device has memory of its own."""
     return machine.device.count * (job.device_bytes or 0) if machine.device.is_host else 0
-
-
-def _plan(name: str, policy: PlanningPolicy, job: Job, machine: Machine) -> PolicyPlan:
-    if not machine.has_speeds and getattr(policy, "needs_speeds", True):
-        return PolicyPlan(name, {}, {}, None, needs_speeds=True)
-    try:
-        if job.ssd_bytes():
-            ssd = machine.ssd or MachineSsd(capacity_bytes=0)
-            ssd.check_bytes(job.ssd_bytes(ssd.versions))
-        decision = policy.decide(job, machine)
-    except TierFullError as error:
-        return PolicyPlan(name, {}, {}, None, str(error))
-    bytes_on: dict[TensorRole, dict[str, int]] = {}
-    reasons = dict(decision.reasons)
-    for each in job.classes:
-        split: Split = decision.splits[each.role] if each.tier is None else {each.tier: 1.0}
-        if each.tier is not None:
-            reasons.setdefault(each.role, f"asked for {each.tier}")
-        own = bytes_on.setdefault(each.role, {})
-        for tier, share in split.items():
-            own[tier] = own.get(tier, 0) + round(share * each.nbytes)
-    time = added = None
-    if machine.has_speeds and (not job.ssd_bytes() or (machine.ssd is not None and machine.ssd.has_speeds)):
-        time = predict_step(job, decision.splits, machine)
-    if time is not None and job.ssd_bytes():
-        added = time.seconds - predict_step(job.without_ssd_moves(), decision.splits, machine).seconds
-    return PolicyPlan(name, bytes_on, reasons, time, ssd_seconds=added)

@@ -469,7 +469,7 @@ class Run:
         self._model = model
         self.units = tuple(name for name, _ in plan.units)
         self._heap = HeapTrimmer() if plan.units else None  # only where the user trades time for memory anyway
-        self._plan = plan
+        self._planned = plan.report()  # inputs of units are in it where `batch_tokens` is given
         self._placed = PlacedMemory(host.memory, plan, self._heap)
         self.masters = MasterWeights(plan.asked.names, self._placed.like, engine)
         """The master weights; `wait_for_updates` before their values are read."""
@@ -478,8 +478,6 @@ class Run:
         self.guard = OverflowGuard(config.on_overflow, config.max_overflows, self.masters.name_of, self.meter)
         """Keeps optimizers from gradients that are not finite."""
         self.optimizers: list[Optimizer] = []
-        for each in plan.tensors:  # inputs of units are among them where `batch_tokens` is given
-            plan.count(each.role, each.nbytes, plan.of(each))
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
             self.on_ssd: StateOnSsd | None = None
             if host.ssd_options is not None and plan.ssd_records:
@@ -639,8 +637,7 @@ class Run:
         parameters = [p for p in {id(p): p for p in peek(self._model)}.values() if not is_lazy(p)]
         notes = [f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)"] if kept else []
         return {
-            "planned_roles": self._plan.roles(),
-            "reasons": self._plan.reasons(),
+            **self._planned,
             "num_parameters": sum(map(numel, parameters)),
             "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),
             "units": list(self.units),

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_cxl.errors import LightningCXLWarning, SpillWarning, StorageError, TierFullError
-from lightning_cxl.inventory.tensors import NUM_HOP_SLOTS, PlannedRecord
+from lightning_cxl.inventory.tensors import NUM_WEIGHT_SLOTS, PlannedRecord
 from lightning_cxl.machine.speeds import MachineSsd
 from lightning_cxl.run import run as runs
 from lightning_cxl.run.state_on_ssd import StateOnSsd
@@ -448,7 +448,7 @@ def test_a_run_takes_the_bytes_that_were_planned(tmp_path, monkeypatch):
     ssd = MachineSsd(capacity_bytes=0, versions=2, num_drives=3)
     assert report["tiers"]["ssd"]["peak_bytes"] == sum(each.stored_bytes(ssd) for each in records)
     staging = report["planned_roles"]["staging"]
-    assert sum(staging.values()) >= NUM_HOP_SLOTS * max(each.nbytes_on(3) for each in records)
+    assert sum(staging.values()) >= NUM_WEIGHT_SLOTS * max(each.nbytes_on(3) for each in records)
     for tier, nbytes in report["peak_roles"]["staging"].items():
         assert nbytes <= staging[tier]
 

@@ -15,9 +15,9 @@ from lightning_cxl.config import OffloadConfig, SsdOptions
 from lightning_cxl.errors import SpillWarning, TierFullError, UnsupportedError
 from lightning_cxl.inventory.plan import AskedTiers, list_tensors
 from lightning_cxl.inventory.tensors import (
-    NUM_HOP_SLOTS,
     NUM_INPUT_SLOTS,
     NUM_UPDATE_SLOTS,
+    NUM_WEIGHT_SLOTS,
     SLOTS_OWNER,
     Mesh,
     Workload,
@@ -144,7 +144,7 @@ def slots_of(inventory):
     owners = {name.removesuffix(" weights") for name in sizes}
     updates = max((sizes.get(name, 0) + sizes.get(f"{name} weights", 0) for name in owners), default=0)
     weights = max((sizes[name] for name in weights_on_ssd(inventory)), default=0)
-    return NUM_UPDATE_SLOTS * updates + NUM_HOP_SLOTS * weights
+    return NUM_UPDATE_SLOTS * updates + NUM_WEIGHT_SLOTS * weights
 
 
 def memory_for_five():
@@ -261,13 +261,13 @@ def test_frozen_weights_have_a_record_of_their_own_which_no_update_visits():
     frozen, trained = sizes["layers.3 frozen weights"], sizes["layers.3 weights"]
     assert (frozen[1], trained[1]) == (False, True)
     slots = inventory.bytes_of(TensorRole.STAGING) - listed().bytes_of(TensorRole.STAGING)
-    assert slots == NUM_UPDATE_SLOTS * trained[0] + NUM_HOP_SLOTS * max(frozen[0], trained[0])
+    assert slots == NUM_UPDATE_SLOTS * trained[0] + NUM_WEIGHT_SLOTS * max(frozen[0], trained[0])
 
 
 def test_weights_that_nobody_trains_are_only_read():
     inventory = listed(rules={"": {"weights": "ssd"}}, optimizer=None)  # as they are for an evaluation
     assert len(inventory.ssd_records) == 8
-    assert inventory.bytes_of(TensorRole.STAGING) == NUM_HOP_SLOTS * inventory.ssd_records[0].nbytes
+    assert inventory.bytes_of(TensorRole.STAGING) == NUM_WEIGHT_SLOTS * inventory.ssd_records[0].nbytes
     job = model_job("it", inventory)
     assert (job.moved_bytes("ssd_write"), job.num_swaps) == (0, 0)
     assert job.moved_bytes("ssd_read") == 2 * job.ssd_bytes()
@@ -307,7 +307,7 @@ def test_slots_hold_records_that_are_cut_over_several_drives():
     weights, *_, state = (each.nbytes_on(3) for each in inventory.ssd_records)
     assert (weights % (3 * 4096), state % (3 * 4096)) == (0, 0)
     slots = next(each.nbytes for each in inventory.tensors if each.owner == SLOTS_OWNER)
-    assert slots == NUM_UPDATE_SLOTS * (weights + state) + NUM_HOP_SLOTS * weights
+    assert slots == NUM_UPDATE_SLOTS * (weights + state) + NUM_WEIGHT_SLOTS * weights
     assert slots > slots_of(inventory)
     free = MachineSsd(capacity_bytes=1 << 40, num_drives=3)
     automatic = settled(listed(tiers=tiers), 0, free)

@@ -1,5 +1,7 @@
 """Planned bytes by tier, and what is refused before anything is allocated."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,8 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.inventory.plan import list_tensors
 from lightning_cxl.inventory.tensors import Workload
-from lightning_cxl.memory.placement import Placement, TensorRole
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.memory.placement import Placement, Placer, TensorRole
 from lightning_cxl.planning.decide import check_fits
 
 ROLE = TensorRole.MOMENTUM
@@ -17,13 +20,15 @@ SPLIT = Placement(("dram", "cxl"), shares=(0.8, 0.2))
 SPILLING = Placement(("dram", "cxl", "far"), shares=(0.8, 0.2, 0.0))
 
 
-def test_a_plan_counts_every_tier_of_a_split() -> None:
-    plan = list_tensors(nn.Linear(1, 1), [], OffloadConfig(), Workload(batch=1, sequence=1))
-    plan.count(ROLE, 1001, SPLIT)
-    plan.count(ROLE, 10, Placement(("cxl", "dram")))
-
-    assert plan.roles() == {"momentum": {"dram": 801, "cxl": 210}}
-    assert plan.reasons() == {"momentum": ["dram 80 %, cxl 20 %", "cxl, else dram"]}
+def test_a_plan_reports_every_tier_of_a_split() -> None:
+    plan = list_tensors(nn.Linear(1000, 1), None, OffloadConfig(), Workload(batch=1, sequence=1))
+    splits, reasons = {ROLE: {"dram": 0.8, "cxl": 0.2}}, {ROLE: "both are busy"}
+    placer = Placer(Topology.fake(("1GiB",), ("1GiB",)), lambda: {"dram": 1, "cxl": 1}, splits=splits, reasons=reasons)
+    report = replace(plan, placer=placer).report()
+    # 1000 weights and a bias of 4 bytes, each split by itself
+    assert report["planned_roles"]["momentum"] == {"dram": 3203, "cxl": 801}
+    assert report["planned_roles"]["variance"] == {"dram": 4004}
+    assert [text.partition(" (")[0] for text in report["reasons"]["momentum"]] == ["dram 80 %, cxl 20 %"]
 
 
 @given(st.integers(0, 2**50), st.lists(st.integers(1, 1000), min_size=1, max_size=5))
