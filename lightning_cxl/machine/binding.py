@@ -97,12 +97,7 @@ def read_host_cpus(root: Path, allowed: Sequence[int]) -> HostCpus:
         for cpu in cpus:
             siblings = parse_id_list(read_text(root / _CPUS / f"cpu{cpu}/topology/thread_siblings_list") or "")
             cores[cpu] = min(siblings, default=cpu)
-    return HostCpus(
-        nodes=nodes,
-        sockets=sockets,
-        cores=cores,
-        distances=node_distances(root, node_ids),
-    )
+    return HostCpus(nodes=nodes, sockets=sockets, cores=cores, distances=node_distances(root, node_ids))
 
 
 class RankFacts(NamedTuple):

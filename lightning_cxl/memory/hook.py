@@ -33,13 +33,7 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory import host_memory as kernel
 from lightning_cxl.memory.host_memory import HostMemory
-from lightning_cxl.memory.placement import (
-    Placer,
-    TensorRole,
-    TierSpec,
-    constructing,
-    constructing_spec,
-)
+from lightning_cxl.memory.placement import Placer, TensorRole, TierSpec, constructing, constructing_spec
 from lightning_cxl.torch_private import (
     PIN_MEMORY,
     TO_COPY,
@@ -101,11 +95,7 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         self._pid = os.getpid()
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         kind = _kind(func)

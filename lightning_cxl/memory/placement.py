@@ -181,12 +181,7 @@ def tier(
 
         lightning_cxl.tier("dram")(model.lm_head)
     """
-    given = {
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer_state": optimizer_state,
-        "activations": activations,
-    }
+    given = {"weights": weights, "gradients": gradients, "optimizer_state": optimizer_state, "activations": activations}
     for field, name in {"all": all, **given}.items():
         if name is not None and (not isinstance(name, str) or not name):
             raise ConfigError(

@@ -318,10 +318,7 @@ def _load(
 
 
 def save_pretrained(
-    model: Any,
-    folder: str | PathLike[str],
-    max_shard_bytes: int | str = "5GiB",
-    dtype: torch.dtype | None = None,
+    model: Any, folder: str | PathLike[str], max_shard_bytes: int | str = "5GiB", dtype: torch.dtype | None = None
 ) -> list[Path]:
     """Write a transformers model as a folder that `from_pretrained` loads, ours and that of transformers.
 

@@ -35,10 +35,7 @@ class LaterValues(NamedTuple):
 
 
 def save_weights(
-    model: nn.Module,
-    target: str | PathLike[str],
-    max_shard_bytes: int | str = "5GiB",
-    dtype: torch.dtype | None = None,
+    model: nn.Module, target: str | PathLike[str], max_shard_bytes: int | str = "5GiB", dtype: torch.dtype | None = None
 ) -> list[Path]:
     """Write a model's parameters and persistent buffers as safetensors, with a few tens of MiB of extra memory.
 
