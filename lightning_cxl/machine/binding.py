@@ -198,10 +198,7 @@ def measure_room(topology: Topology, config: OffloadConfig) -> dict[str, int]:
 
 
 def seen_from(topology: Topology, near: Sequence[int], host: HostCpus, cpus: Sequence[int]) -> Topology:
-    """Return the same tiers, each of which fills the nodes that are nearest to a process first.
-
-    So `dram` is the memory of its socket until that is full, and `cxl` the card of its socket.
-    """
+    """Return the same tiers, each of which fills the nodes that are nearest to a process first."""
 
     def seen(tier: Tier) -> Tier:
         distance_of = {node: min(host.distance(own, node) for own in near) for node in tier.node_ids}
@@ -237,10 +234,7 @@ def bind_rank(
     topology: Topology,
     gather: Callable[[RankFacts], Sequence[RankFacts]],
 ) -> RankBinding:
-    """Bind this process to its part of the machine, and return what it got. See [Note: Binding of ranks].
-
-    `gather` returns what all processes of this machine give, by local rank.
-    """
+    """Bind this process to its part of the machine, and return that. `gather` returns what all give, by local rank."""
     root = topology.root or Path("/")
     for name in config.budgets():
         topology.tier(name)

@@ -109,11 +109,8 @@ def read_nodes(root: Path) -> tuple[Node, ...]:
 
 
 def node_free_bytes(root: Path, node_id: int, capacity_bytes: int) -> int:
-    """Return what can still be taken from a node now, head-room for the kernel and others subtracted.
-
-    That is free memory plus the file cache that the kernel gives up under pressure; on a machine with a single node
-    the kernel's own estimate, MemAvailable.
-    """
+    # free memory and the file cache that the kernel gives up under pressure, less head-room for the kernel and others;
+    # on a machine with a single node the kernel's own estimate, MemAvailable
     headroom = min(max(capacity_bytes // 64, _HEADROOM_MIN_BYTES), _HEADROOM_MAX_BYTES)
     if len(_memory_node_ids(root)) > 1:
         fields = read_meminfo(root / _NODES / f"node{node_id}/meminfo")

@@ -251,8 +251,7 @@ def activate(memory: HostMemory, placer: Placer) -> Iterator[Scope]:
 
 def current() -> Scope:
     """Return the innermost active scope of this process, else its default: every tier, no budgets."""
-    active = _active()
-    return active[0] if active else _default(os.getpid())
+    return active() or _default(os.getpid())
 
 
 def active() -> Scope | None:
@@ -262,13 +261,8 @@ def active() -> Scope | None:
 
 def holding(address: int) -> Scope:
     """Return the scope in use whose memory handed out the bytes at `address`, `current` when none did."""
-    in_use = _active()
-    if _default.cache_info().currsize:
-        in_use.append(_default(os.getpid()))
-    for each in in_use:
-        if each.memory.tier_at(address) is not None:
-            return each
-    return in_use[0] if in_use else current()
+    in_use = [*_active(), *([_default(os.getpid())] if _default.cache_info().currsize else ())]
+    return next((scope for scope in in_use if scope.memory.tier_at(address) is not None), None) or current()
 
 
 def _active() -> list[Scope]:

@@ -173,17 +173,7 @@ class _TierPages:
 
 
 class _Pools:
-    """Serves one tier, or several of which each holds its share of every buffer.
-
-    =========  ========================  ==========================================================
-    inherited  ``Pool(source)``          pageable weights and staging; forked children see them
-    pageable   ``Pool(source)``          the rest of what only the CPU reads
-    pinned     ``Pool(Pinned(source))``  what a device copies from or to
-    =========  ========================  ==========================================================
-
-    Every byte is charged to the budget of the tier that holds it. Buffers of `reuse_below` bytes and more come from
-    ``source`` itself, but pinned ones: the driver must not let go of memory that a copy may still read.
-    """
+    """Serves one tier, or several of which each holds its share of every buffer, charged to its budget."""
 
     def __init__(
         self,
@@ -199,13 +189,14 @@ class _Pools:
         self.pinned = pinner(self._private)
         self._reuse_below = reuse_below
         self.pools = {
-            "inherited": PoolResource(self._inherited),
-            "pageable": PoolResource(self._private),
-            "pinned": PoolResource(self.pinned),
+            "inherited": PoolResource(self._inherited),  # pageable weights and staging; forked children see them
+            "pageable": PoolResource(self._private),  # the rest of what only the CPU reads
+            "pinned": PoolResource(self.pinned),  # what a device copies from or to
         }
 
     def allocate(self, nbytes: int, role: TensorRole, pinned: bool, alignment: int) -> Buffer:
         inherited = role in (TensorRole.COMPUTE_WEIGHTS, TensorRole.STAGING)
+        # but pinned ones: the driver must not let go of memory that a copy may still read
         if self._reuse_below is not None and nbytes >= self._reuse_below and not pinned:
             return (self._inherited if inherited else self._private).allocate(nbytes, alignment=alignment)
         kind = "pinned" if pinned else "inherited" if inherited else "pageable"
@@ -258,20 +249,17 @@ _SHARE_DIGITS = 4  # splits that differ less share their pools
 
 
 class HostMemory:
-    """Serves host buffers and tensors by `Placement`.
+    """Serves host buffers and tensors by `Placement`; where a tier is full it spills, or raises. Thread-safe.
 
-    Thread-safe. A forked child starts with empty pools of its own. It sees the parent's weights and staging buffers,
-    which user code may hand to it (`DataLoader` workers), but not the rest: the child would double the memory of
-    everything the parent writes afterwards.
+    A forked child starts with empty pools of its own. It sees the parent's weights and staging buffers, which user code
+    may hand to it (`DataLoader` workers), but not the rest: the child would double the memory of everything the parent
+    writes afterwards.
 
     Args:
         budgets: most bytes to hold from the OS, per tier name; a tier without one may use its whole capacity.
         room: less than that, of tiers without a budget, where other processes share the machine.
-        on_tier_full: ``"spill"`` to the other tiers of a split, then to the next one of the placement, with one warning
-            per role and tier, or ``"error"``.
-        reuse_below: pageable buffers of this size and more go back to the OS when they die; None: they are kept for the
-            next. The price is new pages each time. To make one and let it go took, on a busy machine of two cores,
-            0.6 to 1.0 ms instead of 0.06 ms for 4 MiB, and 13 to 25 ms instead of 0.06 ms for 64 MiB.
+        reuse_below: pageable buffers of this size and more go back to the OS when they die, for new pages each time: on
+            a busy machine of two cores, 13 to 25 ms instead of 0.06 ms for 64 MiB.
     """
 
     def __init__(
@@ -474,10 +462,7 @@ class HostMemory:
             return pools.allocate(nbytes, role, pinned, alignment)
 
     def _reclaim(self, split: SplitKey, nbytes: int) -> bool:
-        """Give back what pools keep unused on tiers that had no room; return whether there was anything.
-
-        So may those of a tier on the same nodes, which is no help where a budget is exhausted.
-        """
+        """Give back what pools keep unused on tiers that had no room, or on their nodes; return whether that helped."""
         budgets = {name: self._pages[name].budget for name, _ in split}
         over = {name for name, share in split if budgets[name].held_bytes + share * nbytes > budgets[name].limit_bytes}
         tiers = over or self._neighbours(budgets)
@@ -704,14 +689,10 @@ class HeapTrimmer:
 def large_blocks_apart() -> Iterator[None]:
     """Inside, every block of 128 KiB and more has pages of its own, which go back to the OS when the block is freed.
 
-    glibc begins so, and then raises the limit to the largest block that was freed, up to 32 MiB. Blocks below the limit
-    are cut from the heap and leave holes there. Where the CPU computes with quantised weights, these are made anew in
-    full precision whenever a layer computes, between gradients that stay. In a QLoRA run of 1.1 B parameters
-    (`examples/bench/qlora.py`) the holes were as large as the model, and new pages cost a tenth of the CPU time.
-
-    The whole process is concerned. Where users have set the limit themselves (``MALLOC_MMAP_THRESHOLD_``,
-    ``GLIBC_TUNABLES``), or the C library has none, nothing happens. Outside again, when all that are inside have left,
-    the limit is 32 MiB, to which glibc's own would have risen.
+    glibc begins so, and then raises the limit to the largest block that was freed, up to 32 MiB: what it is afterwards.
+    Blocks below the limit are cut from the heap and leave holes there. In a QLoRA run of 1.1 B parameters on the CPU
+    (`examples/bench/qlora.py`), where weights are made anew in full precision whenever a layer computes, the holes were
+    as large as the model; new pages cost a tenth of the CPU time. A limit that users have set themselves stays.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name in os.environ and text in os.environ[name] for name, text in _USERS_CHOICE):

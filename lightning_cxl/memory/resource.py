@@ -125,11 +125,8 @@ def cut_spans(spans: Sequence[Span], offset: int, nbytes: int) -> tuple[Span, ..
 
 
 def pages_of_file(fd: int, nbytes: int) -> Buffer:
-    """Return a buffer that shows a file; what is written to it becomes memory of this process, and never the file's.
-
-    The file may be larger than memory: the kernel is not asked to keep memory for writes, which it would refuse then
-    (``torch.from_file`` does ask). The buffer stays valid when the file is closed.
-    """
+    """Return a buffer that shows a file; what is written to it becomes memory of this process, and never the file's."""
+    # other than by ``torch.from_file``, the kernel is not asked to keep memory for writes: the file may be larger
     mapping = Mapping(nbytes, inherit=True)
     mapping.show(0, mapping.nbytes, fd, 0)
     return Buffer(mapping.address, nbytes, (), None, mapping)
@@ -151,10 +148,7 @@ class PageSource(MemoryResource):
         raise NotImplementedError
 
     def back(self, mapping: Mapping, parts: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
-        """Back several (offset, nbytes) of `mapping` now, or raise.
-
-        Where it raises, parts may stay backed until the mapping goes, and count for nobody.
-        """
+        """Back several (offset, nbytes) of `mapping` now, or raise; then parts may stay backed and count for nobody."""
         raise NotImplementedError
 
     def release(self, spans: Sequence[Span]) -> None:
@@ -187,10 +181,7 @@ _NUM_MOVES = 2
 
 
 class NumaResource(PageSource):
-    """Pages of one node, populated and verified. See [Note: Placing Pages Safely].
-
-    The kernel is asked where pages are (`where`) only when the machine has more than one node.
-    """
+    """Pages of one node, populated and verified where there are several. See [Note: Placing Pages Safely]."""
 
     def __init__(
         self,
@@ -410,10 +401,7 @@ class BudgetFullError(TierFullError):
 
 
 class Budget:
-    """How many bytes of one tier may be held from the OS, and are; shared by all resources of the tier.
-
-    Thread-safe. `credit` takes no lock: it is called by dying buffers, see [Note: Life of a Buffer].
-    """
+    """How many bytes of one tier may be held from the OS, and are; shared by all resources of the tier. Thread-safe."""
 
     def __init__(self, tier: str, limit_bytes: int) -> None:
         self.tier = tier
@@ -439,7 +427,7 @@ class Budget:
         )
 
     def credit(self, nbytes: int) -> None:
-        self._returned.append(nbytes)
+        self._returned.append(nbytes)  # without a lock, see [Note: Life of a Buffer]
 
     def _drain(self) -> int:
         while self._returned:

@@ -182,19 +182,14 @@ def is_raw(tensor: torch.Tensor) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a tensor for which `is_raw` holds; writing to it does not count as a change for torch.
-
-    It does not keep the tensor alive. Through ``numpy()`` it would, and the storage could never be resized again.
-    """
+    """Return the memory of a tensor for which `is_raw` holds; writing to it does not count as a change for torch."""
+    # through ``numpy()`` it would keep the tensor alive, and the storage could never be resized again
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def scratch(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return uninitialised memory that goes back to the kernel with the tensor.
-
-    Not from the heap: blocks of some MiB that come and go between weights leave holes there, which held another
-    quarter of a model.
-    """
+    # not from the heap: blocks of some MiB that come and go between weights leave holes there, which held another
+    # quarter of a model
     nbytes = prod(shape) * dtype.itemsize
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -242,7 +237,7 @@ class WeightSource:
         yield from torch.split(self.values().reshape(-1), num_elements)
 
     def mapped(self) -> Tensor | None:
-        """Return a tensor that shows the pages of a file; None where it must be read."""
+        """Return a tensor that shows the pages of a file, also when that is closed; None where it must be read."""
         return None
 
     def reader(self) -> Callable[[], Tensor] | None:
@@ -303,12 +298,7 @@ class FileTensor(WeightSource):
             yield part
 
     def mapped(self) -> Tensor | None:
-        """Return a contiguous tensor over the pages of the file, which takes memory only where it is written to.
-
-        It stays valid when the file is closed, and when its name is removed. None where its bytes do not begin at a
-        multiple of its elements' size.
-        """
-        if self.begin % self.dtype.itemsize:
+        if self.begin % self.dtype.itemsize:  # not aligned
             return None
         return self.file.pages().slice(self.begin, self.nbytes).tensor(self.shape, self.dtype)
 

@@ -58,34 +58,26 @@ def empty_weights() -> Iterator[None]:
             model = MyModel()
         lightning_cxl.load_weights(model, "folder")
     """
-    hook = register_module_parameter_registration_hook(_ToMeta())  # type: ignore[arg-type]  # its annotation is wrong
+    thread, twins = threading.get_ident(), WeakTensorKeyDictionary()  # of the same parameter the same twin
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        plain = type(parameter) is nn.Parameter and not parameter.is_meta and parameter.layout is torch.strided
+        # torch's hook is global, so that another thread which builds a model gets here, too
+        if not plain or parameter is None or threading.get_ident() != thread:
+            return None
+        if parameter not in twins:
+            twin = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            twin.__dict__.update(parameter.__dict__)
+            twins[parameter] = twin
+        result: nn.Parameter = twins[parameter]
+        return result
+
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # its annotation is wrong
     try:
         with ordinary_memory():
             yield
     finally:
         hook.remove()
-
-
-class _ToMeta:
-    """Puts a twin on the meta device in the place of each parameter that this thread registers; the same for the same.
-
-    torch's hook is global, so that another thread which builds a model gets here, too.
-    """
-
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-        self._twins = WeakTensorKeyDictionary()
-
-    def __call__(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        plain = type(parameter) is nn.Parameter and not parameter.is_meta and parameter.layout is torch.strided
-        if not plain or parameter is None or threading.get_ident() != self._thread:
-            return None
-        if parameter not in self._twins:
-            twin = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-            twin.__dict__.update(parameter.__dict__)
-            self._twins[parameter] = twin
-        result: nn.Parameter = self._twins[parameter]
-        return result
 
 
 def refuse_unready(model: nn.Module) -> None:
