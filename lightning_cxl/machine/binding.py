@@ -262,7 +262,15 @@ def bind_rank(
         notes.append(f"{who}: CPUs {id_ranges(place.cpus)} of node {nodes}{where} ({mode})")
         notes += [f"{who} sees {tier.describe()}" for tier in seen.tiers]
     if config.numa_binding and (place.is_bound or num_local_ranks > 1):
-        threads = _num_threads(place, len(own.cpus), num_local_ranks)
+        # its part of the CPUs, within its control group's quota and OMP's limit
+        given = os.environ.pop(_THREADS, "").split(",")[0].strip()
+        allowed = _cpu.available_threads()  # without the variable: what the CPUs and the quota allow
+        limits = [len(place.cpus) // place.num_sharers]
+        if allowed < len(own.cpus):
+            limits.append(allowed // num_local_ranks)
+        if given.isdigit() and not (given == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
+            limits.append(int(given))
+        threads = max(1, min(limits))
         os.environ[_THREADS] = str(threads)
         torch.set_num_threads(threads)
         notes.append(f"{who}: {threads} thread{'s' if threads > 1 else ''}")
@@ -305,15 +313,3 @@ def move_threads(cpus: Sequence[int]) -> None:
         with contextlib.suppress(OSError):  # it has ended
             if os.sched_getaffinity(int(thread)) == before:
                 os.sched_setaffinity(int(thread), cpus)
-
-
-def _num_threads(place: RankPlace, num_cpus: int, num_local_ranks: int) -> int:
-    """Return the threads of this process: its part of the CPUs, within its control group's quota and OMP's limit."""
-    given = os.environ.pop(_THREADS, "").split(",")[0].strip()
-    allowed = _cpu.available_threads()  # without the variable: what the CPUs and the quota allow
-    limits = [len(place.cpus) // place.num_sharers]
-    if allowed < num_cpus:
-        limits.append(allowed // num_local_ranks)
-    if given.isdigit() and not (given == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
-        limits.append(int(given))
-    return max(1, min(limits))

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 import yaml
@@ -647,26 +647,14 @@ _GPU_LINK_BYTES_PER_S = 51.8 * 2**30
 _CPU_FLOPS_PER_THREAD = 0.187e12
 
 
-@dataclass(frozen=True, slots=True)
-class TierSpeeds:
-    """The known speeds of a tier: fields of `MachineTier`, and where each comes from."""
-
-    values: Mapping[str, Any]
-    origins: Mapping[str, str]
-
-    @property
-    def known(self) -> bool:
-        return all(name in self.values for name in _NEEDED)
-
-    @property
-    def origin(self) -> str:
-        """Source of the speeds, e.g. ``"file and firmware"``, or ``"unknown"``."""
-        if not self.known:
-            return "unknown"
-        return " and ".join(dict.fromkeys(self.origins[name] for name in _NEEDED))
-
-
 _NEEDED = ("adam_bytes_per_s", "device_read_bytes_per_s", "device_write_bytes_per_s")
+
+
+class TierSpeeds(NamedTuple):
+    values: Mapping[str, Any]
+    """The known fields of `MachineTier`."""
+    origin: str
+    """Source of the speeds that a prediction needs, such as ``"file and firmware"``, or ``"unknown"``."""
 
 
 def machine_of(
@@ -689,7 +677,7 @@ def machine_of(
         topology.tier(name)
     calibration = load_calibration(topology, [each.name for each in devices_apart()])
     speeds = {tier.name: tier_speeds(tier, calibration, overrides) for tier in topology.tiers}
-    if not all(each.known for each in speeds.values()):
+    if any(each.origin == "unknown" for each in speeds.values()):
         return None
     tiers = tuple(_tier(topology, tier, speeds[tier.name], capacity_bytes or {}) for tier in topology.tiers)
     computing, device_origin = _device(device, tiers[0], calibration, overrides)
@@ -712,7 +700,7 @@ def machine_of(
 
 def machine_without_speeds(topology: Topology, device: torch.device | str = "cpu") -> Machine:
     """Return a machine for policies that look at capacities and kinds only: `Machine.has_speeds` is False."""
-    placeholders = TierSpeeds(dict.fromkeys(_NEEDED, 1.0), {})
+    placeholders = TierSpeeds(dict.fromkeys(_NEEDED, 1.0), "")
     tiers = tuple(_tier(topology, tier, placeholders, {}) for tier in topology.tiers)
     computing, _ = _device(torch.device(device), tiers[0], None, Overrides())
     has_ssd = topology.ssd is not None
@@ -766,7 +754,8 @@ def tier_speeds(tier: Tier, calibration: Calibration | None, overrides: Override
     for origin, found in sources.items():
         values.update(found)
         origins.update(dict.fromkeys(found, origin))
-    return TierSpeeds(values, origins)
+    known = all(name in values for name in _NEEDED)
+    return TierSpeeds(values, " and ".join(dict.fromkeys(origins[name] for name in _NEEDED)) if known else "unknown")
 
 
 def _of_stripes(

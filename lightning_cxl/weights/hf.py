@@ -284,37 +284,25 @@ def from_pretrained(
             del each.quantization_config
     quantizer = None if quantization_config is None and saved is None else Quantizer(quantization_config, saved)
     with large_blocks_apart() if quantizer is not None else nullcontext():  # also while modules are made
-        model = _load(model_class, config, dtype or _dtype(config, path), path, quantizer, strict=strict, mapped=mapped)
+        with empty_weights():
+            model = build_model(model_class, config, dtype or _dtype(config, path))
+        if quantizer is not None:
+            quantizer.replace_layers(model)
+        _keep_wide(model)
+        warn_of_wide_experts(model)
+        names = FileNames(model)
+        translate = names if quantizer is None else quantizer.translate(model, names)
+        report = load_translated(model, path, translate, strict=strict, mapped=mapped)
+        model._weight_conversions = [
+            each for each in names.all if each.was_used()
+        ]  # so that it is saved under the names that it came with
+        if quantizer is not None:
+            quantizer.complete(model, report)
+        _complete(model, report)
+        model.tie_weights()
     if model.can_generate() and (path / "generation_config.json").is_file():
         model.generation_config = type(model.generation_config).from_pretrained(path)
     return model.eval()
-
-
-def _load(
-    model_class: Any,
-    config: Any,
-    dtype: torch.dtype,
-    path: Path,
-    quantizer: Quantizer | None,
-    *,
-    strict: bool,
-    mapped: bool | None,
-) -> Any:
-    with empty_weights():
-        model = build_model(model_class, config, dtype)
-    if quantizer is not None:
-        quantizer.replace_layers(model)
-    _keep_wide(model)
-    warn_of_wide_experts(model)
-    names = FileNames(model)
-    translate = names if quantizer is None else quantizer.translate(model, names)
-    report = load_translated(model, path, translate, strict=strict, mapped=mapped)
-    model._weight_conversions = names.used()  # so that it is saved under the names that it came with
-    if quantizer is not None:
-        quantizer.complete(model, report)
-    _complete(model, report)
-    model.tie_weights()
-    return model
 
 
 def save_pretrained(
