@@ -293,9 +293,7 @@ def from_pretrained(
         names = FileNames(model)
         translate = names if quantizer is None else quantizer.translate(model, names)
         report = load_translated(model, path, translate, strict=strict, mapped=mapped)
-        model._weight_conversions = [
-            each for each in names.all if each.was_used()
-        ]  # so that it is saved under the names that it came with
+        model._weight_conversions = names.used()  # so that it is saved under the names that it came with
         if quantizer is not None:
             quantizer.complete(model, report)
         _complete(model, report)
