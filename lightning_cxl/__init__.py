@@ -109,5 +109,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return what is public."""
     return [*__all__, "__version__"]

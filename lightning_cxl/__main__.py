@@ -13,7 +13,6 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
-    """Run the command of `sys.argv`."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see answer_before_imports
         signal.signal(signal.SIGINT, signal.default_int_handler)
     arguments = sys.argv[1:]

@@ -46,7 +46,6 @@ class SsdOptions:
 
 
 def read_ssd_options(value: object) -> SsdOptions:
-    """Return the options of the tier `ssd` as a user writes them in `tiers`."""
     if isinstance(value, Mapping) and "key" in value:  # first: the other messages show the value
         raise ConfigError(
             'tiers: "ssd" has no option "key" any more: this package does not encrypt. Put the folder on a filesystem '
@@ -173,7 +172,6 @@ class OffloadConfig:
     replicate_machines: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse values that no machine could honour."""
         self.budgets()
         self.ssd()
         if not isinstance(self.tier_rules, Mapping):
@@ -232,12 +230,10 @@ class OffloadConfig:
         return {name: _budget(name, value) for name, value in self.tiers.items() if name != SSD}
 
     def ssd(self) -> SsdOptions | None:
-        """Return what is said of the tier ``ssd``; None where there is none."""
         return read_ssd_options(self.tiers[SSD]) if SSD in self.tiers else None
 
     @property
     def refers_to_ssd(self) -> bool:
-        """Whether checkpoints refer to state on the tier ``ssd`` instead of copying it."""
         options = self.ssd()
         return options is not None and options.checkpoint == "reference"
 

@@ -53,7 +53,6 @@ _SMALLEST_WIDTH = 100
 
 
 def text_width() -> int:
-    """Return how many columns a line may have: those of the terminal, at least 100."""
     return max(_SMALLEST_WIDTH, shutil.get_terminal_size((_SMALLEST_WIDTH, 24)).columns)
 
 

@@ -393,7 +393,6 @@ def put_shard(managed: Any, shard: Tensor, memory: Tensor) -> None:
 
 
 def padded_size(fsdp_param: Any) -> torch.Size:
-    """Return the shape of the memory of a shard: equal on all processes, larger than the shard on the last ones."""
     size: torch.Size = fsdp_param.padded_sharded_param_size
     return size
 
@@ -460,5 +459,4 @@ if not hasattr(nn.Module(), _COMPILED_CALL):
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether this module is compiled by itself: wrapped, or by ``module.compile()``."""
     return getattr(module, _COMPILED_CALL) is not None or compiled_module(module) is not module

@@ -77,16 +77,12 @@ class Figure(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One number to show; its unit is one of `_SCALES`."""
-
     name: str
     unit: str
     figure: Figure
 
 
 class NamedEngine(NamedTuple):
-    """A device's name, and the engine that copies to it."""
-
     name: str
     engine: TransferEngine
 
@@ -107,7 +103,6 @@ QUICK = Options(rounds=3, node_bytes=64 << 20, copy_bytes=32 << 20, matmul_secon
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure what the arguments ask for, print a table, and keep the result."""
     args = parsers.calibrate().parse_args(arguments)
     parsers.check_target(args.json)
     parsers.check_target(args.output)
@@ -167,7 +162,6 @@ def measure_machine(
     pin: Pinner | None = None,
     say: Callable[[str], None] = print,
 ) -> tuple[Calibration, list[Row]]:
-    """Measure memory, caches, devices and disks."""
     caches = cache_bytes(os.sched_getaffinity(0), topology.root or Path("/"))
     rows: list[Row] = []
     found = measure_nodes(topology, options, caches, say)
@@ -466,7 +460,6 @@ def measure_copies(
 
 
 def _copy(copies: Sequence[_Copy]) -> None:
-    """Start all copies together; return when all are done."""
     started = [
         each.engine.h2d(each.host, each.device) if each.direction == H2D else each.engine.d2h(each.device, each.host)
         for each in copies
@@ -503,7 +496,6 @@ def _multiply(engine: TransferEngine, left: torch.Tensor, right: torch.Tensor, o
 
 
 def check_ssd(folder: Path) -> None:
-    """Refuse a folder that does not exist, before anything is measured."""
     if not folder.is_dir():
         raise ConfigError(f"--ssd {folder}: there is no such folder")
 

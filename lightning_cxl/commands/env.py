@@ -103,7 +103,6 @@ def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
 
 
 def advice(report: Mapping[str, Any]) -> list[str]:
-    """Return what to change about the machine of a report, most important first."""
     found = []
     kernel, limits = report["kernel"], report["limits"]
     if report["cpu"]["isa_error"]:

@@ -85,8 +85,6 @@ class CheckpointTensor(WeightSource):
 
 @dataclass
 class Checkpoint:
-    """The contents of a checkpoint that an export needs."""
-
     path: Path
     tensors: list[CheckpointTensor]
     files: Mapping[str, bytes]
@@ -156,7 +154,6 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _stored(state: Mapping[str, Any]) -> list[CheckpointTensor]:
-    """Return the tensors of a file that torch has mapped."""
     found = []
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -187,7 +184,6 @@ def _files_in(path: Path, loaded: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _state_dict(path: Path, loaded: dict[str, Any]) -> dict[str, Any]:
-    """Return the weights among the entries of a file."""
     if "state_dict" in loaded:
         state: dict[str, Any] = loaded["state_dict"]
         return state
@@ -207,7 +203,6 @@ def _holds_tensors(values: Mapping[Any, Any]) -> bool:
 
 
 def json_object(text: bytes, name: str) -> dict[str, Any]:
-    """Return the object in a JSON file."""
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -215,9 +210,6 @@ def json_object(text: bytes, name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{name} is no JSON object")
     return found
-
-
-# -- float32 master weights --------------------------------------------------------------------------------------------
 
 
 def _masters(files: Iterable[Mapping[str, Any]]) -> dict[str, CheckpointTensor]:
@@ -261,9 +253,6 @@ def _joined(weight: CheckpointTensor, remainder: CheckpointTensor) -> Tensor:
     return joined(weight.read(), remainder.read())
 
 
-# -- weights that bitsandbytes has quantised, as the numbers that it computes with -------------------------------------
-
-
 def dequantised(tensors: Sequence[CheckpointTensor], dtype: torch.dtype) -> list[CheckpointTensor]:
     """Return tensors with each quantised weight and what is beside it as one, in the place of the weight."""
     beside: dict[str, dict[str, CheckpointTensor]] = {}
@@ -305,8 +294,6 @@ def _dequantised(
     return replace(weight, shape=shape, dtype=dtype, read=numbers, is_dequantised=True)
 
 
-# -- the export --------------------------------------------------------------------------------------------------------
-
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")  # of torch.compile and of checkpointing
 _INSIDE = "base_model.model."
 """Between a peft model and the modules of the model in it."""
@@ -315,8 +302,6 @@ _OWN_PARTS = (".base_layer", ".original_module")
 
 
 class Exported(NamedTuple):
-    """The result of an export."""
-
     folder: Path
     files: list[Path]  # with weights
     num_tensors: int
@@ -324,7 +309,6 @@ class Exported(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Export what the arguments name, and say what was written."""
     args = vars(parsers.export().parse_args(arguments))
     dtype = getattr(torch, args["dtype"]) if args["dtype"] else None
     exported = export_checkpoint(**{**args, "dtype": dtype})
@@ -454,11 +438,7 @@ def _note_of_tokenizer(folder: Path) -> list[str]:
     return [] if found else ["no tokenizer was found: give a folder that has one with --base, or save one there"]
 
 
-# -- the model: which tensor each of its weights is written from -----------------------------------------------------
-
-
 def build_empty(config: Mapping[str, Any]) -> Any:
-    """Return the model of a config, without memory for its weights."""
     import transformers
 
     with tempfile.TemporaryDirectory() as folder:
@@ -586,9 +566,6 @@ def _of_model(tensors: Sequence[CheckpointTensor], known: Mapping[str, Any]) -> 
     return own, len(tensors) - len(own)
 
 
-# -- adapters of peft on a model without memory ------------------------------------------------------------------------
-
-
 def _with_adapter(model: Any, found: Checkpoint, tensors: Sequence[CheckpointTensor], config: Mapping[str, Any]) -> Any:
     """Return the peft model around a model, with the adapter of a folder of peft, or of tensors of a state dict."""
     from peft import PeftConfig, get_peft_model_state_dict
@@ -637,9 +614,6 @@ def _with_adapter(model: Any, found: Checkpoint, tensors: Sequence[CheckpointTen
 def _some(names: Iterable[str]) -> str:
     listed = sorted(names)
     return f"{len(listed)} tensors" + (f" such as `{listed[0]}`" if listed else "")
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def _save_adapter(adapted: Any, files: dict[str, bytes], folder: Path, base: Path | None) -> Exported:

@@ -208,7 +208,6 @@ class Findings:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Plan a job as the options say and print it."""
     options = parsers.plan().parse_args(arguments)
     if options.plot is not None:
         raise ConfigError("--plot was removed: write the plan with --json FILE, and draw it with a tool of your choice")

@@ -177,8 +177,6 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         gather, local = partial(gather_on_machine, machine=own), (machines[:rank].count(own), machines.count(own))
         session.bind(rank, self.num_processes, *local, self.device, gather)
 
-    # -- prepare -----------------------------------------------------------------------------------------------------
-
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare objects as Accelerate does; models and optimizers stay where their tiers are.
 
@@ -256,8 +254,6 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
     def _is_adopted(self, optimizer: Optimizer) -> bool:
         return any(_inner(optimizer) is each for run in self.offload.session.runs for each in run.optimizers)
 
-    # -- a step ------------------------------------------------------------------------------------------------------
-
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward pass; afterwards gradients are on the host, complete. See Accelerate's `backward`."""
         with self.offload.backward(is_last=self.sync_gradients):
@@ -285,8 +281,6 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         """Clip gradients of a model's parameters where they are: on the host. See Accelerate's `clip_grad_value_`."""
         self.offload.before_clipping()
         super().clip_grad_value_(self.offload.holders(parameters), clip_value)
-
-    # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the weights of a model; with several processes whole and on the first one, empty on the others."""
@@ -368,8 +362,6 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
     def _plain(self, model: nn.Module) -> nn.Module:
         unwrapped: nn.Module = self.unwrap_model(model, keep_torch_compile=False)
         return unwrapped
-
-    # -- the end -----------------------------------------------------------------------------------------------------
 
     def free_memory(self, *objects: Any) -> Any:
         """Let go of all that was prepared; models are plain again, on the host. See Accelerate's `free_memory`."""

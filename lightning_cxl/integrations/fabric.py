@@ -76,8 +76,6 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
         self._begin(timeout, options)
         self._loop: UserLoop | None = None
 
-    # -- processes ---------------------------------------------------------------------------------------------------
-
     @property
     def num_nodes(self) -> int:  # type: ignore[override]
         return self._num_nodes
@@ -97,8 +95,6 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         return self._reduce(tensor, group, reduce_op)
-
-    # -- set-up ------------------------------------------------------------------------------------------------------
 
     @property
     def offload(self) -> UserLoop:
@@ -131,7 +127,6 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Adopt the one optimizer of a module that is set up."""
         return self.offload.prepare(self.offload.model_of(optimizer), [optimizer])[0]
 
     def setup_module_and_optimizers(
@@ -154,10 +149,7 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
                 repoint_scheduler(scheduler, old, new)
         return module, adopted, scheduler
 
-    # -- a step ------------------------------------------------------------------------------------------------------
-
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass; afterwards gradients are on the host, complete."""
         with self.offload.backward():
             super().backward(tensor, module, *args, **kwargs)
 
@@ -169,8 +161,6 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
     def clip_gradients_value(self, *args: Any, **kwargs: Any) -> None:
         self.offload.before_clipping()
         super().clip_gradients_value(*args, **kwargs)
-
-    # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
         self,
@@ -221,10 +211,7 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
         return super().load_checkpoint(path, state, strict, weights_only)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load whole weights into a module, what of them is here."""
         super().load_module_state_dict(module, cut_state(state_dict, module), strict)
-
-    # -- the end -----------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
         """Free everything but weights and optimizer state, which belong to the user."""
@@ -244,7 +231,6 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``Fabric(strategy="cxl_offload")``."""
         strategy_registry.register(cls.strategy_name, cls, description=cls.__name__, override=True)
 
 

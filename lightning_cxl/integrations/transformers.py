@@ -186,8 +186,6 @@ class CXLTrainerMixin:
         """Return bytes planned, used and at the peak, per tier and role; see `Session.report`."""
         return self.accelerator.report()
 
-    # -- set-up ------------------------------------------------------------------------------------------------------
-
     def create_accelerator_and_postprocess(self) -> None:
         """Create the Trainer's accelerator, and make it ours; a search for hyper-parameters does so for each trial."""
         before = getattr(self, "accelerator", None)
@@ -210,8 +208,6 @@ class CXLTrainerMixin:
         if self.ref_model is None:
             self.accelerator.place(self.model)
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
-
-    # -- training ----------------------------------------------------------------------------------------------------
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self.accelerator, TrainerAccelerator):
@@ -306,8 +302,6 @@ class CXLTrainerMixin:
         with taking_whole(self.model):
             super()._load_best_model()  # type: ignore[misc]
 
-    # -- the end -----------------------------------------------------------------------------------------------------
-
     def end(self) -> None:
         """End the Trainer, and free everything but weights and optimizer state."""
         with ExitStack() as cleanup:  # both, whatever fails
@@ -363,7 +357,6 @@ def offload(trainer: Trainer, options: OffloadConfig | str | PathLike[str] | Non
 
 
 def _take_over(trainer: Any, options: Options) -> None:
-    """Make the accelerator of a Trainer ours, or say why that cannot be."""
     args = trainer.args
     for name in ("fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name):

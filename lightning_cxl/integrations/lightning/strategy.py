@@ -114,16 +114,12 @@ class CommonStrategy(_Base):  # type: ignore[misc]
         self.config, self.config_origins = self._session.config, self._session.origins
         self.timeout = timeout
 
-    # -- which process this is ---------------------------------------------------------------------------------------
-
     @property
     def num_processes(self) -> int:
-        """Processes on each machine: one for each device."""
         return len(self.parallel_devices or [None])
 
     @property
     def is_distributed(self) -> bool:
-        """Whether several processes train one model."""
         return self.num_nodes * self.num_processes > 1
 
     @property
@@ -145,8 +141,6 @@ class CommonStrategy(_Base):  # type: ignore[misc]
             )
         return self._device_mesh
 
-    # -- start -------------------------------------------------------------------------------------------------------
-
     def set_world_ranks(self) -> None:
         """Tell the cluster environment, and what prints on one rank alone, which process this is."""
         if not self.is_distributed:
@@ -157,7 +151,6 @@ class CommonStrategy(_Base):  # type: ignore[misc]
             rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
-        """Prepare the device, let the processes meet, and give each its part of the machine."""
         if self.root_device.type != "cpu":
             device_type_of(self.root_device)
         super().setup_environment()
@@ -190,8 +183,6 @@ class CommonStrategy(_Base):  # type: ignore[misc]
         else:
             yield
 
-    # -- together ----------------------------------------------------------------------------------------------------
-
     def barrier(self, name: str | None = None) -> None:
         if self._has_met:
             dist.barrier()
@@ -200,7 +191,6 @@ class CommonStrategy(_Base):  # type: ignore[misc]
         return processes.broadcast(obj, src) if self._has_met else obj
 
     def _reduce(self, tensor: Any, group: Any, op: Any) -> Any:
-        """Replace a tensor by that of all processes together; anything else stays as it is."""
         return processes.reduce(tensor, group, op) if self._has_met and isinstance(tensor, Tensor) else tensor
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -210,10 +200,7 @@ class CommonStrategy(_Base):  # type: ignore[misc]
     def _has_met(self) -> bool:
         return self.is_distributed and dist.is_initialized()
 
-    # -- report ------------------------------------------------------------------------------------------------------
-
     def report(self) -> dict[str, Any]:
-        """Return bytes planned, used and at the peak, per tier and role, JSON-able; see `Session.report`."""
         return self._session.report(self.root_device)
 
     def __str__(self) -> str:
@@ -260,8 +247,6 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self._begin(timeout, options)
 
-    # -- processes ---------------------------------------------------------------------------------------------------
-
     def _configure_launcher(self) -> None:
         if self.is_distributed:
             assert self.cluster_environment is not None
@@ -274,8 +259,6 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         return self._reduce(tensor, group, reduce_op)
-
-    # -- set-up ------------------------------------------------------------------------------------------------------
 
     @property
     def host(self) -> Host:
@@ -363,7 +346,6 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         self._start_run([], Loop())
 
     def _cut_model(self) -> None:
-        """Cut the model over all processes, if there are several. See [Note: Sharded models]."""
         if self.is_distributed:
             assert isinstance(self.model, nn.Module)
             given = self.checkpoint_io  # `AsyncCheckpointIO` asks for what `_open_saves` does: the plug-in in it writes
@@ -378,8 +360,6 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
             root = self.model if getattr(self.model, "automatic_optimization", False) else None
             self._root = cut_for(self._session, self.model, self.device_mesh, self.root_device, root)
 
-    # -- training ----------------------------------------------------------------------------------------------------
-
     def pre_backward(self, closure_loss: Tensor) -> None:
         self.run.start_backward()
 
@@ -390,8 +370,6 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         """Let the activation arenas forget the step before; adopt what hooks have put into the optimizers since."""
         self.run.end_step()
         self.run.adopt_joined()
-
-    # -- steps: what Lightning calls must be the module that gathers -------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._call("training_step", self.precision_plugin.train_step_context, args, kwargs)
@@ -410,6 +388,7 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
     ) -> Any:
         module = self.lightning_module
         assert module is not None
+        # what Lightning calls must be the module that gathers
         with ExitStack() as around:
             around.enter_context(context())
             if self._root is not None and torch.is_inference_mode_enabled():  # what is gathered is trained with later
@@ -418,8 +397,6 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
             if self._root is module:
                 return self._forward_redirection(module, module, name, *args, **kwargs)
             return getattr(module, name)(*args, **kwargs)
-
-    # -- checkpoints -------------------------------------------------------------------------------------------------
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -514,7 +491,6 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         return ckpt.LoadedCheckpoint(super().load_checkpoint(checkpoint_path, weights_only=weights_only))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights into the memory they have: what of them is here."""
         module = self.lightning_module
         assert module is not None
         if isinstance(checkpoint, ckpt.LoadedCheckpoint) and checkpoint.folder is not None:
@@ -548,7 +524,6 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
                 ckpt.restore_masters(own.get("master_weights"), run.masters, optimizers)
 
     def _name_of(self) -> Callable[[Tensor], str]:
-        """Return what names parameters of the model, and masters of the run."""
         assert self.lightning_module is not None
         run = self._session.trained
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.lightning_module.named_parameters()}
@@ -557,8 +532,6 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
     @property
     def _on_ssd(self) -> StateOnSsd | None:
         return None if self._session.run is None else self.run.on_ssd
-
-    # -- checkpoints that are written while training goes on --------------------------------------------------------
 
     def _open_saves(self, trainer: Trainer) -> None:
         """Let checkpoints be written while training goes on, where the user asks for that with `AsyncCheckpointIO`."""
@@ -595,8 +568,6 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
                 raise
             warnings.warn(str(error), LightningCXLWarning, stacklevel=2)
 
-    # -- the end -----------------------------------------------------------------------------------------------------
-
     def teardown(self) -> None:
         """Free everything but the model's weights and the optimizers' state, which belong to the user."""
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
@@ -615,7 +586,6 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``strategy="cxl_offload"`` and its variants."""
         variants = {"cxl_offload": {}, "cxl_offload_optimizer": {"activation_offload": False}}  # the 2nd: no recompute
         for name, options in variants.items():
             strategy_registry.register(
@@ -707,5 +677,4 @@ def loop_of(trainer: Trainer, on_overflow: str) -> tuple[Loop, Defers]:
 
 
 def unwrap(optimizer: Any) -> Optimizer:
-    """Return the torch optimizer inside Lightning's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
