@@ -70,11 +70,7 @@ _ONE_HOLDER = _holders(_alone)
 
 
 def is_only_holder(tensor: Tensor) -> bool:
-    """Return whether nothing but this tensor can reach its memory: no tensor, storage, numpy array or DLPack capsule.
-
-    Args:
-        tensor: on the CPU, in ordinary memory; its storage has been looked at before.
-    """
+    """Return whether nothing else reaches the memory of a CPU tensor whose storage object exists already."""
     return _holders(tensor) == _ONE_HOLDER
 
 
@@ -86,10 +82,8 @@ _maps = threading.RLock()
 def mapping_files_with(show: Callable[[str, int], torch.UntypedStorage]) -> Iterator[None]:
     """Return a region in which ``torch.load(mmap=True)`` gets the bytes of a file from `show`; of one thread at a time.
 
-    Torch's own maps ask the kernel to keep memory for writes, so it refuses files that are larger than memory.
-
-    Args:
-        show: gets path and bytes of a file; writes to what it returns must not reach the file.
+    Torch's own maps ask the kernel to keep memory for writes, so it refuses files that are larger than memory. Writes
+    to what `show` returns for a path and a size must not reach the file.
     """
 
     def from_file(filename: str, shared: bool = False, nbytes: int = 0) -> torch.UntypedStorage:
@@ -377,10 +371,8 @@ def has_all_reduce_hook(module: Any) -> bool:
 def put_shard(managed: Any, shard: Tensor, memory: Tensor) -> None:
     """Put `shard` in the place of the local part of a parameter, before the first forward of the model.
 
-    Args:
-        shard: of the same shape and dtype, and of the same device unless the parameter is on the meta device.
-        memory: of the same storage; FSDP2 takes a parameter with the storage that it knows for unchanged, and does not
-            pad it, which would move it to other memory.
+    FSDP2 takes a parameter with the storage that it knows (`memory`, of the same storage as `shard`) for unchanged, and
+    does not pad it, which would move it to other memory.
     """
     parameter = managed.sharded_param
     if parameter.is_meta:  # the parameter itself says which device it is on

@@ -24,7 +24,7 @@ import torch
 
 from lightning_cxl.commands import parsers
 from lightning_cxl.config import SsdOptions
-from lightning_cxl.devices.transfer import HostEngine, TransferEngine, devices_apart, make_engine
+from lightning_cxl.devices.transfer import HostEngine, Transfer, TransferEngine, devices_apart, make_engine
 from lightning_cxl.errors import ConfigError, LightningCXLError, TierFullError
 from lightning_cxl.machine.speeds import (
     Calibration,
@@ -426,13 +426,6 @@ def _sweep(memory: torch.Tensor, access: str) -> tuple[Sweep, int]:
 # Devices: copies from and to every node, each device alone and all together, and bf16 matrix products.
 
 
-class _Copy(NamedTuple):
-    engine: TransferEngine
-    device: torch.Tensor
-    host: torch.Tensor
-    direction: str
-
-
 def measure_copies(
     topology: Topology, engines: Sequence[TransferEngine], options: Options, node_ids: Sequence[int], pin: Pinner
 ) -> dict[tuple[int | None, int | None, str], Figure]:
@@ -441,30 +434,27 @@ def measure_copies(
     Device None is all of them at the same time; node None are the seconds of a copy of a few bytes.
     """
     resources = _node_resources(topology)
-    copies: dict[tuple[int | None, int | None, str], list[_Copy]] = {}
+    copies: dict[tuple[int | None, int | None, str], list[Callable[[], Transfer]]] = {}
     on_device = [torch.empty(options.copy_bytes, dtype=torch.uint8, device=engine.device) for engine in engines]
     for node_id in node_ids:
         nbytes = options.copy_bytes * len(engines)
         host = pin(resources[node_id]).allocate(nbytes).tensor((len(engines), options.copy_bytes), torch.uint8)
+        for index, (engine, device) in enumerate(zip(engines, on_device, strict=True)):
+            starts = {H2D: partial(engine.h2d, host[index], device), D2H: partial(engine.d2h, device, host[index])}
+            copies |= {(index, node_id, way): [start] for way, start in starts.items()}
         for way in (H2D, D2H):
-            together = [_Copy(*each, way) for each in zip(engines, on_device, host, strict=True)]
-            copies |= {(index, node_id, way): [each] for index, each in enumerate(together)}
-            copies[None, node_id, way] = together
+            copies[None, node_id, way] = [copies[index, node_id, way][0] for index in range(len(engines))]
     for index, (engine, device) in enumerate(zip(engines, on_device, strict=True)):
-        copies[index, None, H2D] = [_Copy(engine, device[:_FEW_BYTES], host[index, :_FEW_BYTES], H2D)]
-    seconds = measure({key: partial(_copy, each) for key, each in copies.items()}, options.rounds)
+        copies[index, None, H2D] = [partial(engine.h2d, host[index, :_FEW_BYTES], device[:_FEW_BYTES])]
+    seconds = measure({key: partial(_copy_together, each) for key, each in copies.items()}, options.rounds)
     return {
-        key: each if key[1] is None else each.per_second(sum(copy.host.numel() for copy in copies[key]))
+        key: each if key[1] is None else each.per_second(len(copies[key]) * options.copy_bytes)
         for key, each in seconds.items()
     }
 
 
-def _copy(copies: Sequence[_Copy]) -> None:
-    started = [
-        each.engine.h2d(each.host, each.device) if each.direction == H2D else each.engine.d2h(each.device, each.host)
-        for each in copies
-    ]
-    for transfer in started:
+def _copy_together(starts: Sequence[Callable[[], Transfer]]) -> None:
+    for transfer in [start() for start in starts]:
         transfer.wait_host()
 
 

@@ -168,9 +168,7 @@ class Step(NamedTuple):
 
 
 class Way(NamedTuple):
-    """Steps after which a job fits, and what it takes then."""
-
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...]  # after which a job fits, and takes:
     host_bytes: int
     device_bytes: int | None
 

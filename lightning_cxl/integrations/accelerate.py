@@ -114,17 +114,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
 
     @classmethod
     def attach(cls, accelerator: Accelerator, offload: Options = None, loop: Loop | None = None) -> "CXLAccelerator":
-        """Make an accelerator that exists, and has prepared no model yet, one of this class.
-
-        Args:
-            accelerator: its class changes; everyone who has it has ours.
-            offload: as for the constructor.
-            loop: what is known of the training loop; None: nothing.
-
-        Raises:
-            ConfigError: it has prepared a model or an optimizer.
-            UnsupportedError: as for the constructor.
-        """
+        """Make an accelerator that exists, and has prepared no model yet, one of this class."""
         if accelerator._models or accelerator._optimizers:
             raise ConfigError(
                 f"this accelerator has prepared {len(accelerator._models)} models and {len(accelerator._optimizers)} "

@@ -206,9 +206,39 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> Any:
         """Load objects from a file, or from a folder that any number of processes has written; see Fabric's `load`."""
-        if is_sharded_checkpoint(Path(path)):
-            return _load_folder(Path(path), state, self.offload, strict=strict, weights_only=weights_only)
-        return super().load_checkpoint(path, state, strict, weights_only)
+        if not is_sharded_checkpoint(Path(path)):
+            return super().load_checkpoint(path, state, strict, weights_only)
+        from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint  # imports torch's checkpoints
+
+        path = Path(path)
+        options: Any = {"strict": strict, "weights_only": weights_only}
+        if isinstance(state, nn.Module):
+            self.offload.load_folder(path, state, {}, **options)
+            return {}
+        models = {key: each for key, each in (state or {}).items() if isinstance(each, nn.Module)}
+        optimizers = {key: each for key, each in (state or {}).items() if isinstance(each, Optimizer)}
+        if len(models) != 1:
+            raise UnsupportedError(
+                f"checkpoint `{path}` is of one model, and {len(models)} are to be loaded "
+                f"({', '.join(models) or 'none'}): give `fabric.load` the model, alone or with its optimizers"
+            )
+        rest = ShardedCheckpoint(path).rest(weights_only=weights_only)
+        known = (rest.pop(KEY, None) or {}).get(_KEYS) or {"model": "state_dict", "optimizers": []}
+        have = (known["model"], *known["optimizers"], *rest)
+        missing = [key for key in state if key not in have]
+        if missing and strict:
+            raise CheckpointError(f"checkpoint `{path}` has no `{missing[0]}`; it has {', '.join(map(repr, have))}")
+        places = {key: number for number, key in enumerate(known["optimizers"])}
+        numbered = {places[key]: each for key, each in optimizers.items() if key in places}
+        self.offload.load_folder(path, next(iter(models.values())), numbered, **options)
+        for key, each in list(state.items()):
+            if key in rest and key not in models and key not in optimizers:
+                value = rest.pop(key)
+                if hasattr(each, "load_state_dict"):
+                    each.load_state_dict(value)
+                else:
+                    state[key] = value
+        return rest
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         super().load_module_state_dict(module, cut_state(state_dict, module), strict)
@@ -237,38 +267,6 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
 class _BackwardSync:
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return without_reducing(module) if enabled else nullcontext()
-
-
-def _load_folder(path: Path, state: Any, loop: UserLoop, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
-    from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint  # imports torch's checkpoints
-
-    if isinstance(state, nn.Module):
-        loop.load_folder(path, state, {}, strict=strict, weights_only=weights_only)
-        return {}
-    models = {key: each for key, each in (state or {}).items() if isinstance(each, nn.Module)}
-    optimizers = {key: each for key, each in (state or {}).items() if isinstance(each, Optimizer)}
-    if len(models) != 1:
-        raise UnsupportedError(
-            f"checkpoint `{path}` is of one model, and {len(models)} are to be loaded ({', '.join(models) or 'none'}): "
-            "give `fabric.load` the model, alone or with its optimizers"
-        )
-    rest = ShardedCheckpoint(path).rest(weights_only=weights_only)
-    known = (rest.pop(KEY, None) or {}).get(_KEYS) or {"model": "state_dict", "optimizers": []}
-    missing = [key for key in state if key not in (known["model"], *known["optimizers"], *rest)]
-    if missing and strict:
-        have = (known["model"], *known["optimizers"], *rest)
-        raise CheckpointError(f"checkpoint `{path}` has no `{missing[0]}`; it has {', '.join(map(repr, have))}")
-    (model,) = models.values()
-    numbered = {known["optimizers"].index(key): each for key, each in optimizers.items() if key in known["optimizers"]}
-    loop.load_folder(path, model, numbered, strict=strict, weights_only=weights_only)
-    for key, each in list(state.items()):
-        if key in rest and key not in models and key not in optimizers:
-            value = rest.pop(key)
-            if hasattr(each, "load_state_dict"):
-                each.load_state_dict(value)
-            else:
-                state[key] = value
-    return rest
 
 
 show_options(CXLFabricStrategy)
