@@ -2,9 +2,9 @@
 
 import logging
 from collections import ChainMap, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -527,6 +527,26 @@ class Adoption:
             if joined:
                 self._take_in(optimizer, joined)
             self._await(optimizer)
+
+    @contextmanager
+    def showing_model(self) -> Iterator[None]:
+        """Return a region where groups have the model's own parameters; those that join are adopted."""
+        self._settle()
+        with ExitStack() as undo:
+            undo.callback(self.adopt_joined)
+            for _, optimizer, _ in self._adopted:
+                add = partial(self._add_and_show, optimizer, optimizer.add_param_group)
+                _replace(undo, optimizer, "add_param_group", add)
+                self._show_model(optimizer)
+            yield
+
+    def _add_and_show(self, optimizer: Optimizer, add: Callable[[Any], None], param_group: Any) -> None:
+        add(param_group)
+        self._show_model(optimizer)
+
+    def _show_model(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["params"][:] = [self._masters.compute_of(parameter) for parameter in plain(group["params"])]
 
     def _await(self, optimizer: Optimizer) -> None:
         """Let whoever reads the parameters of a group find new weights and complete gradients."""

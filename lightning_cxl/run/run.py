@@ -564,6 +564,10 @@ class Run:
         """Adopt parameters that someone has put into the optimizers' groups. See [Note: Adoption]."""
         self._adoption.adopt_joined()
 
+    def showing_model(self) -> AbstractContextManager[None]:
+        """Return a region where groups of optimizers have the model's own parameters; those that join are adopted."""
+        return self._adoption.showing_model()
+
     def place_state(self, optimizer: Optimizer) -> None:
         self._adoption.place_state(optimizer)
 

@@ -28,11 +28,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from lightning_cxl.config import OffloadConfig, show_options
 from lightning_cxl.devices.transfer import device_type_of
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
-from lightning_cxl.gradients.guard import HostClip, HostUnscale
+from lightning_cxl.gradients.guard import HostClip, HostUnscale, ReplacedMethod
 from lightning_cxl.gradients.step import repoint_scheduler
 from lightning_cxl.integrations.lightning.lightning_api import (
     Accelerator,
@@ -315,8 +316,12 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
             for config in self.lr_scheduler_configs if old is not new else ():
                 repoint_scheduler(config.scheduler, old, new)
                 active.callback(repoint_scheduler, config.scheduler, new, old)
-        if run.masters.has_separate:
-            check_masters_are_found(trainer)
+        if run.masters.has_separate and self.is_distributed:
+            warn_of_hidden_gradients(trainer)
+        for callback in getattr(trainer, "callbacks", []):
+            if isinstance(callback, BaseFinetuning):
+                active.callback(put_back, callback, _EPOCH, vars(callback).get(_EPOCH))
+                setattr(callback, _EPOCH, _ComparesWithModel(callback.on_train_epoch_start, run))
         self.setup_precision_plugin()
         # clipping and a loss scaler work on host gradients, without a pass of their own where that is allowed
         plugin, unscale = self.precision_plugin, None
@@ -611,19 +616,36 @@ class _Launcher(SubprocessScriptLauncher):
         return super().launch(call, *args, trainer=trainer, **kwargs)
 
 
-def check_masters_are_found(trainer: Trainer) -> None:
-    """Refuse callbacks that would not find master weights, and warn where the module does not find their gradients."""
-    for callback in getattr(trainer, "callbacks", []):
-        if isinstance(callback, BaseFinetuning):
-            raise UnsupportedError(
-                f"{type(callback).__name__} looks for the optimizer's parameters in the model, and some are master "
-                "weights on the host. Freeze and unfreeze in a callback of your own, with "
-                "`optimizer.add_param_group({'params': [...]})` and the model's parameters, which works."
-            )
+_EPOCH = "on_train_epoch_start"
+
+
+class _ComparesWithModel(ReplacedMethod):
+    """Stands in for that method of a `BaseFinetuning`, which looks for the optimizer's parameters in the model."""
+
+    def __init__(self, plain: Callable[..., None], run: Run) -> None:
+        super().__init__(plain)
+        self._run = run
+
+    def __call__(self, *args: Any) -> None:
+        with self._run.showing_model(), _SameParameters():
+            self._plain(*args)
+
+
+class _SameParameters(TorchFunctionMode):
+    """Lets parameters be equal that are the same: torch refuses to compare values on the host and on a device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.equal and all(isinstance(each, nn.Parameter) for each in args):
+            return args[0] is args[1]
+        return func(*args, **(kwargs or {}))
+
+
+def warn_of_hidden_gradients(trainer: Trainer) -> None:
+    """Warn where the module does not find the gradients of master weights: shards do not show them."""
     module = trainer.lightning_module
     hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
     own = methods_of_others(module, hooks, _KNOWN)
-    if own and trainer.world_size > 1:  # shards do not show them
+    if own:
         warnings.warn(
             f"{type(module).__name__} overrides {', '.join(sorted(own))}: gradients are on the parameters in "
             "`optimizer.param_groups`, on the host; `p.grad` of the model's own parameters is None there.",
