@@ -13,7 +13,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -54,7 +54,7 @@ class System:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two files or folders of one filesystem change their names, at once; return False where it cannot do that."""
+    """Exchange the names of two files or folders at once; return False where their filesystem cannot do that."""
     here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of <linux/fs.h>
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), both) == 0:
@@ -93,7 +93,6 @@ _ADVICE = {
 
 
 def storage_error(what: str, path: Path, error: OSError, offset: int | None = None) -> StorageError:
-    """Return our error for one of the kernel's."""
     where = "" if offset is None else f" at offset {offset}"
     name = errno.errorcode.get(error.errno or 0, "no errno")
     advice = _ADVICE.get(error.errno or 0, "")
@@ -173,14 +172,13 @@ class Drive(_Opened):
             self.fd = self._system.open(self.path, os.O_RDWR | flags)
 
     def check_name(self) -> None:
-        """Check that the path still leads to the open file: what is written to a file without a name is lost."""
+        # what is written to a file without a name is lost
         with _reported("find", self.path):
             named, opened = self._system.stat(self.path), self._system.stat(self.fd)
         if not os.path.samestat(named, opened):
             raise StorageError(f"`{self.path}` is another file than the one that was opened", path=self.path)
 
     def read(self, views: Views, offset: int) -> None:
-        """Fill `views` with what lies at `offset`."""
         self._move("read", self._system.preadv, views, offset)
 
     def write(self, views: Views, offset: int) -> None:
@@ -211,13 +209,11 @@ class Drive(_Opened):
         self._end = end
 
     def sync(self) -> None:
-        """Wait until all that was written lies on the disk."""
         with _reported("sync", self.path):
             self._system.datasync(self.fd)
 
 
 def _after(views: Sequence[memoryview], nbytes: int) -> Sequence[memoryview]:
-    """Return `views` without their first bytes."""
     for index, view in enumerate(views):
         if nbytes < view.nbytes:
             return [view[nbytes:], *views[index + 1 :]]
@@ -261,7 +257,6 @@ class Folder(_Opened):
             ) from None
 
     def data_path(self, store_id: str, drive: int) -> Path:
-        """Return the path of a store's data file."""
         return self.path / f"lightning_cxl-{store_id}-{drive}.data"
 
     def remove_orphans(self, keep: str) -> None:
@@ -273,7 +268,6 @@ class Folder(_Opened):
                     self._system.unlink(self.path / name)
 
     def read(self, name: str) -> bytes | None:
-        """Return the contents of a small file; None where there is none."""
         path = self.path / name
         with _reported("read", path):
             try:
@@ -312,12 +306,10 @@ class Folder(_Opened):
         self.sync()
 
     def sync(self) -> None:
-        """Wait until the names in the folder lie on the disk."""
         with _reported("sync folder", self.path):
             sync_folder(self.path, self._system)
 
     def remove(self, path: Path) -> None:
-        """Remove a file, if it is there."""
         with _reported("remove", path), contextlib.suppress(FileNotFoundError):
             self._system.unlink(path)
 
@@ -374,24 +366,17 @@ class Piece(NamedTuple):
     """All of it; address, size and offset are multiples of a block."""
 
 
+@dataclass(slots=True)
 class _Chunk:
-    __slots__ = ("drive", "index", "nbytes", "offset", "views")
-
-    def __init__(self, index: int, drive: int, offset: int) -> None:
-        self.index = index
-        self.drive = drive
-        self.offset = offset
-        self.nbytes = 0
-        self.views: list[memoryview] = []
+    index: int
+    drive: int
+    offset: int
+    nbytes: int = 0
+    views: list[memoryview] = field(default_factory=list)
 
 
 class StorageTransfer:
     """Reads or writes that are waited for as one. See [Note: Transfers of storage]."""
-
-    __slots__ = (
-        "_callbacks", "_checksums", "_chunks", "_engine", "_event", "_finish", "_left", "_waits_for", "_writes",
-        "error",
-    )  # fmt: skip
 
     def __init__(self, engine: "Engine", writes: bool, chunks: list[_Chunk], finish: Finish | None) -> None:
         self._engine = engine
@@ -406,23 +391,22 @@ class StorageTransfer:
         self._event = threading.Event()
 
     def wait(self) -> None:
-        """Do what `wait_host` does: no device takes part."""
-        self.wait_host()
+        self.wait_host()  # no device takes part
 
     def wait_host(self) -> None:
-        """Block until the transfer is done; the memory may then be used."""
+        """Wait until the transfer is done; the memory may then be used. Raises its error."""
         self.wait_done()
         if self.error is not None:
             raise self.error.anew() if isinstance(self.error, StorageError) else self.error
 
     def wait_done(self) -> None:
-        """Block until the transfer is done, with or without an error, which counts as told."""
+        """Wait until the transfer is done, with or without an error, which counts as told."""
         self._event.wait()
         if self.error is not None:
-            self._engine._told(self)
+            with self._engine._lock:
+                self._engine._open.pop(self, None)
 
     def done(self) -> bool:
-        """Return whether the transfer is done, with or without an error."""
         return self._event.is_set()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
@@ -435,11 +419,7 @@ class StorageTransfer:
 
 
 class Engine:
-    """Threads that read and write drives. Thread-safe.
-
-    Args:
-        chunk_bytes: most bytes of one system call, a multiple of a block.
-    """
+    """Threads that read and write drives, `chunk_bytes` at most in one system call. Thread-safe."""
 
     def __init__(self, drives: Sequence[Drive], chunk_bytes: int = CHUNK_BYTES) -> None:
         self._drives = drives
@@ -480,17 +460,22 @@ class Engine:
                 self._start_threads()
             self._open[transfer] = None
             transfer._waits_for = 1 + len(after)
-        for other in after:
-            other.add_done_callback(partial(self._one_before_is_done, transfer))
-        self._one_before_is_done(transfer)
-        return transfer
 
-    def _one_before_is_done(self, transfer: StorageTransfer) -> None:
-        with self._lock:
-            transfer._waits_for -= 1
-            can_begin = transfer._waits_for == 0
-        if can_begin:
-            self._begin(transfer)
+        def begin() -> None:
+            with self._lock:
+                transfer._waits_for -= 1
+                if transfer._waits_for:
+                    return
+            if not transfer._chunks:
+                self._end(transfer)
+            chunks, transfer._chunks = transfer._chunks, []
+            for chunk in chunks:
+                self._queues[chunk.drive, writes].put((transfer, chunk))
+
+        for other in after:
+            other.add_done_callback(begin)
+        begin()
+        return transfer
 
     def _start_threads(self) -> None:
         for (drive, writes), queue in self._queues.items():
@@ -526,13 +511,6 @@ class Engine:
                 position += nbytes
         return chunks
 
-    def _begin(self, transfer: StorageTransfer) -> None:
-        if not transfer._chunks:
-            self._end(transfer)
-        chunks, transfer._chunks = transfer._chunks, []
-        for chunk in chunks:
-            self._queues[chunk.drive, transfer._writes].put((transfer, chunk))
-
     def _work(self, queue: _Queue) -> None:
         while (job := queue.get()) is not None:
             self._run(*job)
@@ -542,7 +520,7 @@ class Engine:
         error: BaseException | None = None
         try:
             if transfer.error is None:
-                transfer._checksums[chunk.index] = self._move(transfer, chunk)
+                self._move(transfer, chunk)
         except BaseException as caught:
             error = _bare(caught)
         chunk.views = []
@@ -554,23 +532,16 @@ class Engine:
         if last:
             self._end(transfer)
 
-    def _move(self, transfer: StorageTransfer, chunk: _Chunk) -> int:
-        drive, writes, views = self._drives[chunk.drive], transfer._writes, chunk.views
-        if writes:
-            drive.write(views, chunk.offset)
-        else:
-            drive.read(views, chunk.offset)
-        if len(views) == 1:
-            checksum = xxhash.xxh3_64_intdigest(views[0])
-        else:
-            several = xxhash.xxh3_64()
-            for view in views:
-                several.update(view)
-            checksum = several.intdigest()
+    def _move(self, transfer: StorageTransfer, chunk: _Chunk) -> None:
+        drive, writes = self._drives[chunk.drive], transfer._writes
+        (drive.write if writes else drive.read)(chunk.views, chunk.offset)
+        checksum = xxhash.xxh3_64()
+        for view in chunk.views:
+            checksum.update(view)
+        transfer._checksums[chunk.index] = checksum.intdigest()
         with self._lock:
             self.counts["written_bytes" if writes else "read_bytes"] += chunk.nbytes
             self.counts["num_writes" if writes else "num_reads"] += 1
-        return checksum
 
     def _end(self, transfer: StorageTransfer) -> None:
         finish, transfer._finish = transfer._finish, None
@@ -589,12 +560,8 @@ class Engine:
         for callback in callbacks:
             callback()
 
-    def _told(self, transfer: StorageTransfer) -> None:
-        with self._lock:
-            self._open.pop(transfer, None)
-
     def wait(self) -> None:
-        """Block until all transfers started so far are done."""
+        """Wait until all transfers started so far are done."""
         with self._lock:
             started = list(self._open)
         for transfer in started:

@@ -59,33 +59,23 @@ class Entry(NamedTuple):
 class Generation:
     """The state of all records at one commit."""
 
-    number: int
-    """Counts up in a folder, also over runs; never used twice."""
-    details: dict[str, Any]
-    """Given by the caller of `commit`."""
-    records: dict[str, Entry | None]
-    """None for one that was not written."""
+    number: int  # counts up in a folder, also over runs; never used twice
+    details: dict[str, Any]  # given by the caller of `commit`
+    records: dict[str, Entry | None]  # None for one that was not written
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The committed contents of a folder."""
 
-    store_id: str
-    """In the names of the data files."""
-    drives: tuple[str, ...]
-    """Their paths, for messages."""
-    chunk_bytes: int
-    """Checksums depend on it."""
-    last_number: int
-    """Of the generations so far."""
-    records: dict[str, tuple[int, tuple[int, ...]]]
-    """Size in bytes and offsets of the versions."""
-    generations: tuple[Generation, ...]
-    """Oldest first, two at most."""
+    store_id: str  # in the names of the data files
+    drives: tuple[str, ...]  # their paths, for messages
+    chunk_bytes: int  # checksums depend on it
+    last_number: int  # of the generations so far
+    records: dict[str, tuple[int, tuple[int, ...]]]  # size in bytes and offsets of the versions
+    generations: tuple[Generation, ...]  # oldest first, two at most
 
     def encode(self) -> bytes:
-        """Return the contents of the file."""
         body = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return json.dumps({"format": FORMAT, "crc": zlib.crc32(body.encode()), "body": body}).encode()
 
@@ -95,46 +85,43 @@ class Manifest:
 
 
 def decode(contents: bytes, path: Path) -> Manifest:
-    """Return the manifest that a file holds."""
+    def damaged(why: str) -> CheckpointError:
+        return CheckpointError(
+            f"the manifest `{path}` is damaged: {why}. Without it nothing in the folder can be read: put it back from "
+            "a backup, or use another folder and a checkpoint with checkpoint='copy'. Delete this one when none refers "
+            "to it"
+        )
+
     try:
         outer = json.loads(contents)
         version, crc, body = outer["format"], outer["crc"], outer["body"]
-        damaged = version == FORMAT and zlib.crc32(body.encode()) != crc
+        is_damaged = version == FORMAT and zlib.crc32(body.encode()) != crc
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, f"it is not what a manifest looks like ({error})") from None
+        raise damaged(f"it is not what a manifest looks like ({error})") from None
     if version != FORMAT:
         raise CheckpointError(
             f"`{path}` has format {version}, this version of lightning_cxl reads format {FORMAT}: use the version "
             f"that wrote it, or another folder"
         )
-    if damaged:
-        raise _damaged(path, "its checksum does not match")
+    if is_damaged:
+        raise damaged("its checksum does not match")
     fields = json.loads(body)
+    generations = []
+    for each in fields["generations"]:
+        entries = {name: None if entry is None else Entry(*entry) for name, entry in each["records"].items()}
+        generations.append(Generation(each["number"], each["details"], entries))
     return Manifest(
         store_id=fields["store_id"],
         drives=tuple(fields["drives"]),
         chunk_bytes=fields["chunk_bytes"],
         last_number=fields["last_number"],
         records={name: (nbytes, tuple(offsets)) for name, (nbytes, offsets) in fields["records"].items()},
-        generations=tuple(_generation(each) for each in fields["generations"]),
-    )
-
-
-def _generation(fields: dict[str, Any]) -> Generation:
-    records = {name: None if entry is None else Entry(*entry) for name, entry in fields["records"].items()}
-    return Generation(fields["number"], fields["details"], records)
-
-
-def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"the manifest `{path}` is damaged: {why}. Without it nothing in the folder can be read: put it back from a "
-        f"backup, or use another folder and a checkpoint with checkpoint='copy'. Delete this one when none refers to it"
+        generations=tuple(generations),
     )
 
 
 # ----------------------------------------------------------------------------------------------------
 # Address ranges that show what lies on drives, without memory of their own.
-
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _shown: weakref.WeakKeyDictionary[Buffer, tuple[tuple[Path, ...], int, int]] = weakref.WeakKeyDictionary()
@@ -227,7 +214,7 @@ class Record:
 
     @property
     def is_written(self) -> bool:
-        """Whether it was ever written, or restored; also where the first write is still on its way."""
+        """Whether it was ever written, or restored; also where the first write is still in flight."""
         return self.target is not None
 
     @property
@@ -237,11 +224,9 @@ class Record:
 
     @property
     def end(self) -> int:
-        """Of all versions, on every drive."""
         return max(self.versions) + self.part_nbytes
 
     def entry(self) -> Entry | None:
-        """Return what generations keep of it; None: it was never written."""
         return None if self.present is None else self.entries[self.present]
 
     def becomes(self, entry: Entry | None) -> None:
@@ -254,7 +239,6 @@ class Record:
         self.show()
 
     def pieces(self, version: int, memory: Buffer) -> list[Piece]:
-        """Return what to read or write: memory, and where its bytes lie in a version."""
         if memory.address % BLOCK_BYTES or memory.nbytes < self.padded_nbytes:
             raise ValueError(
                 f"record `{self.name}` needs {self.padded_nbytes} bytes of page-aligned memory, got "
@@ -265,23 +249,11 @@ class Record:
         return [Piece(drive, offset, memory.slice(at, min(part, nbytes - at))) for drive, at in enumerate(starts)]
 
     def not_whole(self) -> StorageError:
-        """Return the error of whoever needs the bytes after a write that failed; it says why that did."""
         cause = self.last_write.error if self.last_write is not None else None
         message = f"record `{self.name}` is not whole, because its last write failed. Write it again, or restore it"
         if isinstance(cause, StorageError):
             return StorageError(f"{message}. What failed: {cause}", cause.path, cause.offset, cause.errno)
         return StorageError(message if cause is None else f"{message}. What failed: {cause!r}")
-
-    def damaged(self, version: int, checksum: int, path: Path) -> StorageError:
-        """Return the error of whoever has read other bytes than were written."""
-        entry = self.entries[version]
-        wanted = 0 if entry is None else entry.checksum
-        return StorageError(
-            f"record `{self.name}` is damaged: its bytes have checksum {checksum:#018x} and were written with "
-            f"{wanted:#018x}. The drive may be failing, or another process has written there.",
-            path=path,
-            offset=self.versions[version],
-        )
 
     def show(self) -> None:
         """Let the window show the present version; private pages are dropped."""
@@ -323,12 +295,10 @@ def is_in(window: Buffer, address: int) -> bool:
 
 
 class Store:
-    """Records on one or several drives. Thread-safe.
+    """Records on one or several drives, with a folder on each; the manifest lies in the first one. Thread-safe.
 
-    Args:
-        paths: a folder on each drive; the manifest lies in the first one.
-        keeps: whether records have two versions, so that generations can be committed. See [Note: Generations].
-        chunk_bytes: of one read or write; a folder that holds a generation keeps its own.
+    With `keeps` records have two versions, so that generations can be committed. See [Note: Generations]. A folder that
+    holds a generation keeps its own `chunk_bytes`.
     """
 
     def __init__(
@@ -446,12 +416,7 @@ class Store:
     # -- records -------------------------------------------------------------------------------------------------------
 
     def reserve(self, name: str, nbytes: int, *, keeps: bool = True) -> Record:
-        """Take space for all versions of a record.
-
-        Args:
-            keeps: whether it is part of generations, in a store that keeps some. Else it has one version, and nothing
-                of it is there after a crash.
-        """
+        """Take space for all versions of a record; without `keeps` it is in no generation and has one version."""
         with self._changes:
             self._check_open()
             record = self._records.get(name)
@@ -496,8 +461,8 @@ class Store:
     def window(self, record: Record) -> Buffer:
         """Return the address range that shows what was written last; zeros where nothing was.
 
-        It takes no memory but the page cache. A user's writes are gone after the next `write` and never
-        reach a drive. It stays valid after `close`. A drive that fails while someone reads ends the process (SIGBUS).
+        A user's writes are gone after the next `write` and never reach a drive. It stays valid after `close`. A drive
+        that fails while someone reads ends the process (SIGBUS).
         """
         with self._lock:
             if record.window is None:
@@ -525,16 +490,10 @@ class Store:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files with the records, one on each drive."""
         return tuple(drive.path.resolve() for drive in self._drives)
 
     def read(self, record: Record, memory: Buffer, *, after: Sequence[StorageTransfer] = ()) -> StorageTransfer:
-        """Start reading what was written last, also where that write is still on its way.
-
-        Args:
-            memory: page-aligned, at least `record.padded_nbytes`; nobody may use it before the transfer is done.
-            after: transfers that use the memory until then; begins when they are done, with or without an error.
-        """
+        """Start reading what was written last into page-aligned memory, behind the transfers in `after`."""
         with self._lock:
             version, write = record.target, record.num_begun
             if version is None:
@@ -545,8 +504,14 @@ class Store:
                     if record.last_whole != write:
                         raise record.not_whole()
                     entry = record.entries[version]
-                    if entry is None or entry.checksum != checksum:
-                        raise record.damaged(version, checksum, self._drives[0].path)
+                    if (wanted := 0 if entry is None else entry.checksum) != checksum:
+                        raise StorageError(
+                            f"record `{record.name}` is damaged: its bytes have checksum {checksum:#018x} and were "
+                            f"written with {wanted:#018x}. The drive may be failing, or another process has written "
+                            "there.",
+                            path=self._drives[0].path,
+                            offset=record.versions[version],
+                        )
 
             before = [*after, *([] if record.last_write is None else [record.last_write])]
             transfer = self._engine.read(record.pieces(version, memory), finish=check, after=before)
@@ -554,11 +519,7 @@ class Store:
             return transfer
 
     def write(self, record: Record, memory: Buffer) -> StorageTransfer:
-        """Start writing a record. When that is done, its window shows the new bytes.
-
-        Args:
-            memory: page-aligned, at least `record.padded_nbytes`; nobody may change it before the transfer is done.
-        """
+        """Start writing a record from page-aligned memory. When that is done, its window shows the new bytes."""
         with self._changes, self._lock:
             version = self._free_version(record)
             write = record.num_begun + 1
@@ -579,13 +540,9 @@ class Store:
     # -- generations ---------------------------------------------------------------------------------------------------
 
     def commit(self, details: dict[str, Any]) -> int:
-        """Make what was written so far a generation, beside the one before. See [Note: Generations].
+        """Make what was written so far a generation, beside the one before; return its number.
 
-        Args:
-            details: kept with the generation, as JSON, and shown to users in errors.
-
-        Returns:
-            The number of the generation.
+        See [Note: Generations]. The details are kept with it, as JSON, and shown to users in errors.
         """
         with self._changes:
             self._check_open()
@@ -611,7 +568,6 @@ class Store:
         return [record for record in self._records.values() if record.keeps and record.is_reserved]
 
     def _replace(self, generations: tuple[Generation, ...], new: Generation | None = None) -> None:
-        """Let the manifest have other generations, and those that come with it."""
         number = max([self._manifest.last_number, *(each.number for each in (*self._unsure, *generations))])
         records = {each.name: (each.nbytes, each.versions) for each in self._records.values() if each.keeps}
         manifest = replace(self._manifest, last_number=number, records=records, generations=generations)
@@ -626,7 +582,6 @@ class Store:
         self._mark(main)  # if the manifest gets lost, the data must not be deleted
 
     def _free_version(self, record: Record) -> int:
-        """Return the version that takes the next write."""
         protecting = (*self._manifest.generations, *self._unsure)
         entries = [generation.records.get(record.name) for generation in protecting] if record.keeps else []
         committed = {entry.version for entry in entries if entry is not None}
@@ -660,7 +615,6 @@ class Store:
         self._unsynced.clear()
 
     def settle(self, generation: int) -> None:
-        """Let go of all generations but one. See [Note: Generations]."""
         with self._changes:
             self._check_open()
             only = (self._get(generation),)
@@ -697,7 +651,6 @@ class Store:
         self._engine.wait()
 
     def stats(self) -> dict[str, int]:
-        """Return bytes reserved, of the budget, read and written; and system calls that read and wrote."""
         return {"reserved_bytes": self._reserved_bytes, "budget_bytes": self._budget_bytes, **self._engine.counts}
 
     def close(self) -> None:
@@ -722,9 +675,6 @@ class Area:
     """Gives records places in space that is reserved once, and more where they need more. Not thread-safe.
 
     Its records have one version and belong to no generation. They are read and written by the store like all others.
-
-    Args:
-        nbytes: reserved now, so that a full drive shows; 0: nothing yet.
     """
 
     def __init__(self, store: Store, name: str, nbytes: int, num_drives: int) -> None:
@@ -734,7 +684,7 @@ class Area:
         self._blocks = BlockList()  # of offsets on every drive
         self._num_reserved = 0
         self._left: deque[Record] = deque()  # given back; their transfers may not be done
-        if nbytes:
+        if nbytes:  # now, so that a full drive shows
             self._grow(nbytes)
 
     def take(self, nbytes: int) -> Record:

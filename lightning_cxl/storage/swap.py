@@ -75,11 +75,8 @@ def uninterrupted(function: Callable[_P, _T]) -> Callable[_P, _T]:
 class BufferPool:
     """Cuts buffers of exact sizes from one piece of memory. Not thread-safe.
 
-    Args:
-        allocate: gives page-aligned memory; called when the first buffer is taken, and again where what is asked for
-            together is larger than the memory so far.
-        cap_bytes: of all buffers together. A larger request gets as much as it needs, while there are no other
-            buffers.
+    `allocate` gives page-aligned memory. `cap_bytes` is of all buffers together; a larger request gets as much as it
+    needs, while there are no other buffers.
     """
 
     def __init__(self, allocate: Callable[[int], Buffer], cap_bytes: int) -> None:
@@ -126,8 +123,7 @@ class Swappable(Protocol):
     """A record with bytes that its drives may not have yet."""
 
     record: Record
-    window: Buffer
-    """The addresses by which tensors of the record are found in a buffer."""
+    window: Buffer  # the addresses by which tensors of the record are found in a buffer
 
     def fill(self, buffer: Buffer) -> None:
         """Bring what is newer than the drives to a buffer, which has what is on the drives."""
@@ -147,10 +143,8 @@ class BufferJob(Protocol):
 
 class _Held(NamedTuple):
     buffer: Buffer
-    read: StorageTransfer | None
-    """None: nothing is on the drive yet, or nobody needs it."""
-    num_writes: int
-    """That had begun before the read."""
+    read: StorageTransfer | None  # None: nothing is on the drive yet, or it is not needed
+    num_writes: int  # that had begun before the read
 
 
 _MAX_THREADS = 16  # of jobs: each has a buffer, and there are few, but where images are small
@@ -159,9 +153,7 @@ _MAX_THREADS = 16  # of jobs: each has a buffer, and there are few, but where im
 class Swapper:
     """Brings records to buffers and writes them back. Thread-safe. See [Note: Swapping].
 
-    Args:
-        before_write: called before the write-backs of a use; what it raises is raised there.
-        begin_thread: called first in each thread that runs jobs.
+    `before_write` is called before the write-backs of a use, `begin_thread` first in each thread that runs jobs.
     """
 
     def __init__(
@@ -241,7 +233,7 @@ class Swapper:
 
     @uninterrupted
     def drop_prefetched(self) -> None:
-        """Let go of what was prefetched: records are about to change in another way."""
+        """Evict what was prefetched: records are about to change in another way."""
         with self._changed:
             self._drop_prefetched()
 
@@ -321,8 +313,6 @@ class Swapper:
     # -- with the lock -------------------------------------------------------------------------------------------------
 
     def _take_for(self, records: Sequence[Record], reads: bool) -> dict[Record, _Held]:
-        """Return buffers of records, with reads that were started; waits for the buffers."""
-
         missing: list[Record] = []
 
         def sizes() -> list[int]:
@@ -348,19 +338,16 @@ class Swapper:
                 if self._waiting[0] is ticket:
                     if (buffers := self._pool.take(sizes())) is not None:
                         return buffers
-                    if not self._num_in_flight and (evictable := self._evictable(records)):
+                    evictable = [record for record in self._prefetched if record not in records]
+                    if self._pool.num_taken == len(self._prefetched):  # else some are in use, and come back
+                        evictable = evictable or list(self._prefetched)
+                    if evictable and not self._num_in_flight:
                         self._evict(evictable[-1])
                         continue
                 self._changed.wait()
         finally:
             self._waiting.remove(ticket)
             self._changed.notify_all()
-
-    def _evictable(self, records: Sequence[Record]) -> list[Record]:
-        others = [record for record in self._prefetched if record not in records]
-        if others or self._pool.num_taken > len(self._prefetched):  # some are in use, and come back
-            return others
-        return list(self._prefetched)
 
     def _evict(self, record: Record) -> None:
         buffer, read, _ = self._prefetched.pop(record)
@@ -418,7 +405,7 @@ class Swapper:
             raise _anew(self._errors.popleft())
 
     def _learn(self, records: Sequence[Record]) -> list[Record]:
-        """Note that these are used now, and return those that were used after them the last time."""
+        """Note that these are used now; return those that were used after them the last time."""
         first = records[0]
         if self._latest is not None:
             self._next[self._latest] = tuple(records)
