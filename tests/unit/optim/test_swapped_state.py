@@ -74,26 +74,43 @@ def give_gradients(parameters: list[torch.nn.Parameter], step: int, leave_out: f
         parameter.grad = None if index in leave_out else grad
 
 
-def step_both(own: "OnSsd", plain: CPUAdam, plain_parameters: list[torch.nn.Parameter], step: int) -> None:
-    give_gradients(own.parameters, step)
-    give_gradients(plain_parameters, step)
-    own.optimizer.step()
-    plain.step()
+def take_step(number: int, *optimizers: CPUAdam, leave_out: frozenset[int] = frozenset()) -> None:
+    for optimizer in optimizers:
+        give_gradients(optimizer.param_groups[0]["params"], number, leave_out)
+        optimizer.step()
 
 
 def state_of(optimizer: CPUAdam) -> dict[int, dict[str, torch.Tensor]]:
     return {index: {k: v.clone() for k, v in entry.items()} for index, entry in optimizer.state_dict()["state"].items()}
 
 
-def assert_equal_runs(own: OnSsd, plain: CPUAdam, plain_parameters: list[torch.nn.Parameter]) -> None:
-    for ours, theirs in zip(own.parameters, plain_parameters, strict=True):
+def assert_equal_runs(own: OnSsd, plain: CPUAdam) -> None:
+    for ours, theirs in zip(own.parameters, plain.param_groups[0]["params"], strict=True):
         assert torch.equal(ours, theirs)
-    ours, theirs = state_of(own.optimizer), state_of(plain)
+    assert_equal_states(state_of(own.optimizer), state_of(plain))
+
+
+def assert_equal_states(ours, theirs) -> None:
     assert ours.keys() == theirs.keys()
     for index in ours:
         assert ours[index].keys() == theirs[index].keys()
         for key in ours[index]:
             assert torch.equal(ours[index][key], theirs[index][key]), (index, key)
+
+
+@pytest.fixture
+def on_ssd(tmp_path):
+    """Make an `OnSsd` that is closed in the end, after some steps."""
+    with contextlib.ExitStack() as closing:
+
+        def make(num_buffers: float = 2, *, dtype=torch.float32, steps: int = 0, folder=tmp_path, **options) -> OnSsd:
+            own = OnSsd(folder, make_parameters(dtype), num_buffers, **options)
+            closing.callback(own.close)
+            for step in range(steps):
+                take_step(step, own.optimizer)
+            return own
+
+        yield make
 
 
 @pytest.fixture(params=[0.5, 1.1, 2.0, 9.0], ids=lambda factor: f"{factor} buffers")
@@ -103,41 +120,30 @@ def num_buffers(request):
 
 @pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "split"])
-def test_updates_are_those_of_state_in_memory(tmp_path, state, dtype, num_buffers) -> None:
-    own = OnSsd(tmp_path, make_parameters(dtype), num_buffers, state=state)
-    plain_parameters = make_parameters(dtype)
-    plain = CPUAdam(plain_parameters, state=state)
+def test_updates_are_those_of_state_in_memory(on_ssd, state, dtype, num_buffers) -> None:
+    own = on_ssd(num_buffers, dtype=dtype, state=state)
+    plain = CPUAdam(make_parameters(dtype), state=state)
     for step in range(4):
-        left_out = frozenset({1, 2} if step == 1 else ())
-        give_gradients(own.parameters, step, left_out)
-        give_gradients(plain_parameters, step, left_out)
-        own.optimizer.step()
-        plain.step()
-    assert_equal_runs(own, plain, plain_parameters)
+        take_step(step, own.optimizer, plain, leave_out=frozenset({1, 2} if step == 1 else ()))
+    assert_equal_runs(own, plain)
     assert own.store.stats()["written_bytes"] > 0
-    own.close()
 
 
-def test_buffers_never_take_more_than_their_cap(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=4)
+def test_buffers_never_take_more_than_their_cap(on_ssd) -> None:
+    own = on_ssd(4)
     for step in range(3):
-        give_gradients(own.parameters, step)
-        own.optimizer.step()
+        take_step(step, own.optimizer)
     assert own.allocated == 480_000
-    own.close()
 
 
-def test_a_record_that_is_larger_than_the_cap_gets_the_memory_for_itself(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=0.1)
-    give_gradients(own.parameters, 0)
-    own.optimizer.step()
+def test_a_record_that_is_larger_than_the_cap_gets_the_memory_for_itself(on_ssd) -> None:
+    own = on_ssd(0.1, steps=1)
     assert own.allocated == own.records[0].record.padded_nbytes
-    own.close()
 
 
-def test_records_are_prefetched_in_the_order_of_the_step_before(tmp_path) -> None:
+def test_records_are_prefetched_in_the_order_of_the_step_before(on_ssd) -> None:
     """Each unit by itself, as updates behind a backward come: only the first step does not know what comes next."""
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=6)
+    own = on_ssd(6)
     order = [2, 0, 1]
     for step in range(3):
         give_gradients(own.parameters, step)
@@ -147,49 +153,40 @@ def test_records_are_prefetched_in_the_order_of_the_step_before(tmp_path) -> Non
         for index in order:
             made.apply([each for each in work if each.kept.record is own.records[index]], 1.0)
     assert own.state.swapper.num_late == late == 1  # in the second step, the record that the first one began with
-    own.close()
 
 
-def test_two_threads_update_different_records(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=1.8)
-    plain_parameters = make_parameters(torch.float32)
-    plain = CPUAdam(plain_parameters)
+def test_two_threads_update_different_records(on_ssd) -> None:
+    own = on_ssd(1.8)
+    plain = CPUAdam(make_parameters(torch.float32))
     with ThreadPoolExecutor(3) as threads:
         for step in range(20):
             give_gradients(own.parameters, step)
-            give_gradients(plain_parameters, step)
             made = AdamStep(own.optimizer)
             work = made.collect()
             parts = [[w for w in work if w.kept.record is record] for record in [*own.records, None]]
             list(threads.map(lambda part, made=made: made.apply(part, 1.0), parts))
-            plain.step()
-    assert_equal_runs(own, plain, plain_parameters)
-    own.close()
+            take_step(step, plain)
+    assert_equal_runs(own, plain)
 
 
 @pytest.mark.parametrize("state", ["fp32", "8bit"])
-def test_what_is_loaded_counts(tmp_path, state) -> None:
-    plain_parameters = make_parameters(torch.bfloat16)
-    plain = CPUAdam(plain_parameters, state=state)
-    give_gradients(plain_parameters, 0)
-    plain.step()
-    own = OnSsd(tmp_path, make_parameters(torch.bfloat16), state=state)
+def test_what_is_loaded_counts(on_ssd, state) -> None:
+    plain = CPUAdam(make_parameters(torch.bfloat16), state=state)
+    take_step(0, plain)
+    own = on_ssd(dtype=torch.bfloat16, state=state)
     with torch.no_grad():
-        for ours, theirs in zip(own.parameters, plain_parameters, strict=True):
+        for ours, theirs in zip(own.parameters, plain.param_groups[0]["params"], strict=True):
             ours.copy_(theirs)
     own.optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
-    assert_equal_runs(own, plain, plain_parameters)
-    remainder = plain.state[plain_parameters[2]]["remainder"].add_(3)
+    assert_equal_runs(own, plain)
+    remainder = plain.state[plain.param_groups[0]["params"][2]]["remainder"].add_(3)
     own.optimizer.load_remainder(own.parameters[2], remainder)
-    step_both(own, plain, plain_parameters, 1)
-    assert_equal_runs(own, plain, plain_parameters)
-    own.close()
+    take_step(1, own.optimizer, plain)
+    assert_equal_runs(own, plain)
 
 
-def test_loading_reads_and_writes_each_record_once(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=2)
-    give_gradients(own.parameters, 0)
-    own.optimizer.step()
+def test_loading_reads_and_writes_each_record_once(on_ssd) -> None:
+    own = on_ssd(2, steps=1)
     saved = copy.deepcopy(own.optimizer.state_dict())
     before = own.store.stats()
     own.optimizer.load_state_dict(saved)
@@ -201,14 +198,6 @@ def test_loading_reads_and_writes_each_record_once(tmp_path) -> None:
     assert nbytes <= now["read_bytes"] - before["read_bytes"] <= nbytes + prefetched
     again = own.optimizer.state_dict()["state"]
     assert all(torch.equal(again[i][key], saved["state"][i][key]) for i in again for key in again[i])
-    own.close()
-
-
-def one_step(tmp_path) -> OnSsd:
-    own = OnSsd(tmp_path, make_parameters(torch.float32))
-    give_gradients(own.parameters, 0)
-    own.optimizer.step()
-    return own
 
 
 @pytest.mark.parametrize(
@@ -226,124 +215,105 @@ def one_step(tmp_path) -> OnSsd:
         lambda state: torch._foreach_mul_([state["exp_avg"]], 2),
     ],
 )
-def test_direct_access_says_how_to_read_and_write_it(tmp_path, use) -> None:
-    own = one_step(tmp_path)
+def test_direct_access_says_how_to_read_and_write_it(on_ssd, use) -> None:
+    own = on_ssd(steps=1)
     with pytest.raises(UnsupportedError, match=r"tier `ssd`.*state_dict\(\)` reads it.*load_state_dict\(\)` writes it"):
         use(own.optimizer.state[own.parameters[0]])
-    own.close()
 
 
-def test_what_can_be_asked_without_reading_is_answered(tmp_path) -> None:
-    own = one_step(tmp_path)
+def test_what_can_be_asked_without_reading_is_answered(on_ssd) -> None:
+    own = on_ssd(steps=1)
     entry = own.optimizer.state[own.parameters[0]]
     shown = entry["exp_avg"]
     assert len(own.optimizer.state) == len(SHAPES) and entry and entry["step"] == 1
     assert isinstance(shown, torch.Tensor) and shown.shape == (96, 64) and shown.dtype is torch.float32
     assert shown.numel() == 96 * 64 and shown.device.type == "cpu" and shown.is_floating_point()
     assert "state_dict()" in repr(own.optimizer.state)
-    own.close()
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "an entry"])
-def test_copies_of_an_optimizer_are_in_memory_and_go_on(tmp_path, how) -> None:
-    own, plain_parameters = one_step(tmp_path / "ssd"), make_parameters(torch.float32)
-    plain = CPUAdam(plain_parameters)
-    give_gradients(plain_parameters, 0)
-    plain.step()
-    if how == "an entry":
-        copied = copy.deepcopy(own.optimizer.state[own.parameters[0]])
-        assert type(copied["exp_avg"]) is torch.Tensor
-        assert torch.equal(copied["exp_avg"], plain.state[plain_parameters[0]]["exp_avg"])
-        own.close()
-        return
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_of_an_optimizer_are_in_memory_and_go_on(on_ssd, tmp_path, how) -> None:
+    own, plain = on_ssd(steps=1, folder=tmp_path / "ssd"), CPUAdam(make_parameters(torch.float32))
+    take_step(0, plain)
+    both = own.parameters, own.optimizer
     if how == "torch.save":
-        torch.save((own.parameters, own.optimizer), tmp_path / "it")
+        torch.save(both, tmp_path / "it")
         parameters, copied = torch.load(tmp_path / "it", weights_only=False)
-    elif how == "pickle":
-        parameters, copied = pickle.loads(pickle.dumps((own.parameters, own.optimizer)))
     else:
-        parameters, copied = copy.deepcopy((own.parameters, own.optimizer))
+        parameters, copied = pickle.loads(pickle.dumps(both)) if how == "pickle" else copy.deepcopy(both)
     own.close()
-    give_gradients(parameters, 1)
-    give_gradients(plain_parameters, 1)
-    copied.step()
-    plain.step()
-    ours, theirs = state_of(copied), state_of(plain)
-    assert all(torch.equal(ours[i][key], theirs[i][key]) for i in theirs for key in theirs[i])
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(parameters, plain_parameters, strict=True))
+    assert type(copied.state[parameters[0]]["exp_avg"]) is torch.Tensor
+    take_step(1, copied, plain)
+    assert_equal_states(state_of(copied), state_of(plain))
+    assert all(map(torch.equal, parameters, plain.param_groups[0]["params"]))
 
 
-def test_what_is_written_to_a_state_dict_changes_no_state_until_it_is_loaded(tmp_path) -> None:
-    own = one_step(tmp_path)
+def test_a_copied_entry_is_in_memory(on_ssd) -> None:
+    own = on_ssd(steps=1)
+    saved = state_of(own.optimizer)[0]["exp_avg"]
+    copied = copy.deepcopy(own.optimizer.state[own.parameters[0]])["exp_avg"]
+    assert type(copied) is torch.Tensor and torch.equal(copied, saved)
+
+
+def test_what_is_written_to_a_state_dict_changes_no_state_until_it_is_loaded(on_ssd) -> None:
+    own = on_ssd(steps=1)
     before, changed = state_of(own.optimizer), own.optimizer.state_dict()
     changed["state"][0]["exp_avg"].fill_(3)
     assert torch.equal(own.optimizer.state_dict()["state"][0]["exp_avg"], before[0]["exp_avg"])
     own.optimizer.load_state_dict(changed)
     assert own.optimizer.state_dict()["state"][0]["exp_avg"].unique().tolist() == [3]
     assert torch.equal(own.optimizer.state_dict()["state"][0]["exp_avg_sq"], before[0]["exp_avg_sq"])
-    own.close()
 
 
-def test_state_that_a_user_has_put_there_is_taken_over(tmp_path) -> None:
-    own = one_step(tmp_path)
+def test_state_that_a_user_has_put_there_is_taken_over(on_ssd) -> None:
+    own = on_ssd(steps=1)
     state = own.optimizer.state[own.parameters[0]]
     state["exp_avg"] = torch.full((96, 64), 2.0)
     own.parameters[0].grad = torch.zeros(96, 64)
     own.optimizer.step()
     saved = own.optimizer.state_dict()["state"][0]
     assert saved["exp_avg"].unique().tolist() == [pytest.approx(1.8)] and saved["exp_avg_sq"].any()
-    own.close()
 
 
-def test_state_outlives_the_store_as_memory(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32))
-    plain_parameters = make_parameters(torch.float32)
-    plain = CPUAdam(plain_parameters)
+def test_state_outlives_the_store_as_memory(on_ssd, tmp_path) -> None:
+    own = on_ssd()
+    plain = CPUAdam(make_parameters(torch.float32))
     for step in range(2):
-        step_both(own, plain, plain_parameters, step)
+        take_step(step, own.optimizer, plain)
     own.optimizer.exit_run()
     own.close()
     assert os.listdir(tmp_path) == ["lightning_cxl.lock"]
-    assert_equal_runs(own, plain, plain_parameters)
+    assert_equal_runs(own, plain)
     copied = copy.deepcopy(own.optimizer)
-    give_gradients(own.parameters, 2)
-    give_gradients(plain_parameters, 2)
-    own.optimizer.step()
-    plain.step()
-    assert_equal_runs(own, plain, plain_parameters)
+    take_step(2, own.optimizer, plain)
+    assert_equal_runs(own, plain)
     assert state_of(copied)[0]["step"] == 2
 
 
-def test_reads_begin_behind_writes_of_their_buffers(tmp_path) -> None:
+def test_reads_begin_behind_writes_of_their_buffers(on_ssd) -> None:
     """With two buffers, one is updated while the other is written and then read: nobody waits for the write."""
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=3.4)
-    plain_parameters = make_parameters(torch.float32)
-    plain = CPUAdam(plain_parameters)
+    own = on_ssd(3.4)
+    plain = CPUAdam(make_parameters(torch.float32))
     for step in range(4):
-        step_both(own, plain, plain_parameters, step)
+        take_step(step, own.optimizer, plain)
     assert own.state.swapper.num_late == 1, "in the second step, the record that the first one began with"
-    assert_equal_runs(own, plain, plain_parameters)
-    own.close()
+    assert_equal_runs(own, plain)
 
 
-def test_reads_behind_slow_writes_find_what_was_written(tmp_path) -> None:
+def test_reads_behind_slow_writes_find_what_was_written(on_ssd) -> None:
     """Writes take so long that whatever does not wait for them comes first."""
     gate = Gate()
     gate.write_seconds = 0.02
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=3.4, system=gate)
-    plain_parameters = make_parameters(torch.float32)
-    plain = CPUAdam(plain_parameters)
+    own = on_ssd(3.4, system=gate)
+    plain = CPUAdam(make_parameters(torch.float32))
     for step in range(3):
-        step_both(own, plain, plain_parameters, step)
+        take_step(step, own.optimizer, plain)
         assert torch.equal(state_of(own.optimizer)[5]["exp_avg"], state_of(plain)[5]["exp_avg"])
-    assert_equal_runs(own, plain, plain_parameters)
-    own.close()
+    assert_equal_runs(own, plain)
 
 
-def test_a_use_that_fails_changes_nothing(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=1.8)
-    give_gradients(own.parameters, 0)
-    own.optimizer.step()
+def test_a_use_that_fails_changes_nothing(on_ssd) -> None:
+    own = on_ssd(1.8, steps=1)
     before = state_of(own.optimizer)
     for _ in range(3):  # more often than there are buffers
         with pytest.raises(RuntimeError, match="in the middle"), own.state.use([own.records[0]]) as swapped:
@@ -351,16 +321,12 @@ def test_a_use_that_fails_changes_nothing(tmp_path) -> None:
             raise RuntimeError("in the middle")
     after = state_of(own.optimizer)
     assert all(torch.equal(after[index][key], before[index][key]) for index in before for key in before[index])
-    give_gradients(own.parameters, 1)
-    own.optimizer.step()
+    take_step(1, own.optimizer)
     assert state_of(own.optimizer)[0]["step"] == 2
-    own.close()
 
 
-def test_a_record_in_use_is_not_prefetched(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=9)  # there is room for one more
-    give_gradients(own.parameters, 0)
-    own.optimizer.step()
+def test_a_record_in_use_is_not_prefetched(on_ssd) -> None:
+    own = on_ssd(9, steps=1)  # there is room for one more
     record = own.records[0]
     with own.state.use([record]) as swapped:
         own.store.wait()
@@ -371,14 +337,11 @@ def test_a_record_in_use_is_not_prefetched(tmp_path) -> None:
         swapped.places[0][1].tensor((1000,), torch.uint8).fill_(77)
     with own.state.use([record]) as swapped:
         assert bool((swapped.places[0][1].tensor((1000,), torch.uint8) == 77).all())
-    own.close()
 
 
-def test_uses_of_several_records_get_their_buffers_together(tmp_path) -> None:
+def test_uses_of_several_records_get_their_buffers_together(on_ssd) -> None:
     """There are buffers for one use at a time: uses that each wait for a part of the other's would wait for ever."""
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=3.5)
-    give_gradients(own.parameters, 0)
-    own.optimizer.step()
+    own = on_ssd(3.5, steps=1)
     first, second, third = own.records
     counted = {record: record.take(torch.int64, 1) for record in own.records}
     for record, value in counted.items():
@@ -396,33 +359,26 @@ def test_uses_of_several_records_get_their_buffers_together(tmp_path) -> None:
             done.result(60)
     own.state.wait()
     assert [int(now(record, counted[record])) for record in own.records] == [60, 60, 60]
-    own.close()
 
 
-def test_a_use_evicts_what_was_prefetched(tmp_path) -> None:
+def test_a_use_evicts_what_was_prefetched(on_ssd) -> None:
     """As a wrong guess of the order makes it necessary: one buffer, and another record is in it."""
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=1.8)
-    give_gradients(own.parameters, 0)
-    own.optimizer.step()
+    own = on_ssd(1.8, steps=1)
     own.state.wait()
     own.state.swapper.expect([own.records[1].record])
     with own.state.use([own.records[0]]) as swapped:
         assert swapped.places[0][1].nbytes == own.records[0].record.padded_nbytes
-    own.close()
 
 
-def test_a_use_evicts_also_while_another_thread_has_a_buffer(tmp_path) -> None:
+def test_a_use_evicts_also_while_another_thread_has_a_buffer(on_ssd) -> None:
     """Two threads that each wait for the other would wait for ever."""
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=3.5)
-    give_gradients(own.parameters, 0)
-    own.optimizer.step()
+    own = on_ssd(3.5, steps=1)
     own.state.drop_prefetched()
     first, second, third = own.records
     tensor = own.optimizer.kept.of(own.parameters[4]).momentum.flat
     with ThreadPoolExecutor(1) as threads, own.state.use([first]):
         own.state.swapper.expect([second.record])
         threads.submit(use_and_add, own.state, third, tensor).result(30)
-    own.close()
 
 
 def now(record: StateRecord, tensor: torch.Tensor) -> torch.Tensor:
@@ -437,9 +393,9 @@ def use_and_add(state: StateSwapper, record: StateRecord, tensor: torch.Tensor, 
         swapped.flat(tensor).add_(1)
 
 
-def test_what_another_thread_uses_is_not_prefetched(tmp_path) -> None:
+def test_what_another_thread_uses_is_not_prefetched(on_ssd) -> None:
     """One thread updates a record; another one's record is followed by it, and must not read it yet."""
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=9)
+    own = on_ssd(9)
     first, second = own.records[:2]
     tensors = [own.optimizer.kept.of(own.parameters[index]).momentum.flat for index in (0, 2)]
     for _ in range(2):
@@ -456,11 +412,10 @@ def test_what_another_thread_uses_is_not_prefetched(tmp_path) -> None:
     use_and_add(own.state, first, tensors[0])
     own.state.wait()
     assert now(own.records[0], tensors[0]).unique().tolist() == [2]
-    own.close()
 
 
-def test_two_threads_use_one_record_one_after_the_other(tmp_path) -> None:
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=9)
+def test_two_threads_use_one_record_one_after_the_other(on_ssd) -> None:
+    own = on_ssd(9)
     tensor = own.optimizer.kept.of(own.parameters[0]).momentum.flat
     with own.state.use([own.records[0]]) as swapped:
         swapped.flat(tensor).fill_(0)
@@ -468,7 +423,6 @@ def test_two_threads_use_one_record_one_after_the_other(tmp_path) -> None:
         list(threads.map(lambda _: use_and_add(own.state, own.records[0], tensor), range(40)))
     own.state.wait()
     assert now(own.records[0], tensor).unique().tolist() == [40]
-    own.close()
 
 
 class SlowReads(System):
@@ -477,11 +431,9 @@ class SlowReads(System):
         return super().preadv(*args)
 
 
-def test_a_buffer_is_not_given_away_while_it_is_read_into(tmp_path, monkeypatch) -> None:
+def test_a_buffer_is_not_given_away_while_it_is_read_into(on_ssd, monkeypatch) -> None:
     """A use is interrupted while it waits for its read; another record then needs the buffer."""
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=1.8, system=SlowReads())
-    give_gradients(own.parameters, 0)
-    own.optimizer.step()
+    own = on_ssd(1.8, system=SlowReads(), steps=1)
     own.state.wait()
 
     def interrupted(transfer):
@@ -495,14 +447,12 @@ def test_a_buffer_is_not_given_away_while_it_is_read_into(tmp_path, monkeypatch)
         memory = swapped.places[0][1].tensor((200_000,), torch.uint8).fill_(9)
         time.sleep(0.2)
         assert memory.unique().tolist() == [9]
-    own.close()
 
 
 def test_state_whose_write_failed_is_refused_from_then_on(tmp_path) -> None:
     system = FaultySystem()
     own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=1.8, system=system)
-    give_gradients(own.parameters, 0)
-    own.optimizer.step()
+    take_step(0, own.optimizer)
     own.state.wait()
     system.fault, system.at = "EIO", len(system.calls) + 1  # of the first record's write: its read comes before
     with pytest.raises(StorageError):
@@ -519,13 +469,13 @@ def test_state_whose_write_failed_is_refused_from_then_on(tmp_path) -> None:
             use()
 
 
-def test_float32_state_that_is_loaded_into_8_bit_counts(tmp_path) -> None:
+def test_float32_state_that_is_loaded_into_8_bit_counts(on_ssd) -> None:
     """It is coded by a kernel, which counts versions up as operations of torch do."""
     plain_parameters = make_parameters(torch.float32)
     source = torch.optim.AdamW(plain_parameters)
     give_gradients(plain_parameters, 0)
     source.step()
-    own = OnSsd(tmp_path, make_parameters(torch.float32), state="8bit")
+    own = on_ssd(state="8bit")
     plain = CPUAdam(plain_parameters, state="8bit")
     with torch.no_grad():
         for ours, theirs in zip(own.parameters, plain_parameters, strict=True):
@@ -534,8 +484,7 @@ def test_float32_state_that_is_loaded_into_8_bit_counts(tmp_path) -> None:
         optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
         give_gradients(optimizer.param_groups[0]["params"], 1)
         optimizer.step()
-    assert_equal_runs(own, plain, plain_parameters)
-    own.close()
+    assert_equal_runs(own, plain)
 
 
 def test_closing_after_several_failed_writes_raises_the_first_error(tmp_path) -> None:
@@ -551,9 +500,9 @@ def test_closing_after_several_failed_writes_raises_the_first_error(tmp_path) ->
         own.store.close()
 
 
-def test_state_that_an_interrupted_first_step_has_not_reached_is_zero(tmp_path, monkeypatch):
+def test_state_that_an_interrupted_first_step_has_not_reached_is_zero(on_ssd, monkeypatch):
     """And lies on the drive: a checkpoint may refer to it."""
-    own = OnSsd(tmp_path, make_parameters(torch.float32))
+    own = on_ssd()
     give_gradients(own.parameters, 0)
     use, used = own.state.use, []
 
@@ -574,4 +523,3 @@ def test_state_that_an_interrupted_first_step_has_not_reached_is_zero(tmp_path, 
         if record in records:
             assert not state[index]["exp_avg"].any() and not state[index]["exp_avg_sq"].any()
     assert records and all(record.record.is_written for record in records)
-    own.close()
