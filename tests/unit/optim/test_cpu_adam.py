@@ -210,18 +210,20 @@ def test_state_that_someone_replaced_is_taken_over():
     assert_same_state(adam.state_dict()["state"], torch_adam.state_dict()["state"])
 
 
-def test_compute_weights_follow_in_the_same_step():
-    masters = parameters((5, 3), (7,))
-    compute = {masters[0]: torch.zeros(5, 3, dtype=torch.bfloat16)}
-    adam = CPUAdam(masters, lr=0.1, compute_weights=compute)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("state", ["fp32", "8bit"])
+def test_compute_weights_follow_in_the_same_step(state, dtype):
+    masters = parameters((96, 64), (7,))
+    compute = {masters[0]: torch.zeros(96, 64, dtype=dtype)}
+    adam = CPUAdam(masters, lr=0.1, compute_weights=compute, state=state)
     set_gradients(masters, 0)
     version = compute[masters[0]]._version
     adam.step()
-    assert torch.equal(compute[masters[0]], masters[0].detach().bfloat16())
+    assert torch.equal(compute[masters[0]], masters[0].detach().to(dtype))
     assert compute[masters[0]]._version > version
-    compute[masters[1]] = torch.zeros(7, dtype=torch.bfloat16)  # added later
+    compute[masters[1]] = torch.zeros(7, dtype=dtype)  # added later
     adam.step()
-    assert torch.equal(compute[masters[1]], masters[1].detach().bfloat16())
+    assert all(torch.equal(compute[master], master.detach().to(dtype)) for master in masters)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`CPUAdam` by itself with bfloat16 parameters, and low-precision state; state dicts between them."""
+"""`CPUAdam` with bfloat16 parameters and low-precision state, and its copies and state dicts between all of these."""
 
 import copy
 import pickle
@@ -6,15 +6,19 @@ import pickle
 import pytest
 import torch
 
-from lightning_cxl.errors import ConfigError
+from lightning_cxl.errors import CheckpointError
 from lightning_cxl.inventory.plan import sensitive_parameters
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.kernels import split
+from lightning_cxl.optim.kernels import dynamic_map, split
+from tests.numerics.reference.blockwise import dequantize
 from tests.unit.optim.adam_pairs import assert_close, bf16, half_gradients, masters, parameters, set_gradients
 
 STATES = ["fp32", "bf16", "8bit"]
 LARGE, SMALL = (96, 64), (40,)
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
+HOW = pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))], ids=["deepcopy", "pickle"]
+)
 
 
 @pytest.mark.parametrize("grads", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -111,7 +115,7 @@ def test_parameters_with_float32_state_come_in_any_collection(kind):
     assert ["exp_avg" in adam.state[p] for p in params] == [False, True, False]
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))], ids=["deepcopy", "pickle"])
+@HOW
 def test_an_embedding_that_is_unfrozen_in_a_copy_has_float32_state(how):
     model = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(96, 64), "linear": torch.nn.Linear(64, 96)})
     model["embedding"].weight.requires_grad_(False)
@@ -124,34 +128,7 @@ def test_an_embedding_that_is_unfrozen_in_a_copy_has_float32_state(how):
     assert "state1" in adam.state[model["linear"].weight]
 
 
-def test_float16_compute_weights_follow():
-    params = parameters(LARGE, ())
-    compute = {p: torch.zeros_like(p, dtype=torch.float16) for p in params}
-    adam = CPUAdam(params, compute_weights=compute, state="8bit", **HYPER)
-    for step in range(2):
-        half_gradients(params, step, torch.float16)
-        adam.step()
-        assert all(torch.equal(compute[p], p.detach().half()) for p in params)
-
-
 # -- what changes between two steps ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("what", ["parameter and gradient", "parameter"])
-def test_a_parameter_that_was_cut_short_is_refused(what):
-    (p,) = parameters((10,))
-    adam = CPUAdam([p], **HYPER)
-    set_gradients([p], 0)
-    adam.step()
-    whole = p.detach().clone()
-    memory = p.data
-    p.data = p.data[:5]
-    if what == "parameter and gradient":
-        p.grad = None
-        p.grad = torch.ones(5)
-    with pytest.raises((ConfigError, RuntimeError), match="10"):
-        adam.step()
-    assert torch.equal(memory, whole)
 
 
 def test_compute_weights_of_another_format_at_the_same_place():
@@ -182,3 +159,162 @@ def test_gradients_change_format_address_and_order_from_step_to_step():
         torch_adam.step()
         adam.step()
     assert_close(ours, theirs)
+
+
+def trained(state, dtype=torch.float32, steps=3, **options):
+    params = parameters(LARGE, SMALL)
+    params = bf16(params) if dtype is torch.bfloat16 else params
+    adam = CPUAdam(params, state=state, **{**HYPER, **options})
+    train(adam, steps)
+    return params, adam
+
+
+def train(adam, steps, first=0):
+    for step in range(first, first + steps):
+        half_gradients(adam.param_groups[0]["params"], step)
+        adam.step()
+
+
+@HOW
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("state", STATES)
+def test_copies_go_on_alike_and_independently(state, dtype, how):
+    params, adam = trained(state, dtype, seed=3)
+    before = [p.detach().clone() for p in params]
+    adam.clip_grad_norm_(0.5)
+    twin = how(adam)
+    assert (twin.state_precision, twin.seed, twin.grad_scale) == (state, 3, adam.grad_scale)
+    twin.grad_scale = 1.0
+    assert adam.grad_scale < 1.0
+    adam.grad_scale = 1.0
+    train(twin, 2, first=3)
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+    train(adam, 2, first=3)
+    for mine, other in zip(masters(adam), masters(twin), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("second", STATES)
+@pytest.mark.parametrize("first", STATES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_state_dicts_convert(first, second, dtype):
+    params, adam = trained(first, dtype)
+    saved = copy.deepcopy(adam.state_dict())
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    other = CPUAdam(copies, state=second, **HYPER)
+    other.load_state_dict(adam.state_dict())
+    assert other.state[copies[0]]["step"] == 3
+    assert all(torch.equal(a, b) for a, b in zip(masters(adam), masters(other), strict=True))
+    for index, p in enumerate(copies):
+        for number, key in ((1, "exp_avg"), (2, "exp_avg_sq")):
+            was, now = read(saved["state"][index], number), read(other.state[p], number)
+            exact = second in (first, "fp32") or p.numel() < 4096
+            tolerance = 0 if exact else {"bf16": 2**-8, "8bit": 0.015}[second] * float(was.abs().max())
+            torch.testing.assert_close(now, was, rtol=0, atol=tolerance, msg=key)
+    train(other, 1, first=3)
+    if first == second:
+        train(adam, 1, first=3)
+        assert all(torch.equal(a, b) for a, b in zip(masters(adam), masters(other), strict=True))
+    assert saved["state"][0].keys() == adam.state_dict()["state"][0].keys()
+
+
+def read(entry, number):
+    plain = entry.get(("exp_avg", "exp_avg_sq")[number - 1])
+    if plain is not None:
+        return plain.float()
+    return dequantize(entry[f"state{number}"], entry[f"absmax{number}"], unsigned=number == 2)
+
+
+def test_float32_parameters_take_the_remainders_of_a_bfloat16_state():
+    params, adam = trained("fp32", torch.bfloat16)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in params]
+    other = CPUAdam(wide, **HYPER)
+    other.load_state_dict(adam.state_dict())
+    assert all(torch.equal(p.detach(), m) for p, m in zip(wide, masters(adam), strict=True))
+    assert all("remainder" not in entry for entry in other.state.values())
+
+
+def test_remainders_that_torch_carried_along_are_stale():
+    params, adam = trained("fp32", torch.bfloat16)
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    torch_adam = torch.optim.AdamW(theirs, **HYPER)
+    torch_adam.load_state_dict(adam.state_dict())
+    for p in theirs:
+        p.grad = torch.ones_like(p)
+    torch_adam.step()
+    for make in (lambda p: p.detach().clone(), lambda p: p.detach().float()):
+        back = [torch.nn.Parameter(make(p)) for p in theirs]
+        other = CPUAdam(back, **HYPER)
+        other.load_state_dict(torch_adam.state_dict())
+        assert all(torch.equal(m, p.detach().float()) for m, p in zip(masters(other), theirs, strict=True))
+        assert other.state[back[0]]["step"] == 4
+
+
+# -- bitsandbytes ------------------------------------------------------------------------------------------------------
+
+
+def as_bitsandbytes(adam, *, nested):
+    """The same state the way bitsandbytes writes it: integer steps, small tensors under the names of coded ones."""
+    saved = copy.deepcopy(adam.state_dict())
+    for entry in saved["state"].values():
+        entry["step"] = int(entry["step"])
+        entry.pop("remainder", None)
+        for plain, coded in (("exp_avg", "state1"), ("exp_avg_sq", "state2")):
+            if plain in entry:
+                entry[coded] = entry.pop(plain)
+        if nested:
+            moved = {key: entry.pop(key) for key in list(entry) if key != "step"}
+            entry["__bnb_optimizer_quant_state__"] = moved
+    return saved
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("state", STATES)
+def test_state_dicts_in_the_form_of_bitsandbytes_load(state, nested):
+    params, adam = trained("8bit")
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    other = CPUAdam(copies, state=state, **HYPER)
+    other.load_state_dict(as_bitsandbytes(adam, nested=nested))
+    for p, mine in zip(params, copies, strict=True):
+        for number in (1, 2):
+            was = read(adam.state[p], number)
+            tolerance = 2**-8 * float(was.abs().max()) if state == "bf16" and p.numel() >= 4096 else 0
+            torch.testing.assert_close(read(other.state[mine], number), was, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("damage", ["no absmax", "blocks", "another map"])
+def test_damaged_8_bit_states_are_refused(damage):
+    params, adam = trained("8bit")
+    saved = as_bitsandbytes(adam, nested=True)
+    entry = saved["state"][0]["__bnb_optimizer_quant_state__"]
+    if damage == "no absmax":
+        del entry["absmax2"]
+    elif damage == "blocks":
+        entry["absmax1"] = entry["absmax1"][:-1]
+    else:
+        entry["qmap1"] = dynamic_map(True)
+    before = adam.state[params[0]]["state1"].clone()
+    with pytest.raises(CheckpointError, match="parameter 0 of its group"):
+        adam.load_state_dict(saved)
+    assert torch.equal(adam.state[params[0]]["state1"], before)
+
+
+def test_bitsandbytes_itself(monkeypatch):
+    """Its optimizer continues ours and ours continues its own, on the CPU, through its own state dict."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    theirs = parameters(LARGE, LARGE)
+    bnb = bitsandbytes.optim.AdamW8bit(theirs, **HYPER)
+    train(bnb, 3)
+    ours = [torch.nn.Parameter(p.detach().clone()) for p in theirs]
+    adam = CPUAdam(ours, state="8bit", **HYPER)
+    adam.load_state_dict(bnb.state_dict())
+    for mine, other in zip(ours, theirs, strict=True):
+        for key in ("state1", "state2", "absmax1", "absmax2"):
+            assert torch.equal(adam.state[mine][key], bnb.state[other][key]), key
+    back = bitsandbytes.optim.AdamW8bit([torch.nn.Parameter(p.detach().clone()) for p in ours], **HYPER)
+    back.load_state_dict(adam.state_dict())
+    for optimizer in (bnb, adam, back):
+        train(optimizer, 2, first=3)
+    for mine, other, third in zip(ours, theirs, back.param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(mine.detach(), other.detach(), rtol=0, atol=5e-4)
+        torch.testing.assert_close(third.detach(), other.detach(), rtol=0, atol=5e-4)

@@ -1,11 +1,12 @@
-"""`Moment`: one moment in three precisions, in any element order, in memory that stays where it is."""
+"""One moment in three precisions, in any element order; 8-bit state of other shards."""
 
 import pytest
 import torch
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.memory.placement import TensorRole
-from lightning_cxl.optim.kernels import check_map, decode, dynamic_map
+from lightning_cxl.optim import parameter_state
+from lightning_cxl.optim.kernels import check_map, decode, dynamic_map, encode, num_blocks
 from lightning_cxl.optim.parameter_state import Moment, allocate_from_torch, choose_precision, moment_bytes
 from tests.numerics.reference import blockwise
 
@@ -125,3 +126,48 @@ def test_codes_with_gaps_are_read_in_row_major_order(precision, role):
     moment.load(gapped, source.scales)
     other.load(source.values, source.scales)
     assert torch.equal(read(moment), read(other)) and read(moment).any()
+
+
+def saved(values, begins):
+    """Return the 8-bit state that ranks whose shards begin there would have saved of a flat parameter."""
+    entry = {"step": torch.tensor(3.0)}
+    for codes_key, scales_key, map_key, unsigned in (
+        ("state1", "absmax1", "qmap1", False),
+        ("state2", "absmax2", "qmap2", True),
+    ):
+        codes = torch.empty(values.numel(), dtype=torch.uint8)
+        for begin, end in zip(begins, [*begins[1:], values.numel()], strict=True):
+            scales = torch.empty(num_blocks(end - begin))
+            part = torch.empty(end - begin, dtype=torch.uint8)
+            encode(values[begin:end].abs() if unsigned else values[begin:end].clone(), part, scales, unsigned=unsigned)
+            codes[begin:end] = part
+            entry[f"{scales_key}.{begin}"] = scales
+        entry |= {codes_key: codes, map_key: dynamic_map(unsigned)}
+    return entry
+
+
+@pytest.mark.parametrize("begins", [[0], [0, 1000], [0, 300, 5000], [0, 4097]])
+@pytest.mark.parametrize("own", [(0, 6000), (0, 2500), (2500, 3500), (999, 2), (5000, 1000)])
+def test_each_element_has_the_scale_of_its_shard(monkeypatch, begins, own):
+    first, numel = own
+    whole = torch.randn(6000, generator=torch.Generator().manual_seed(1)) * torch.linspace(0.1, 10, 6000)
+    entry = saved(whole, begins)
+    expected = {}
+    for key, scales_key, unsigned in (("state1", "absmax1", False), ("state2", "absmax2", True)):
+        parts = [
+            decode(entry[key][begin:end].clone(), entry[f"{scales_key}.{begin}"], unsigned=unsigned)
+            for begin, end in zip(begins, [*begins[1:], 6000], strict=True)
+        ]
+        expected[key] = torch.cat(parts)[first : first + numel]
+    parameter, shard = torch.zeros(6000), torch.zeros(numel)
+    monkeypatch.setattr(parameter_state, "first_element", lambda p: first)
+    monkeypatch.setattr(parameter_state, "local", lambda t: shard if t is parameter else t)
+    mine = {key: value[first : first + numel] if key.startswith("state") else value for key, value in entry.items()}
+    result = parameter_state.of_this_shard(mine, parameter)
+    if (first, first + numel) in zip(begins, [*begins[1:], 6000], strict=True):  # it was saved so
+        for codes, scales in (("state1", "absmax1"), ("state2", "absmax2")):
+            assert result[codes] is mine[codes] and torch.equal(result[scales], entry[f"{scales}.{first}"])
+        return
+    for key, values_key in (("state1", "exp_avg"), ("state2", "exp_avg_sq")):
+        torch.testing.assert_close(result[values_key], expected[key], rtol=1e-6, atol=0)
+    assert not {name for name in result if name.startswith(("absmax", "state", "qmap"))}

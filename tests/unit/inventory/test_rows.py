@@ -1,9 +1,12 @@
-"""Shards as torch cuts them, what one machine has of them, and ranks that no run can have."""
+"""Shards as torch cuts them, and parameters whose state stays float32 in 8 bit."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from lightning_cxl.inventory.plan import sensitive_parameters
 from lightning_cxl.inventory.tensors import Mesh
 
 SHAPES = st.lists(st.integers(1, 40), max_size=3).map(lambda shape: torch.empty(shape, device="meta"))
@@ -25,3 +28,19 @@ def test_a_machine_has_its_ranks_shards():
     assert Mesh(num_devices=4).machine_bytes(12, [odd]) == 16
     assert Mesh().machine_bytes(77, [even]) == 77
     assert shards.machine_bytes(5, []) == 5
+
+
+class RMSNormOfAFamily(nn.RMSNorm):
+    """Model families have their own."""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.BatchNorm1d(8), nn.InstanceNorm2d(8, affine=True), nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.Embedding(3, 4),
+     RMSNormOfAFamily(8)],
+    ids=lambda m: type(m).__name__,
+)  # fmt: skip
+def test_norms_and_embeddings(module):
+    linear = nn.Linear(2, 2)
+    sensitive = sensitive_parameters(nn.Sequential(module, linear))
+    assert module.weight in sensitive and linear.weight not in sensitive

@@ -1,0 +1,353 @@
+"""Policies on the machine of arXiv 2507.03305, on any machine and job, by name, and side by side."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_cxl.errors import ConfigError, TierFullError
+from lightning_cxl.machine.speeds import Device, Machine, MachineTier
+from lightning_cxl.machine.topology import TierKind, Topology
+from lightning_cxl.memory.placement import Placement, Placer, TensorRole
+from lightning_cxl.planning.job import Job, MemoryClass, Move, predict_step
+from lightning_cxl.planning.policies import (
+    POLICIES,
+    Bandwidth,
+    Bounds,
+    Decision,
+    LatencyFirst,
+    check_policy,
+    get_policy,
+    minimise,
+)
+
+GIB = 2**30
+R = TensorRole
+
+
+def machine(*, dram: int = 128, cards: tuple[int, ...] = (256,), unit: int = GIB, **options) -> Machine:
+    """Return a machine with the speeds of arXiv 2507.03305's (quoted in tests/unit/planning/jobs/test_perf.py)."""
+    near = tier("dram0", TierKind.DRAM, dram * unit, 278e9, 278e9, 278e9)
+    far = [tier(f"cxl{i}", TierKind.CXL, size * unit, 69e9, 53e9, 38e9) for i, size in enumerate(cards)]
+    device = Device(flops=150e12, h2d_bytes_per_s=55.6e9, d2h_bytes_per_s=55.6e9)
+    return Machine(**{"name": "test", "tiers": (near, *far), "device": device, "write_contention": 6.2, **options})
+
+
+def tier(name: str, kind: TierKind, capacity: int, adam: float, read: float, write: float) -> MachineTier:
+    return MachineTier(
+        name=name,
+        kind=kind,
+        capacity_bytes=capacity,
+        adam_bytes_per_s=adam,
+        device_read_bytes_per_s=read,
+        device_write_bytes_per_s=write,
+    )
+
+
+def job_of(sizes: dict[TensorRole, int], *, fixed: dict[tuple[TensorRole, str], int] | None = None, **options) -> Job:
+    """Return a job whose classes move what such classes do: optimizer state twice a step by the CPUs, and so on."""
+    classes = [MemoryClass(role=role, nbytes=size, moves=moves_of(role, size)) for role, size in sizes.items()]
+    classes += [
+        MemoryClass(role=role, nbytes=size, tier=tier, moves=moves_of(role, size))
+        for (role, tier), size in (fixed or {}).items()
+    ]
+    return Job(**{"name": "test", "classes": tuple(classes), "num_units": 8, **options})
+
+
+def moves_of(role: TensorRole, size: int) -> tuple[Move, ...]:
+    if role is R.ACTIVATIONS:
+        return Move("forward", "d2h", size), Move("backward", "h2d", size)
+    if role is R.COMPUTE_WEIGHTS:
+        return Move("forward", "h2d", size), Move("backward", "h2d", size), Move("update", "cpu", size)
+    if role is R.COMPUTE_GRADS:
+        return Move("backward", "d2h", size), Move("update", "cpu", size)
+    return (Move("update", "cpu", 2 * size),)
+
+
+def paper_job(num_parameters: int, layers: int, hidden: int, context: int = 32768) -> Job:
+    """Return the memory classes of arXiv 2507.03305."""
+    n = num_parameters
+    return job_of(
+        {
+            R.COMPUTE_GRADS: 2 * n, R.ACTIVATIONS: 2 * context * hidden * layers, R.COMPUTE_WEIGHTS: 2 * n,
+            R.MASTER_WEIGHTS: 4 * n, R.MASTER_GRADS: 4 * n, R.VARIANCE: 4 * n, R.MOMENTUM: 4 * n,
+        },
+        num_units=layers,
+    )  # fmt: skip
+
+
+QWEN_7B = paper_job(7_615_616_512, 28, 3584)
+NEMO_12B = paper_job(12_247_782_400, 40, 5120)
+
+
+def bytes_by_tier(job: Job, splits) -> dict[str, float]:
+    """Return what every tier holds, decorators and rules included."""
+    held: dict[str, float] = {}
+    for each in job.classes:
+        for tier, share in (splits[each.role] if each.tier is None else {each.tier: 1.0}).items():
+            held[tier] = held.get(tier, 0.0) + share * each.nbytes
+    return held
+
+
+ROLES = [role for role in R if role is not R.STAGING]
+
+
+@st.composite
+def cases(draw):
+    unit = draw(st.sampled_from([1, 2**20]))  # where units are bytes, the last byte is often the one that decides
+    cards = tuple(draw(st.lists(st.integers(0, 400), max_size=3)))
+    host = machine(dram=draw(st.integers(0, 400)), cards=cards, unit=unit)
+    tiers = tuple(
+        replace(
+            tier,
+            num_nodes=draw(st.integers(1, 8)),
+            adam_bytes_per_s=draw(st.floats(1e9, 5e11)),
+            device_read_bytes_per_s=draw(st.floats(1e9, 5e11)),
+            device_write_bytes_per_s=draw(st.floats(1e9, 5e11)),
+        )
+        for tier in host.tiers
+    )
+    sizes = draw(st.dictionaries(st.sampled_from(ROLES), st.integers(0, 200 * unit), min_size=1))
+    fixed = draw(
+        st.dictionaries(
+            st.tuples(st.sampled_from(ROLES), st.sampled_from(host.names)), st.integers(0, 50 * unit), max_size=3
+        )
+    )
+    options = {
+        "overlap": draw(st.sampled_from(["none", "backward", "forward"])),
+        "forward_flops": draw(st.floats(0, 1e12)),
+        "backward_flops": draw(st.floats(0, 1e12)),
+    }
+    return job_of(sizes, fixed=fixed, **options), replace(host, tiers=tiers)
+
+
+def decide(name, job, host):
+    try:
+        return get_policy(name).decide(job, host)
+    except TierFullError:
+        return None
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_nothing_is_lost_and_no_tier_overcommitted(name, case):
+    job, host = case
+    decision = decide(name, job, host)
+    if decision is None:
+        return
+    assert set(decision.splits) == set(job.free_classes()) == set(decision.reasons)
+    for split in decision.splits.values():
+        assert sum(split.values()) == pytest.approx(1)
+        assert min(split.values()) >= 0
+    for tier, held in bytes_by_tier(job, decision.splits).items():
+        assert held < host.tier(tier).capacity_bytes + len(job.classes)  # a split's part is rounded to whole bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_what_fits_is_placed(case):
+    """A job is refused by the policies that use all memory only if its bytes exceed it, or what is fixed overflows."""
+    job, host = case
+    fixed = bytes_by_tier(replace(job, classes=tuple(c for c in job.classes if c.tier)), {})
+    overflows = any(held > host.tier(tier).capacity_bytes for tier, held in fixed.items())
+    total = sum(each.nbytes for each in job.classes)
+    too_much = total > sum(tier.capacity_bytes for tier in host.tiers)
+    for name in ("interleave", "bandwidth"):
+        assert (decide(name, job, host) is None) == (overflows or too_much)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=30, deadline=None)
+@given(cases(), st.randoms(use_true_random=False))
+def test_order_of_classes_does_not_matter(name, case, rng: random.Random):
+    job, host = case
+    shuffled = list(job.classes)
+    rng.shuffle(shuffled)
+    first, second = decide(name, job, host), decide(name, replace(job, classes=tuple(shuffled)), host)
+    assert first == second
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_bandwidth_is_never_slower_than_another_policy(case):
+    job, host = case
+    ours = decide("bandwidth", job, host)
+    for name in ("dram_only", "interleave", "latency_first"):
+        other = decide(name, job, host)
+        if other is None:
+            continue
+        limit = 1 + 1e-6 if name == "latency_first" else 1.002  # of plans that are about equal it takes the simplest
+        assert predict_step(job, ours.splits, host).seconds <= limit * predict_step(job, other.splits, host).seconds
+
+
+@pytest.mark.parametrize("name", ["latency_first", "interleave", "bandwidth"])
+def test_memory_that_tiers_share_is_handed_out_once(name):
+    host = machine(dram=100, cards=(100,), unit=1, host_bytes=120)
+    assert decide(name, job_of({R.MOMENTUM: 100, R.VARIANCE: 20}), host) is not None
+    assert decide(name, job_of({R.MOMENTUM: 100, R.VARIANCE: 21}), host) is None
+    fixed = {(R.MOMENTUM, "dram0"): 100, (R.VARIANCE, "cxl0"): 21}
+    assert decide(name, job_of({}, fixed=fixed), host) is None
+
+
+STREAMED = (R.MOMENTUM, R.VARIANCE, R.MASTER_GRADS, R.MASTER_WEIGHTS)
+
+
+def test_what_the_cpus_stream_is_split_so_that_both_memories_finish_together():
+    host = machine(dram=4096)
+    decision = Bandwidth().decide(QWEN_7B, host)
+    parts = {decision.splits[role]["dram0"] for role in STREAMED}
+    assert len(parts) == 1 and 0.65 < parts.pop() < 0.9
+    update = predict_step(QWEN_7B, decision.splits, host).update
+    assert update.resources["tier dram0"] == pytest.approx(update.resources["tier cxl0"], rel=0.03)
+
+
+def test_weights_and_activations_lie_on_the_cards_and_gradients_come_before_them():
+    splits = Bandwidth().decide(QWEN_7B, machine(dram=4096, cards=(256, 256))).splits
+    for role in (R.COMPUTE_WEIGHTS, R.ACTIVATIONS):
+        assert splits[role] == pytest.approx({"cxl0": 0.5, "cxl1": 0.5})
+    assert splits[R.COMPUTE_GRADS].get("dram0", 0) > 0.5
+
+
+@pytest.mark.parametrize(("job", "dram", "cards"), [(QWEN_7B, 100, 1), (QWEN_7B, 128, 2), (NEMO_12B, 128, 2)])
+def test_faster_than_the_greedy_where_a_class_does_not_fit(job, dram, cards):
+    host = machine(dram=dram, cards=(256,) * cards)
+    ours, greedy = (
+        predict_step(job, policy.decide(job, host).splits, host) for policy in (Bandwidth(), LatencyFirst())
+    )
+    assert ours.seconds < greedy.seconds * 0.999
+
+
+def test_the_search_finds_what_trying_everything_finds():
+    sizes = (40, 30, 30)
+    bounds = Bounds(sizes, most_local=55, least_local=10)
+
+    def cost(x):
+        near = sum(weight * part for weight, part in zip((4, 2, 1), x, strict=True))
+        far = sum(weight * (1 - part) for weight, part in zip((9, 6, 4), x, strict=True))
+        return max(near, far) + max(3 * x[1], 2 * (1 - x[2]))
+
+    grid = [i / 40 for i in range(41)]
+    best = min(cost(x) for x in itertools.product(grid, repeat=3) if 10 <= bounds.local(x) <= 55)
+    found = minimise(cost, bounds, [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0)])
+    assert 10 - 1e-9 <= bounds.local(found) <= 55 + 1e-9
+    assert cost(found) <= best * 1.02
+
+
+# local GiB per class by replaying the authors' rule (utils/numa_allocation_patch.py of CXL-Aware-LLM-Finetuning) on
+# their two shapes, one sequence of 32,768: momentum, variance, master grads, master weights, compute weights,
+# activations, compute grads
+GREEDY_ORDER = (
+    R.MOMENTUM,
+    R.VARIANCE,
+    R.MASTER_GRADS,
+    R.MASTER_WEIGHTS,
+    R.COMPUTE_WEIGHTS,
+    R.ACTIVATIONS,
+    R.COMPUTE_GRADS,
+)
+TABLE = [
+    (QWEN_7B, 100, 1, (28.4, 28.4, 28.4, 14.2, 0.7, 0.0, 0.0)),
+    (QWEN_7B, 128, 1, (28.4, 28.4, 28.4, 28.4, 14.2, 0.3, 0.0)),
+    (NEMO_12B, 100, 1, (45.6, 45.6, 8.7, 0.0, 0.0, 0.0, 0.0)),
+    (NEMO_12B, 128, 1, (45.6, 45.6, 22.8, 13.9, 0.0, 0.0, 0.0)),
+    (NEMO_12B, 128, 2, (45.6, 45.6, 15.2, 15.2, 6.3, 0.0, 0.0)),
+]
+
+
+@pytest.mark.parametrize(("job", "dram", "cards", "local"), TABLE)
+def test_table_of_the_published_shapes(job, dram, cards, local):
+    splits = LatencyFirst().decide(job, machine(dram=dram, cards=(256,) * cards)).splits
+    sizes = job.bytes_of()
+    assert [round(splits[role].get("dram0", 0) * sizes[role] / GIB, 1) for role in GREEDY_ORDER] == list(local)
+    for role in GREEDY_ORDER:  # the rest is striped over the cards equally
+        parts = {splits[role].get(f"cxl{i}", 0.0) for i in range(cards)}
+        assert max(parts) - min(parts) < 1e-9
+        assert sum(splits[role].values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("dram", "cards", "expected"),
+    [
+        (90, (200, 200), {"dram0": 0.33, "cxl0": 0.335, "cxl1": 0.335}),  # at most its equal share of DRAM
+        (0, (10, 200), {"cxl0": 0.1, "cxl1": 0.9}),  # a full card leaves its part to the other
+    ],
+)
+def test_a_class_that_does_not_fit_in_dram(dram, cards, expected):
+    decision = LatencyFirst().decide(job_of({R.MOMENTUM: 100}), machine(dram=dram, cards=cards, unit=1))
+    assert decision.splits[R.MOMENTUM] == pytest.approx(expected)
+
+
+def test_nodes_of_a_tier_count_each():
+    host = machine(dram=40, cards=(100,), unit=1)
+    host = replace(host, tiers=(host.tiers[0], replace(host.tiers[1], num_nodes=2)))
+    split = LatencyFirst().decide(job_of({R.MOMENTUM: 90}), host).splits
+    assert split[R.MOMENTUM] == pytest.approx({"dram0": 1 / 3, "cxl0": 2 / 3})
+
+
+class AllFar:
+    """A policy of somebody else."""
+
+    def decide(self, job, machine):
+        return Decision({role: {machine.names[-1]: 1.0} for role in job.free_classes()}, {})
+
+
+class NeedsArguments:
+    def __init__(self, size):
+        self.size = size
+
+    def decide(self, job, machine): ...
+
+
+def test_import_path():
+    decision = get_policy(f"{__name__}.AllFar").decide(job_of({R.MOMENTUM: 8}), machine())
+    assert decision.splits == {R.MOMENTUM: {"cxl0": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bandwith", "there is no policy 'bandwith'; choose one of 'dram_only'"),
+        ("nowhere.Policy", "cannot be imported"),
+        (f"{__name__}.Missing", "cannot be imported"),
+        (f"{__name__}.test_import_path", "is no class, or has no method `decide`"),
+        (f"{__name__}.NeedsArguments", "cannot be constructed without arguments"),
+    ],
+)
+def test_names_that_are_no_policy(name, message):
+    with pytest.raises(ConfigError, match=message):
+        get_policy(name)
+
+
+class TensorByTensor:
+    def place(self, request, free): ...
+
+
+@pytest.mark.parametrize("given", [TensorByTensor(), f"{__name__}.TensorByTensor"])
+def test_a_policy_that_is_asked_tensor_by_tensor_is_refused(given):
+    with pytest.raises(ConfigError, match=r"no longer supported: `decide` .* `tier_rules` places single modules"):
+        check_policy(given)
+
+
+def decided(splits):
+    return Placer(Topology.fake(["1GiB"], ["1GiB"]), dict, splits=splits, reasons={R.MOMENTUM: "because"})
+
+
+def test_a_decided_split_is_placed_with_its_reason():
+    placement = decided({R.MOMENTUM: {"cxl": 0.75, "dram": 0.25}}).place(R.MOMENTUM, 100)
+    assert placement == Placement(("cxl", "dram"), False, "because", (0.75, 0.25))
+
+
+def test_a_decided_tier_has_the_others_to_spill_to():
+    placement = decided({R.COMPUTE_GRADS: {"cxl": 1.0}}).place(R.COMPUTE_GRADS, 100)
+    assert placement == Placement(("cxl", "dram"))
+
+
+def test_what_a_rule_asks_for_or_nobody_decided_is_left_to_the_rest():
+    placer = decided({R.MOMENTUM: {"cxl": 1.0}})
+    asked = placer.place(R.MOMENTUM, 100, tier="dram", source="rule 'x'")
+    assert asked.tiers == ("dram", "cxl") and "rule 'x'" in asked.reason
+    assert placer.place(R.ACTIVATIONS, 100).tiers == ("cxl", "dram")
