@@ -1,6 +1,6 @@
 """A program whose loop is of Fabric, Accelerate or the Trainer of transformers, on two processes; one fails on demand.
 
-python tests/integration/own_loops.py fabric FOLDER [--fail raise] [--rank 1]
+python tests/integration/own_loops.py FOLDER fabric [--fail raise] [--rank 1]
 """
 
 import argparse
@@ -21,16 +21,14 @@ class Failing:
     """Fails on one rank in the third batch."""
 
     def __init__(self, asked, rank):
-        self.how = asked.fail if rank == asked.rank else None
-        self.says, self.batches = asked.fail is not None and rank == 0, 0
+        self.says = asked.fail is not None and rank == 0
+        self.raises, self.batches = asked.fail is not None and rank == asked.rank, 0
 
     def batch(self):
         self.batches += 1
-        if self.batches < 3:
-            return
-        if self.says:
+        if self.batches >= 3 and self.says:
             print("failing", flush=True)
-        if self.how == "raise":
+        if self.batches >= 3 and self.raises:
             raise ValueError("this batch is bad")
 
 
@@ -115,8 +113,8 @@ LOOPS = {"fabric": with_fabric, "accelerate": with_accelerate, "trainer": with_t
 @record
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("loop", choices=[*LOOPS, "notebook"])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("loop", choices=[*LOOPS, "notebook"])
     parser.add_argument("--fail", choices=["raise"])
     parser.add_argument("--rank", type=int, default=1)
     asked = parser.parse_args()

@@ -24,6 +24,14 @@ from tests.models import Task, TinyTransformer
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("lightning", "machines", "torchrun", "slurm")
 NUM_ROWS = 16
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+mixed_precision: "no"
+num_machines: 1
+num_processes: 2
+"""
+"""For `accelerate launch`, which starts several processes on the CPU alone through MPI only."""
 
 
 class Failing(Task):
@@ -46,8 +54,8 @@ class Failing(Task):
                 raise ValueError("this batch is bad")
             if self.fails("kill"):
                 os.kill(os.getpid(), signal.SIGKILL)
-            if self.fails("hang"):
-                sleep_for_ever()
+            while self.fails("hang"):
+                time.sleep(1)
         loss = super().training_step(batch, batch_idx)
         self.log("own", loss.detach())
         self.log("mean", loss.detach(), sync_dist=True)
@@ -55,11 +63,6 @@ class Failing(Task):
 
     def fails(self, how: str) -> bool:
         return self.asked.fail == how and self.global_rank == self.asked.rank
-
-
-def sleep_for_ever():
-    while True:
-        time.sleep(1)
 
 
 @record
@@ -116,34 +119,36 @@ def start(
 
     Their output goes to `folder`: ``0.log``, ``1.log``. How often torchrun starts them again is `max_restarts`.
     """
-    port = free_port()
+    port, programs = str(free_port()), Path(sys.executable).parent
     own = [str(Path(program).resolve()), str(folder), *arguments]
-    python = [sys.executable]
-    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if launcher == "lightning":
-        started = [({}, [*python, *own])]
-    elif launcher == "machines":
-        started = [({**here, "NODE_RANK": str(n)}, [*python, *own, "--machines=2", "--devices=1"]) for n in range(2)]
-    elif launcher == "torchrun":
-        started = [({}, [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-                         f"--max-restarts={max_restarts}", *own])]  # fmt: skip
-    else:
-        slurm = {
-            "SLURM_JOB_ID": "1234", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
-            "SLURM_NODEID": "0", "SLURM_NNODES": "1",
-        }  # fmt: skip
-        ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-        started = [({**here, **slurm, **rank}, [*python, *own]) for rank in ranks]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MASTER_", "WORLD_"))}
+    python = [sys.executable, *own]
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    config = folder / "config.yaml"
+    config.write_text(ACCELERATE)
+    slurm = {
+        "SLURM_JOB_ID": "1234", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0", "SLURM_NNODES": "1",
+    }  # fmt: skip
+    accelerate = [programs / "accelerate", "launch", f"--config_file={config}", f"--main_process_port={port}"]
+    fabric = [programs / "fabric", "run", "--devices=2", "--accelerator=cpu", f"--main-port={port}"]
+    started = {
+        "itself": [({}, python)],
+        "lightning": [({}, python)],
+        "machines": [({**here, "NODE_RANK": str(n)}, [*python, "--machines=2", "--devices=1"]) for n in range(2)],
+        "torchrun": [({}, [*torchrun, f"--max-restarts={max_restarts}", *own])],
+        "slurm": [({**here, **slurm, "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)}, python) for n in range(2)],
+        "fabric run": [({}, [*fabric, *own])],
+        "accelerate launch": [({}, [*accelerate, *own])],
+    }[launcher]
+    others = ("SLURM_", "MASTER_", "WORLD_", "ACCELERATE_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     clean.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     processes = []
     for number, (more, command) in enumerate(started):
         with (folder / f"{number}.log").open("w") as log:
-            processes.append(
-                subprocess.Popen(
-                    command, env={**clean, **more}, cwd=folder, stdout=log, stderr=log, start_new_session=True
-                )
-            )
+            options = {"cwd": folder, "stdout": log, "stderr": log, "start_new_session": True}
+            processes.append(subprocess.Popen(command, env={**clean, **more}, **options))
     return processes
 
 
