@@ -1,51 +1,97 @@
-"""Lightning as users know it: precisions, loops without fit, hooks, callbacks, refusals, registration."""
+"""Lightning as users know it: loops without fit, modules without parameters, YAML, copies of a Trainer, schedulers."""
 
+import copy
+import io
 import json
+import os
+import pickle
+import signal
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.trainer.connectors import signal_connector
 from torch import nn
 
 import lightning_cxl
-from tests.integration.training import make_trainer, offload
+from tests.cases import every_value
+from tests.integration.training import make_trainer, offload, run
 from tests.models import Task, TinyTransformer, token_data
 
-pytestmark = pytest.mark.on_cpu
+on_cpu = pytest.mark.on_cpu
 
 
-def test_validate_test_and_predict_without_fit():
-    module = Task(TinyTransformer())
-    trainer = make_trainer("cxl_offload")
-    plain = make_trainer("auto")
-    assert trainer.validate(module, token_data(), verbose=False) == plain.validate(module, token_data(), verbose=False)
-    assert trainer.test(module, token_data(), verbose=False) == plain.test(module, token_data(), verbose=False)
-    ours, theirs = trainer.predict(module, token_data()), plain.predict(module, token_data())
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+def no_dropout():
+    return TinyTransformer(dropout=0.0)
 
 
+# -- loops and options -------------------------------------------------------------------------------------------------
+
+
+class Baseline(LightningModule):
+    """Guesses the same token always; has a buffer at most."""
+
+    def __init__(self, *, buffer):
+        super().__init__()
+        self.register_buffer("guess", torch.tensor(3)) if buffer else setattr(self, "guess", 3)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("hits", (batch[1] == self.guess).float().mean())
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return torch.full_like(batch[1], int(self.guess))
+
+
+def baseline():
+    return Baseline(buffer=False)
+
+
+def baseline_with_buffer():
+    return Baseline(buffer=True)
+
+
+def task():
+    return Task(TinyTransformer())
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("make", [task, baseline, baseline_with_buffer])
+def test_validate_test_and_predict_without_fit(make):
+    """Also where there are no parameters: a metric, or a tokenizer in the shape of a model."""
+    module, ours, plain = make(), make_trainer({"policy": "interleave"} if make is baseline else {}), make_trainer()
+    for verb in ("validate", "test"):
+        found = getattr(ours, verb)(module, token_data(), verbose=False)
+        assert found == getattr(plain, verb)(module, token_data(), verbose=False) != [{}]
+    predicted, expected = ours.predict(module, token_data()), plain.predict(module, token_data())
+    assert all(map(torch.equal, predicted, expected))
+    assert make is task or ours.strategy.report()["num_parameters"] == 0
+
+
+@on_cpu
 def test_one_trainer_for_fit_validate_and_fit_again(tmp_path):
-    module = Task(TinyTransformer())
-    trainer = make_trainer("cxl_offload", max_steps=2)
-    trainer.fit(module, token_data())
+    module, trainer = run({}, task, 2, save=tmp_path / "after.ckpt")
     before = trainer.validate(module, token_data(), verbose=False)
-    trainer.save_checkpoint(tmp_path / "after.ckpt")
     trainer.fit_loop.epoch_loop.max_steps = 4
     trainer.fit(module, token_data())
     assert len(module.losses) == 4
     assert trainer.validate(module, token_data(), verbose=False) != before
 
 
-def test_unsupported_adam_options_name_the_way_out():
-    for option in ("amsgrad", "maximize"):
-        module = Task(TinyTransformer(), **{option: True})
-        with pytest.raises(lightning_cxl.UnsupportedError, match=f"{option}.*cpu_adam=False"):
-            make_trainer("cxl_offload", max_steps=1).fit(module, token_data())
-        module = Task(TinyTransformer(), **{option: True})
-        make_trainer(offload(cpu_adam=False), max_steps=1).fit(module, token_data())
+@on_cpu
+@pytest.mark.every_case
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_unsupported_adam_options_name_the_way_out(option):
+    with pytest.raises(lightning_cxl.UnsupportedError, match=f"{option}.*cpu_adam=False"):
+        run({}, lambda: Task(TinyTransformer(), **{option: True}), 1)
+    run({"cpu_adam": False}, lambda: Task(TinyTransformer(), **{option: True}), 1)
 
 
+@on_cpu
 def test_subclass_of_adamw_is_left_alone():
     class Mine(torch.optim.AdamW):
         pass
@@ -54,46 +100,42 @@ def test_subclass_of_adamw_is_left_alone():
         def configure_optimizers(self):
             return Mine(self.parameters(), lr=1e-3)
 
-    trainer = make_trainer("cxl_offload", max_steps=2)
-    trainer.fit(Uses(TinyTransformer()), token_data())
-    assert type(trainer.optimizers[0]) is Mine
+    assert type(run({}, lambda: Uses(TinyTransformer()), 2)[1].optimizers[0]) is Mine
 
 
+@on_cpu
 def test_float64_parameters_train_with_torchs_adam():
     class Double(Task):
         def loss(self, batch):
             return nn.functional.cross_entropy(self.model(batch[0]).flatten(0, -2), batch[1].flatten())
 
-    results = []
-    for strategy in ("auto", "cxl_offload"):
-        seed_everything(4, verbose=False)
-        module = Double(TinyTransformer(dropout=0.0).double())
-        make_trainer(strategy, max_steps=4, precision="64-true").fit(module, token_data())
-        results.append(module.losses)
-    assert results[0] == results[1]
+    plain, ours = (run(each, lambda: Double(no_dropout().double()), 4, precision="64-true")[0] for each in ("auto", {}))
+    assert ours.losses == plain.losses
 
 
+@on_cpu
 def test_print_and_report():
-    trainer = make_trainer(offload(tiers={"cxl": "1GiB"}), max_steps=2)
-    assert "not set up" in str(trainer.strategy)
-    trainer.fit(Task(TinyTransformer()), token_data())
-    text = str(trainer.strategy)
-    for word in ("dram", "cxl", "momentum", "planned", "peak", "CPUAdam", "blocks"):
-        assert word in text
+    strategy = offload(tiers={"cxl": "1GiB"})
+    assert "not set up" in str(strategy)
+    run(strategy, task, 2)
+    text = str(strategy)
+    assert all(word in text for word in ("dram", "cxl", "momentum", "planned", "peak", "CPUAdam", "blocks"))
     assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 120
-    report = json.loads(json.dumps(trainer.strategy.report()))
+    report = json.loads(json.dumps(strategy.report()))
     assert {"capacity_bytes", "budget_bytes", "used_bytes", "peak_bytes"} <= report["tiers"]["dram"].keys()
     assert report["peak_roles"]["momentum"]["dram"] > 0
     assert repr(offload(num_threads=3)) == "CXLOffloadStrategy(num_threads=3)"
 
 
+@on_cpu
 @pytest.mark.parametrize(
     "strategy",
     [
-        "strategy: cxl_offload",
-        "strategy:\n    class_path: lightning_cxl.CXLOffloadStrategy\n    init_args:\n"
-        "      tiers: {dram: 1GiB}\n      tier_rules: {'model.blocks.*': {activations: cxl}}\n      num_threads: 1",
+        "\n    class_path: lightning_cxl.CXLOffloadStrategy\n    init_args:\n      tiers: {dram: 1GiB}\n"
+        "      tier_rules: {'model.blocks.*': {activations: cxl}}\n      num_threads: 1",
+        "cxl_offload",
     ],
+    ids=["class", "name"],
 )
 def test_lightning_cli_yaml(tmp_path, monkeypatch, strategy):
     pytest.importorskip("jsonargparse")
@@ -112,15 +154,161 @@ def test_lightning_cli_yaml(tmp_path, monkeypatch, strategy):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters())
 
-    config = tmp_path / "config.yaml"
+    config, is_class = tmp_path / "config.yaml", "class_path" in strategy
     config.write_text(
-        f"seed_everything: 1\ntrainer:\n  {strategy}\n  accelerator: cpu\n  max_steps: 2\n  logger: false\n"
-        "  enable_checkpointing: false\n  enable_progress_bar: false\n"
+        f"seed_everything: 1\ntrainer:\n  strategy: {strategy}\n  accelerator: cpu\n"
+        "  max_steps: 2\n  logger: false\n  enable_checkpointing: false\n  enable_progress_bar: false\n"
     )
     monkeypatch.setattr("sys.argv", ["train.py", "fit", "--config", str(config)])
     cli = LightningCLI(Cli, save_config_callback=None)
     chosen = cli.trainer.strategy
     assert isinstance(chosen, lightning_cxl.CXLOffloadStrategy) and cli.trainer.global_step == 2
-    if "init_args" in strategy:
+    if is_class:
         assert chosen.config.budgets() == {"dram": 1 << 30} and chosen.config.num_threads == 1
         assert chosen.report()["tiers"]["dram"]["budget_bytes"] == 1 << 30
+
+
+# -- copies and pickles of what knows the Trainer leave the run itself behind ------------------------------------------
+
+
+def through_pickle(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+def through_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+class Travels(Callback):
+    """Copies what a callback can reach; a copy of it does not copy again."""
+
+    def __init__(self, way, when):
+        self.way, self.when, self.copies = way, when, []
+
+    def __getstate__(self):
+        return {"way": self.way, "when": "never", "copies": []}
+
+    def _travel(self, trainer, when):
+        if when == self.when and not self.copies:
+            self.copies = [self.way(trainer), self.way(trainer.callbacks), self.way(trainer.lightning_module)]
+            self.weights = {name: value.clone() for name, value in trainer.lightning_module.state_dict().items()}
+
+    def on_fit_start(self, trainer, pl_module):
+        self._travel(trainer, "on_fit_start")
+
+    def on_train_batch_end(self, trainer, *_):
+        self._travel(trainer, "on_train_batch_end")
+
+    def on_train_end(self, trainer, pl_module):
+        self._travel(trainer, "on_train_end")
+
+
+def fit(callbacks, **given):
+    """Without a lambda in its scheduler, which does not travel with plain Lightning either."""
+    return run({}, lambda: Task(no_dropout(), scheduler=False), 3, callbacks=callbacks, **given)
+
+
+WHEN = ("on_fit_start", "on_train_batch_end", "on_train_end")
+
+
+@pytest.mark.parametrize(
+    ("way", "when", "precision"),
+    every_value((copy.deepcopy, through_pickle, through_file), WHEN, ("32-true", "bf16-true")),
+)
+def test_copies_made_during_a_run_have_its_weights_and_can_train(way, when, precision):
+    callback = Travels(way, when)
+    straight, module = (fit(each, precision=precision)[0] for each in ([], [callback]))
+    assert module.losses == straight.losses, "the run goes on undisturbed"
+    trainer, callbacks, alone = callback.copies
+    assert [type(one) for one in callbacks] == [Travels]
+    for copied in (trainer.lightning_module, alone):
+        for name, value in callback.weights.items():
+            assert torch.equal(copied.state_dict()[name], value), name
+        kinds = {type(value).__module__ for part in copied.model.modules() for value in vars(part).values()}
+        assert not [kind for kind in kinds if kind.startswith("lightning_cxl")]
+    assert trainer.strategy._session.run is None
+    copied, trainer.fit_loop.epoch_loop.max_steps = trainer.lightning_module, trainer.global_step + 2
+    before = copied.model.head.weight.detach().cpu().clone()
+    trainer.fit(copied, token_data())
+    assert not torch.equal(copied.model.head.weight.detach().cpu(), before)
+
+
+@on_cpu
+@pytest.mark.parametrize("way", [copy.deepcopy, through_pickle])
+def test_precision_plugins_travel_with_methods_of_their_own(way):
+    """A run puts clipping and unscaling of its own into them."""
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    callback = Travels(way, "on_train_batch_end")
+    fit([callback], plugins=[plugin], gradient_clip_val=0.5)
+    copied = callback.copies[0].strategy.precision_plugin
+    assert copied is not plugin and copied.scaler is not plugin.scaler
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.full((4,), 8.0)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    copied.scaler.scale(torch.ones(()))
+    copied.scaler.unscale_(optimizer)
+    assert torch.equal(parameter.grad, torch.full((4,), 2.0))
+    copied.clip_grad_by_norm(optimizer, 1.0)
+    assert parameter.grad.norm() == pytest.approx(1.0, rel=1e-4)
+
+
+# -- under a cluster's scheduler ---------------------------------------------------------------------------------------
+
+SLURM = {
+    "SLURM_JOB_ID": "1234", "SLURM_JOB_NAME": "fine-tune", "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1",
+    "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "1",
+}  # fmt: skip
+RANKS = {
+    SLURMEnvironment: {
+        "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"
+    },
+    TorchElasticEnvironment: {
+        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "1"
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def slurm(monkeypatch):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    commands = []
+    monkeypatch.setattr(signal_connector, "call", lambda command: commands.append(command) or 0)
+    return commands
+
+
+class Signalled(Task):
+    """The scheduler says at the third step that time is up."""
+
+    def on_train_batch_end(self, *_):
+        if self.global_step == 3:
+            assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL, "it would end this process"
+            os.kill(os.getpid(), signal.SIGUSR1)
+            self.trainer.should_stop = True
+
+
+def test_slurm_saves_requeues_and_resumes(tmp_path, slurm):
+    before = signal.getsignal(signal.SIGUSR1)
+    _, trainer = run({}, lambda: Signalled(no_dropout()), 6, default_root_dir=tmp_path)
+    assert isinstance(trainer._accelerator_connector.cluster_environment, SLURMEnvironment)
+    assert slurm == [["scontrol", "requeue", "1234"]]
+    assert [path.name for path in tmp_path.iterdir()] == ["hpc_ckpt_1.ckpt"]
+    assert signal.getsignal(signal.SIGUSR1) == before
+    resumed, trainer = run({}, lambda: Task(no_dropout()), 6, default_root_dir=tmp_path)
+    assert trainer.global_step == 6 and len(resumed.losses) == 3
+
+
+@pytest.mark.parametrize("environment", RANKS)
+def test_one_of_several_tasks_is_on_its_own_as_with_plain_lightning(tmp_path, slurm, monkeypatch, environment):
+    """The strategy drives one device: it is rank 0 of 1, and writes its checkpoint, whatever its task's number is."""
+    for name, value in RANKS[environment].items():
+        monkeypatch.setenv(name, value)
+    for strategy in ("auto", "cxl_offload"):
+        path = tmp_path / strategy / "one.ckpt"
+        _, trainer = run(strategy, task, 1, default_root_dir=path.parent, save=path)
+        assert isinstance(trainer._accelerator_connector.cluster_environment, environment)
+        ranks = (trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.world_size)
+        assert ranks == (0, 0, 0, 1) and trainer.is_global_zero and path.exists()
