@@ -78,7 +78,7 @@ def assert_is_the_plain_schedule(form, accumulate, twice=False):
 @slow_updates
 @pytest.mark.parametrize(
     ("form", "accumulate", "twice"),
-    [("fp32", 1, False), ("fp32", 1, True), ("split", 3, False), ("separate", 1, False), ("8bit", 3, False)],
+    [("fp32", 1, True), ("fp32", 1, False), ("split", 3, False), ("separate", 1, False), ("8bit", 3, False)],
 )
 def test_is_the_plain_schedule(form, accumulate, twice):
     assert_is_the_plain_schedule(form, accumulate, twice)
