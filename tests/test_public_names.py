@@ -16,17 +16,7 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.export import ExportPretrained
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.machine.speeds import (
-    Cache,
-    Calibration,
-    Device,
-    DeviceSpeeds,
-    Machine,
-    MachineSsd,
-    MachineTier,
-    NodeSpeeds,
-    SsdSpeeds,
-)
+from lightning_cxl.machine import speeds
 from lightning_cxl.planning.policies import POLICIES
 
 DUMPED = Path(__file__).parent / "fixtures" / "configs" / "dumped_earlier.yaml"
@@ -42,84 +32,40 @@ NAMES = """
     save_pretrained save_weights tier
 """
 OPTIONS = {
-    "tiers": {},
-    "tier_rules": {},
-    "policy": "auto",
-    "machine": None,
-    "batch_tokens": None,
-    "activation_offload": True,
-    "units": "auto",
-    "stream_weights": "auto",
-    "overlap_step": "auto",
-    "cpu_adam": True,
-    "state": "fp32",
-    "master": "split",
-    "accumulate": "fp32",
-    "on_overflow": "skip",
-    "max_overflows": 20,
-    "num_threads": None,
-    "numa_binding": "auto",
-    "on_missing_tier": "fallback",
-    "on_tier_full": "spill",
-    "pin_memory": "auto",
-    "share_weights": False,
-    "replicate_machines": False,
-}
+    "tiers": {}, "tier_rules": {}, "policy": "auto", "machine": None, "batch_tokens": None, "activation_offload": True,
+    "units": "auto", "stream_weights": "auto", "overlap_step": "auto", "cpu_adam": True, "state": "fp32",
+    "master": "split", "accumulate": "fp32", "on_overflow": "skip", "max_overflows": 20, "num_threads": None,
+    "numa_binding": "auto", "on_missing_tier": "fallback", "on_tier_full": "spill", "pin_memory": "auto",
+    "share_weights": False, "replicate_machines": False,
+}  # fmt: skip
+OF_STRATEGIES = {"accelerator": None, "checkpoint_io": None, "timeout": None, **OPTIONS}
 ARGUMENTS = {
-    lightning_cxl.CXLOffloadStrategy: {
-        "accelerator": None,
-        "checkpoint_io": None,
-        "precision_plugin": None,
-        "timeout": None,
-        **OPTIONS,
-    },
-    lightning_cxl.CXLFabricStrategy: {
-        "accelerator": None,
-        "checkpoint_io": None,
-        "precision": None,
-        "timeout": None,
-        **OPTIONS,
-    },
+    lightning_cxl.CXLOffloadStrategy: {"precision_plugin": None, **OF_STRATEGIES},
+    lightning_cxl.CXLFabricStrategy: {"precision": None, **OF_STRATEGIES},
     CausalLM: {
-        "name_or_path": None,
-        "vocab_size": 8192,
-        "hidden_size": 512,
-        "num_layers": 6,
-        "num_heads": 8,
-        "intermediate_size": 1408,
-        "attn": "sdpa",
-        "mapped": None,
-        "lora": None,
-        "quantization": None,
-        "lr": None,
-        "weight_decay": 0.1,
-        "warmup_steps": 10,
+        "name_or_path": None, "vocab_size": 8192, "hidden_size": 512, "num_layers": 6, "num_heads": 8,
+        "intermediate_size": 1408, "attn": "sdpa", "mapped": None, "lora": None, "quantization": None, "lr": None,
+        "weight_decay": 0.1, "warmup_steps": 10,
     },
     TextData: {
-        "text_files": None,
-        "seq_len": 256,
-        "batch_size": 6,
-        "vocab_size": 8192,
-        "val_fraction": 0.05,
-        "seed": 0,
-        "tokenizer_name_or_path": None,
-        "train_on": "answers",
+        "text_files": None, "seq_len": 256, "batch_size": 6, "vocab_size": 8192, "val_fraction": 0.05, "seed": 0,
+        "tokenizer_name_or_path": None, "train_on": "answers",
     },
     ExportPretrained: {"dirpath": None},
     lightning_cxl.OffloadProgressBar: {"plain_every_n_steps": 10, "kwargs": inspect.Parameter.empty},
-}
+}  # fmt: skip
 KEYS_OF_FILES = {
-    Machine: "name tiers device cache host_bytes write_contention source has_speeds ssd links",
-    MachineSsd: "capacity_bytes read_bytes_per_s write_bytes_per_s num_drives versions",
-    MachineTier: "name kind capacity_bytes num_nodes adam_bytes_per_s device_read_bytes_per_s device_write_bytes_per_s "
-    "device_write_buffer_bytes latency_ns backed_by",
-    Device: "name memory_bytes flops h2d_bytes_per_s d2h_bytes_per_s copy_latency_s count is_host",
-    Cache: "nbytes bytes_per_s",
-    Calibration: "date num_threads nodes devices cache_bytes cache_bytes_per_s ssds others_fraction",
-    NodeSpeeds: "node_id read_bytes_per_s write_bytes_per_s adam_bytes_per_s latency_ns h2d_bytes_per_s "
+    speeds.Machine: "name tiers device cache host_bytes write_contention source has_speeds ssd links",
+    speeds.MachineSsd: "capacity_bytes read_bytes_per_s write_bytes_per_s num_drives versions",
+    speeds.MachineTier: "name kind capacity_bytes num_nodes adam_bytes_per_s device_read_bytes_per_s "
+    "device_write_bytes_per_s device_write_buffer_bytes latency_ns backed_by",
+    speeds.Device: "name memory_bytes flops h2d_bytes_per_s d2h_bytes_per_s copy_latency_s count is_host",
+    speeds.Cache: "nbytes bytes_per_s",
+    speeds.Calibration: "date num_threads nodes devices cache_bytes cache_bytes_per_s ssds others_fraction",
+    speeds.NodeSpeeds: "node_id read_bytes_per_s write_bytes_per_s adam_bytes_per_s latency_ns h2d_bytes_per_s "
     "d2h_bytes_per_s",
-    DeviceSpeeds: "kind name flops h2d_bytes_per_s d2h_bytes_per_s copy_latency_s",
-    SsdSpeeds: "folder read_bytes_per_s write_bytes_per_s direct",
+    speeds.DeviceSpeeds: "kind name flops h2d_bytes_per_s d2h_bytes_per_s copy_latency_s",
+    speeds.SsdSpeeds: "folder read_bytes_per_s write_bytes_per_s direct",
 }
 COMMANDS = {
     "plan": "model tiers ssd ssd-budget ssd-checkpoint batch seq precision state master accumulate "

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision, Precision
 
 from tests.cases import every_value
-from tests.integration.training import make_trainer
+from tests.integration.training import make_trainer, run
 from tests.models import Task, TinyTransformer, token_data
 
 pytestmark = pytest.mark.on_cpu
@@ -34,11 +34,9 @@ def norm(grads):
     return math.sqrt(sum(float(g.double().square().sum()) for g in grads if g is not None))
 
 
-def fit(strategy="cxl_offload", task=Recording, *, steps=8, **trainer_args):
-    seed_everything(11, verbose=False)
-    module = task(TinyTransformer(dropout=0.0))
-    trainer = make_trainer(strategy, max_steps=steps, **{"gradient_clip_val": CLIP, **trainer_args})
-    trainer.fit(module, token_data())
+def fit(strategy="cxl_offload", task=Recording, *, steps=8, **given):
+    given = {"gradient_clip_val": CLIP, **given}
+    module, trainer = run(strategy, lambda: task(TinyTransformer(dropout=0.0)), steps, seed=11, **given)
     assert "clip_grad_by_norm" not in vars(trainer.precision_plugin), "nothing stays"
     return module, trainer
 
@@ -53,29 +51,15 @@ def test_the_step_clips_as_plain_lightning_does():
     assert trainer.optimizers[0].grad_scale == 1.0
 
 
-class BeforeStep(Recording):
-    def on_before_optimizer_step(self, optimizer):
-        pass
-
-
-class BeforeZero(Recording):
-    def on_before_zero_grad(self, optimizer):
-        pass
-
-
-class AfterBatch(Recording):
-    def on_train_batch_end(self, *_):
-        pass
+def looks(self, optimizer, *_):
+    self.seen = norm(p.grad for group in optimizer.param_groups for p in group["params"])
 
 
 class StepHook(Recording):
     def configure_optimizers(self):
         made = super().configure_optimizers()
-        made["optimizer"].register_step_pre_hook(self.look)
+        made["optimizer"].register_step_pre_hook(lambda optimizer, *_: looks(self, optimizer))
         return made
-
-    def look(self, optimizer, *_):
-        self.seen = norm(p.grad for group in optimizer.param_groups for p in group["params"])
 
 
 class OnTheObject(Recording):
@@ -87,38 +71,29 @@ class OnTheObject(Recording):
 class Configured(Recording):
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        self.seen = norm(p.grad for group in optimizer.param_groups for p in group["params"])
+        looks(self, optimizer)
 
 
-class Looks(Callback):
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        pass
+def with_hook(name, base=Recording):
+    return type("Hooked", (base,), {name: lambda *_: None})
 
 
-@pytest.mark.parametrize(
-    ("task", "callbacks"),
-    [
-        (BeforeStep, []),
-        (BeforeZero, []),
-        (AfterBatch, []),
-        (Configured, []),
-        (StepHook, []),
-        (OnTheObject, []),
-        (Recording, [Looks()]),
-        (Recording, [LambdaCallback(on_before_optimizer_step=lambda *_: None)]),
-    ],
-    ids=[
-        "on_before_optimizer_step",
-        "on_before_zero_grad",
-        "on_train_batch_end",
-        "configure_gradient_clipping",
-        "step pre-hook",
-        "on the object",
-        "callback",
-        "LambdaCallback",
-    ],
-)
-def test_whoever_may_look_finds_clipped_gradients(task, callbacks):
+BeforeStep = with_hook("on_before_optimizer_step")
+LOOKS = {
+    "on_before_optimizer_step": (BeforeStep, []),
+    "on_before_zero_grad": (with_hook("on_before_zero_grad"), []),
+    "on_train_batch_end": (with_hook("on_train_batch_end"), []),
+    "configure_gradient_clipping": (Configured, []),
+    "step pre-hook": (StepHook, []),
+    "on the object": (OnTheObject, []),
+    "callback": (Recording, [with_hook("on_before_optimizer_step", Callback)()]),
+    "LambdaCallback": (Recording, [LambdaCallback(on_before_optimizer_step=lambda *_: None)]),
+}
+
+
+@pytest.mark.parametrize("who", LOOKS)
+def test_whoever_may_look_finds_clipped_gradients(who):
+    task, callbacks = LOOKS[who]
     module, _ = fit(task=task, callbacks=callbacks)
     assert not module.deferred
     assert module.norm_after == pytest.approx(CLIP, rel=1e-4)
@@ -165,12 +140,12 @@ def test_edits_through_data_are_in_the_norm(how):
         def hook(p):
             p.grad.data.mul_(1e-3)
 
-    def run(strategy):
-        callbacks = {"class": [Edits()], "LambdaCallback": [LambdaCallback(on_after_backward=shrink)]}.get(how, [])
-        task = Late if how == "late hook" else Recording
-        return fit(strategy, lambda m: task(m, eps=1.0, lr=1.0), callbacks=callbacks)[0].losses
-
-    ours, plain = run("cxl_offload"), run("auto")
+    callbacks = {"class": [Edits()], "LambdaCallback": [LambdaCallback(on_after_backward=shrink)]}.get(how, [])
+    task = Late if how == "late hook" else Recording
+    ours, plain = (
+        fit(strategy, lambda m: task(m, eps=1.0, lr=1.0), callbacks=callbacks)[0].losses
+        for strategy in ("cxl_offload", "auto")
+    )
     assert ours == pytest.approx(plain, rel=1e-5) and abs(plain[-1] - plain[0]) > 1e-4
 
 
@@ -180,7 +155,7 @@ def test_edits_through_data_are_in_the_norm(how):
 def test_clipping_under_a_loss_scaler_that_overflows(task, algorithm):
     """Steps that the scaler leaves out change nothing of those that follow."""
 
-    def run(strategy):
+    def scaled(strategy):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=3)
         plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
         value = {"norm": CLIP, "value": 0.003, None: None}[algorithm]
@@ -189,7 +164,7 @@ def test_clipping_under_a_loss_scaler_that_overflows(task, algorithm):
         assert "_unscale_grads_" not in vars(scaler), "nothing stays"
         return module.losses, scaler.get_scale()
 
-    (ours, scale), (plain, plain_scale) = run("cxl_offload"), run("auto")
+    (ours, scale), (plain, plain_scale) = scaled("cxl_offload"), scaled("auto")
     assert scale == plain_scale
     assert ours == pytest.approx(plain, rel=1e-3)
     assert abs(plain[-1] - plain[0]) > 0.01 and all(map(math.isfinite, ours))

@@ -5,13 +5,13 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch import Callback
 
 import lightning_cxl
 from lightning_cxl import GradientOverflowError
 from tests.cases import every_value
-from tests.integration.training import EXACT, make_trainer, offload
-from tests.models import Task, TinyTransformer, token_data
+from tests.integration.training import EXACT, run
+from tests.models import Task, TinyTransformer
 
 pytestmark = pytest.mark.on_cpu
 
@@ -37,12 +37,8 @@ class Poisoned(Task):
         self.history.append(({name: p.detach().clone() for name, p in self.named_parameters()}, state))
 
 
-def fit(strategy, task=Poisoned, *, steps=5, **trainer_args):
-    seed_everything(11, verbose=False)
-    module = task(TinyTransformer(dropout=0.0))
-    trainer = make_trainer(strategy, max_steps=steps, **trainer_args)
-    trainer.fit(module, token_data())
-    return module, trainer
+def fit(strategy, task=Poisoned, *, steps=5, **given):
+    return run(strategy, lambda: task(TinyTransformer(dropout=0.0)), steps, seed=11, **given)
 
 
 PRECISIONS = {
@@ -63,7 +59,7 @@ def test_a_step_is_left_out_and_nothing_changes(kind, accumulate, clip):
     with pytest.warns(
         lightning_cxl.LightningCXLWarning, match=r"`model\.blocks\.1\.out\.weight`.*this step is left out"
     ):
-        module, trainer = fit(offload(**options), **arguments)
+        module, trainer = fit(options, **arguments)
     before, after = module.history[1], module.history[3 if accumulate == 2 else 2]
     assert len(after[1]) > 30
     for name, value in before[0].items():
@@ -83,7 +79,7 @@ def test_ignore_lets_them_through_as_plain_lightning_does(precision):
     with warnings.catch_warnings():
         warnings.simplefilter("error", lightning_cxl.LightningCXLWarning)
         warnings.simplefilter("ignore", lightning_cxl.MissingTierWarning)
-        ours, _ = fit(offload(on_overflow="ignore"), precision=precision)
+        ours, _ = fit({"on_overflow": "ignore"}, precision=precision)
     plain, _ = fit("auto", precision=precision)
     assert ours.history[2][0]["model.head.weight"].isnan().all()
     for name, value in plain.history[2][0].items():
@@ -124,7 +120,7 @@ def test_edits_through_data_are_seen(where, precision):
     task = (lambda m: Edits(m, bad=())) if where == "callback" else _edits_in(where)
     callbacks = [EditingCallback()] if where == "callback" else []
     with pytest.warns(lightning_cxl.LightningCXLWarning, match=r"gradient of `model\.head\.weight`"):
-        module, _ = fit(offload(), task, callbacks=callbacks, precision=precision)
+        module, _ = fit({}, task, callbacks=callbacks, precision=precision)
     assert torch.equal(module.history[2][0]["model.head.weight"], module.history[1][0]["model.head.weight"])
 
 
@@ -139,7 +135,7 @@ def test_manual_optimization_is_guarded():
             optimizer.step()
 
     with pytest.warns(lightning_cxl.LightningCXLWarning, match="this step is left out"):
-        module, _ = fit(offload(), Manual)
+        module, _ = fit({}, Manual)
     assert torch.equal(module.history[2][0]["model.head.weight"], module.history[1][0]["model.head.weight"])
     assert not torch.equal(module.history[3][0]["model.head.weight"], module.history[2][0]["model.head.weight"])
 
@@ -192,18 +188,18 @@ OWNERS = {"own": OwnStep, "AdamW": OwnAdam, "LBFGS": lambda p: torch.optim.LBFGS
 @pytest.mark.parametrize(("name", "precision"), every_value(OWNERS, ["bf16-true", "32-true"]))
 def test_an_optimizer_that_evaluates_its_closure_itself_is_guarded(name, precision):
     with pytest.warns(lightning_cxl.LightningCXLWarning, match="this step is left out"):
-        module, _ = fit(offload(), uses(OWNERS[name]), precision=precision)
+        module, _ = fit({}, uses(OWNERS[name]), precision=precision)
     for key, value in module.history[1][0].items():
         assert torch.equal(module.history[2][0][key], value), key
     last = module.history[-1][0]
     assert any(not torch.equal(last[key], value) for key, value in module.history[2][0].items()), "it trains on"
     assert all(value.isfinite().all() for value in last.values())
     with pytest.raises(GradientOverflowError, match=r"`model\.blocks\.1\.out\.weight`"):
-        fit(offload(on_overflow="error"), uses(OWNERS[name]), precision=precision)
+        fit({"on_overflow": "error"}, uses(OWNERS[name]), precision=precision)
 
 
 def test_a_step_that_has_changed_weights_already_ends_the_run():
     with pytest.raises(GradientOverflowError, match="in the middle of a step of ChangesFirst"):
-        fit(offload(), uses(ChangesFirst))
-    module, _ = fit(offload(on_overflow="ignore"), uses(ChangesFirst))
+        fit({}, uses(ChangesFirst))
+    module, _ = fit({"on_overflow": "ignore"}, uses(ChangesFirst))
     assert module.history[2][0]["model.head.weight"].isnan().all()
