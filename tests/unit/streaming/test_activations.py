@@ -1,7 +1,6 @@
 """Offloaded units compute what plain units compute, bit for bit."""
 
 import collections
-import contextlib
 import copy
 import dataclasses
 import random
@@ -69,19 +68,42 @@ def compare(model, offload, step, units="blocks.*", num_steps=3):
 
 
 class Stack(nn.Module):
-    """Blocks one after the other, behind a stem that makes the first input carry gradient."""
+    """Blocks one after the other, behind a stem that makes the first input carry gradient.
 
-    def __init__(self, make_block, num_blocks=3, width=8):
+    `run` goes through the blocks in another way.
+    """
+
+    def __init__(self, make_block, num_blocks=3, width=8, run=None):
         super().__init__()
         torch.manual_seed(0)
         self.stem = nn.Linear(width, width)
         self.blocks = nn.ModuleList(make_block() for _ in range(num_blocks))
+        self.run = run
 
     def forward(self, x):
         x = self.stem(x)
+        if self.run is not None:
+            return self.run(self.blocks, x)
         for block in self.blocks:
             x = block(x)
         return x
+
+
+class Does(nn.Module):
+    """Computes `function(self, ...)` with two layers and a scale."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.randn(8))
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(self, *args)
+
+
+def does(function):
+    return lambda: Does(function)
 
 
 class Residual(nn.Module):
@@ -103,14 +125,6 @@ def train(model, *args, **kwargs):
 
 def loss_of(model, *args, **kwargs):
     return model(torch.randn(4, 8), *args, **kwargs).square().mean()
-
-
-def test_residual_blocks(offload):
-    compare(Stack(Residual), offload, train)
-
-
-def test_dropout_draws_the_same_numbers(offload):
-    compare(Stack(lambda: Residual(p=0.5)), offload, train)
 
 
 class Draws(nn.Module):
@@ -236,14 +250,6 @@ class Slotted:
     ids=["slots", "structseq"],
 )
 def test_containers_of_any_class_are_passed_on(offload, make, read):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x, given):
-            return x + torch.tanh(self.linear(x) * read(given))
-
     def step(model):
         x = model.stem(torch.randn(4, 8))
         given = make(x.sin().detach())
@@ -252,7 +258,8 @@ def test_containers_of_any_class_are_passed_on(offload, make, read):
         x.square().mean().backward()
         assert isinstance(read(given), torch.Tensor)
 
-    compare(Stack(Block, num_blocks=6), offload, step)
+    blocks = does(lambda block, x, given: x + torch.tanh(block.linear(x) * read(given)))
+    compare(Stack(blocks, num_blocks=6), offload, step)
 
 
 class Marking(dict):
@@ -285,14 +292,9 @@ def test_a_container_that_cannot_be_copied_is_refused(offload, container):
 def test_a_cache_in_a_container_grows_once(offload):
     transformers = pytest.importorskip("transformers")
 
-    class Attends(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x, memory):
-            keys, values = memory["cache"].update(self.key(x)[None, None], self.value(x)[None, None], 0)
-            return F.scaled_dot_product_attention(x[None, None], keys, values)[0, 0]
+    def attends(block, x, memory):
+        keys, values = memory["cache"].update(block.linear(x)[None, None], block.other(x)[None, None], 0)
+        return F.scaled_dot_product_attention(x[None, None], keys, values)[0, 0]
 
     def step(model):
         memory = {"cache": transformers.DynamicCache()}
@@ -305,7 +307,7 @@ def test_a_cache_in_a_container_grows_once(offload):
         assert memory["cache"].get_seq_length() == 4 * len(model.blocks)
         return memory["cache"].layers[0].keys.detach()
 
-    compare(Stack(Attends), offload, step)
+    compare(Stack(does(attends)), offload, step)
 
 
 def test_llama(offload):
@@ -412,30 +414,98 @@ def test_parametrizations_that_are_kept_for_several_uses(offload):
     compare(model, offload, step)
 
 
-def test_backward_inside_the_forward_of_a_unit(offload):
-    class Block(Residual):
-        def forward(self, x):
-            y = super().forward(x)
-            (grad,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
-            return y + grad
-
-    compare(Stack(Block), offload, train)
+def gradient_inside(block, x):
+    y = x + torch.tanh(block.linear(x))
+    (grad,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+    return y + grad
 
 
-class InPlace(nn.Module):
-    """Overwrites its own input, then uses it."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        x.mul_(1.5).add_(0.25)
-        return torch.tanh(self.linear(x)) + x
+def overwrites(block, x):
+    x.mul_(1.5).add_(0.25)
+    return torch.tanh(block.linear(x)) + x
 
 
-def test_a_unit_that_changes_its_input_in_place(offload):
-    compare(Stack(InPlace), offload, train)
+def overwrites_without_gradient(block, x, scale, count):
+    count += 1
+    scale.mul_(1.5)
+    return torch.tanh(block.linear(x * scale.clone())) * count.clone()
+
+
+def with_scale_and_count(blocks, x):
+    scale, count = torch.ones(8), torch.zeros(1, dtype=torch.long)
+    for block in blocks:
+        x = block(x, scale, count)
+    return x
+
+
+def is_added_to_afterwards(blocks, x):
+    for block in blocks:
+        x += block(x)  # legal: no block needs its input for its own gradient
+    return x
+
+
+def with_changing_context(blocks, x):
+    context = x * 2
+    for block in blocks:
+        x = block(x, context)
+        with torch.no_grad():
+            context.add_(1.0)
+    return x
+
+
+def one_tensor_twice(block, a, b):
+    assert a is b
+    a.add_(1.0)
+    return block.linear(a) * b
+
+
+def given_twice(blocks, x):
+    for block in blocks:
+        x = block(x, x)
+    return x
+
+
+def returns_its_input(blocks, x):
+    for index, block in enumerate(blocks):
+        y = block(x, index == 1)
+        assert (y is x) == (index == 1)
+        x = y
+    return x
+
+
+def spectral_norm():
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh())
+
+
+MODELS = {
+    "residual": lambda: Stack(Residual),
+    "dropout draws the same numbers": lambda: Stack(lambda: Residual(p=0.5)),
+    "a backward inside a unit's forward": lambda: Stack(does(gradient_inside)),
+    "a unit changes its input": lambda: Stack(does(overwrites)),
+    "and inputs without gradient": lambda: Stack(does(overwrites_without_gradient), run=with_scale_and_count),
+    "an input changes after its unit": lambda: Stack(
+        does(lambda block, x: torch.cat([x, x]).sum(0, keepdim=True).add(0.5) * block.scale.sin()),
+        run=is_added_to_afterwards,
+    ),
+    "a tensor changes between two units": lambda: Stack(
+        does(lambda block, x, context: x * block.scale + context.sin().detach() + context.sum()),
+        run=with_changing_context,
+    ),
+    "one tensor twice in a call": lambda: Stack(does(one_tensor_twice), run=given_twice),
+    "inside a checkpoint of the user": lambda: Stack(
+        lambda: Residual(p=0.3),
+        run=lambda blocks, x: checkpoint(nn.Sequential(*blocks).forward, x, use_reentrant=False).sin(),
+    ),
+    "a unit returns its input": lambda: Stack(
+        does(lambda block, x, skip: x if skip else x + torch.tanh(block.linear(x))), run=returns_its_input
+    ),
+    "spectral norm": lambda: Stack(spectral_norm),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_gradients_and_weights_are_those_of_the_plain_model(offload, model):
+    compare(MODELS[model](), offload, train)
 
 
 def test_a_unit_that_changes_its_input_in_place_and_several_backwards(offload):
@@ -444,47 +514,7 @@ def test_a_unit_that_changes_its_input_in_place_and_several_backwards(offload):
         out.sum().backward(retain_graph=True)
         out.square().sum().backward()
 
-    compare(Stack(InPlace), offload, step)
-
-
-def test_a_unit_that_changes_inputs_without_gradient_in_place(offload):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x, scale, count):
-            count += 1
-            scale.mul_(1.5)
-            return torch.tanh(self.linear(x * scale.clone())) * count.clone()
-
-    class Net(Stack):
-        def forward(self, x):
-            x, scale, count = self.stem(x), torch.ones(8), torch.zeros(1, dtype=torch.long)
-            for block in self.blocks:
-                x = block(x, scale, count)
-            return x
-
-    compare(Net(Block), offload, train)
-
-
-def test_in_place_change_of_the_input_after_the_unit(offload):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.randn(()))
-
-        def forward(self, x):
-            return torch.cat([x, x]).sum(0, keepdim=True).add(0.5) * self.scale.sin()
-
-    class Net(Stack):
-        def forward(self, x):
-            x = self.stem(x)
-            for block in self.blocks:
-                x += block(x)  # legal: no block needs its input for its own gradient
-            return x
-
-    compare(Net(Block), offload, train)
+    compare(Stack(does(overwrites)), offload, step)
 
 
 def test_autocast_bf16(offload):
@@ -499,107 +529,34 @@ def test_autocast_bf16(offload):
 
 
 def test_frozen_inputs_and_adapters(offload):
-    class Adapted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base = nn.Linear(8, 8).requires_grad_(False)
-            self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-
-        def forward(self, x):
-            return torch.tanh(self.base(x)) + self.up(self.down(x))
-
-    model = Stack(Adapted)
-    model.stem.requires_grad_(False)
+    model = Stack(does(lambda block, x: torch.tanh(block.linear(x)) + block.other(x)))
+    for frozen in (model.stem, *(block.linear for block in model.blocks)):
+        frozen.requires_grad_(False)
     ours = compare(model, offload, train)
-    assert ours.blocks[0].down.weight.grad is not None
+    assert ours.blocks[0].other.weight.grad is not None
 
 
 def test_one_tensor_given_to_several_units_is_stored_once(offload):
-    class Cross(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.own, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+    def cross(block, x, context):
+        return x + torch.softmax(block.linear(x) @ block.other(context).T, -1) @ context
 
-        def forward(self, x, context):
-            weights = torch.softmax(self.own(x) @ self.other(context).T, -1)
-            return x + weights @ context
+    def run(blocks, x):
+        context = x.tanh()
+        for block in blocks:
+            x = block(x, context)
+        return x
 
-    class Net(Stack):
-        def forward(self, x):
-            x = self.stem(x)
-            context = x.tanh()
-            for block in self.blocks:
-                x = block(x, context)
-            return x
-
-    compare(Net(Cross), offload, train)
+    compare(Stack(does(cross), run=run), offload, train)
     if offload.engine.computes_on_host:  # else some copies of the step before are in flight
         assert offload.memory.peak_bytes < (3 + 1) * (4 * 8 * 4 + 64)
 
 
-def test_a_tensor_changed_between_two_units_is_stored_twice(offload):
-    class Sum(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.randn(8))
-
-        def forward(self, x, context):
-            return x * self.scale + context.sin().detach() + context.sum()
-
-    class Net(Stack):
-        def forward(self, x):
-            x = self.stem(x)
-            context = x * 2
-            for block in self.blocks:
-                x = block(x, context)
-                with torch.no_grad():
-                    context.add_(1.0)
-            return x
-
-    compare(Net(Sum), offload, train)
-
-
-def test_the_same_tensor_twice_in_one_call(offload):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, a, b):
-            assert a is b
-            a.add_(1.0)
-            return self.linear(a) * b
-
-    class Net(Stack):
-        def forward(self, x):
-            x = self.stem(x)
-            for block in self.blocks:
-                x = block(x, x)
-            return x
-
-    compare(Net(Block), offload, train)
-
-
-def test_units_inside_a_checkpoint_of_the_user(offload):
-    class Net(Stack):
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=False).sin()
-
-    compare(Net(lambda: Residual(p=0.3)), offload, train)
-
-
 def test_units_inside_units(offload):
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.ModuleList(Residual(p=0.3) for _ in range(2))
-
+    class Outer(nn.Sequential):
         def forward(self, x):
-            for block in self.inner:
-                x = block(x.sin())
-            return x
+            return self[1](self[0](x.sin()).sin())
 
-    model = Stack(Outer)
+    model = Stack(lambda: Outer(Residual(p=0.3), Residual(p=0.3)))
     plain, ours = copy.deepcopy(model), copy.deepcopy(model)
     offload.attach([(name, module) for name, module in ours.named_modules() if isinstance(module, (Outer, Residual))])
     for each in (plain, ours):
@@ -608,23 +565,6 @@ def test_units_inside_units(offload):
     assert_same(state_of(plain), state_of(ours))
     offload.engine.synchronize()
     assert offload.memory.live_bytes == 0
-
-
-def test_a_unit_that_returns_its_input_unchanged(offload):
-    class Maybe(Residual):
-        def forward(self, x, skip):
-            return x if skip else super().forward(x)
-
-    class Net(Stack):
-        def forward(self, x):
-            x = self.stem(x)
-            for index, block in enumerate(self.blocks):
-                y = block(x, index == 1)
-                assert (y is x) == (index == 1)
-                x = y
-            return x
-
-    compare(Net(Maybe), offload, train)
 
 
 def test_counters_lists_and_other_state_of_modules(offload):
@@ -672,17 +612,12 @@ def test_counters_lists_and_other_state_of_modules(offload):
 def test_a_parametrization_that_comes_and_goes_in_every_forward(offload):
     """It sets the weight to itself, which is no write: two forwards come before a backward."""
 
-    class Adapted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.delta = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x):
-            parametrize.register_parametrization(self.linear, "weight", Plus(self.delta.weight))
-            try:
-                return self.linear(x)
-            finally:
-                parametrize.remove_parametrizations(self.linear, "weight", leave_parametrized=False)
+    def adapted(block, x):
+        parametrize.register_parametrization(block.linear, "weight", Plus(block.other.weight))
+        try:
+            return block.linear(x)
+        finally:
+            parametrize.remove_parametrizations(block.linear, "weight", leave_parametrized=False)
 
     class Plus(nn.Module):
         def __init__(self, delta):
@@ -696,7 +631,7 @@ def test_a_parametrization_that_comes_and_goes_in_every_forward(offload):
         outputs = [model(torch.randn(4, 8)) for _ in range(2)]
         sum(output.square().mean() for output in outputs).backward()
 
-    compare(Stack(Adapted), offload, step)
+    compare(Stack(does(adapted)), offload, step)
 
 
 def test_the_default_dtype_of_the_forward_holds_in_its_recompute(offload):
@@ -707,28 +642,15 @@ def test_the_default_dtype_of_the_forward_holds_in_its_recompute(offload):
             return torch.max(super().forward(x), torch.full((), -1.0, device=x.device)).sin()
 
     def step(model):
-        with sets_default_dtype(torch.bfloat16):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
             loss = model(torch.randn(4, 8)).square().mean()
+        finally:
+            torch.set_default_dtype(torch.float32)
         loss.backward()
         assert torch.get_default_dtype() == torch.float32
 
     compare(Stack(lambda: Limits(8, 8)).bfloat16(), offload, step)
-
-
-@contextlib.contextmanager
-def sets_default_dtype(dtype):
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def test_spectral_norm(offload):
-    def block():
-        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh())
-
-    compare(Stack(block), offload, train)
 
 
 def test_leaving_training_mode_before_backward_changes_nothing(offload):
