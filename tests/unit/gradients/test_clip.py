@@ -35,11 +35,17 @@ def test_follows_torch(make, max_norm):
     assert_close(ours, theirs, 1e-5)
 
 
-def test_scale_is_a_factor_of_the_gradients_before_clipping():
-    whole, scaled = parameters((40,)), parameters((40,))
-    one, other = CPUAdam(whole), CPUAdam(scaled)
-    set_gradients(whole, 0)
-    set_gradients(scaled, 0)
+@pytest.fixture
+def two():
+    """Two optimizers with the same parameters, and their gradients."""
+    made = [parameters((40,)) for _ in range(2)]
+    for params in made:
+        set_gradients(params, 0)
+    return *made, *map(CPUAdam, made)
+
+
+def test_scale_is_a_factor_of_the_gradients_before_clipping(two):
+    whole, scaled, one, other = two
     scaled[0].grad.mul_(1024)
     assert other.clip_grad_norm_(0.5, scale=1 / 1024) == pytest.approx(one.clip_grad_norm_(0.5))
     one.step()
@@ -48,20 +54,16 @@ def test_scale_is_a_factor_of_the_gradients_before_clipping():
 
 
 @pytest.mark.parametrize("left_over", [1e-3, 0.0, math.inf, math.nan])
-def test_a_factor_of_a_step_that_was_left_out_does_not_count(left_over):
-    once, twice = parameters((40,)), parameters((40,))
-    one, other = CPUAdam(once), CPUAdam(twice)
-    set_gradients(once, 0)
-    set_gradients(twice, 0)
+def test_a_factor_of_a_step_that_was_left_out_does_not_count(left_over, two):
+    _, _, one, other = two
     other.grad_scale = left_over
     assert other.clip_grad_norm_(0.1) == one.clip_grad_norm_(0.1)
     assert other.grad_scale == one.grad_scale
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_bad_factor_does_not_reach_gradients_it_was_not_for(bad):
-    once, twice = parameters((40,)), parameters((40,))
-    one, other = CPUAdam(once), CPUAdam(twice)
+def test_a_bad_factor_does_not_reach_gradients_it_was_not_for(bad, two):
+    once, twice, one, other = two
     twice[0].grad = torch.full((40,), math.nan)
     other.clip_grad_norm_(1.0)
     other.grad_scale = bad
@@ -72,23 +74,11 @@ def test_a_bad_factor_does_not_reach_gradients_it_was_not_for(bad):
     assert_close(twice, once)
 
 
-def test_gradients_edited_through_data_are_measured_as_they_are():
-    params = parameters((40,))
-    adam = CPUAdam(params)
-    set_gradients(params, 0)
+def test_gradients_edited_through_data_are_measured_as_they_are(two):
+    params, _, adam, _ = two
     norm = adam.clip_grad_norm_(1.0)
     params[0].grad.data.mul_(0.5)
     assert adam.clip_grad_norm_(1.0) == pytest.approx(norm / 2)
-
-
-def test_zero_grad_takes_the_factor_away():
-    params = parameters((40,))
-    adam = CPUAdam(params)
-    set_gradients(params, 0)
-    adam.clip_grad_norm_(1e-3)
-    assert adam.grad_scale < 1e-3
-    adam.zero_grad()
-    assert adam.grad_scale == 1.0 and params[0].grad is None
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -108,14 +98,6 @@ def test_gradients_that_are_not_finite_end_as_with_torch(bad):
     assert any(p.isnan().any() for p in ours)
 
 
-def test_factor():
-    assert clip_factor([9.0, 16.0], 10.0, 1.0) == (5.0, 1.0)
-    assert clip_factor([9.0, 16.0], 1.0, 1.0) == (5.0, 1.0 / (5.0 + 1e-6))
-    assert clip_factor([9.0, 16.0], 1.0, 0.1)[1] == 1.0, "scaled, the norm is 0.5"
-    assert clip_factor([math.inf, 1.0], 1.0, 1.0) == (math.inf, 0.0)
-    assert math.isnan(clip_factor([math.nan, 1.0], 1.0, 1.0)[1])
-
-
 class Wrapper:
     """As a framework's: passes attributes on, keeps what is set on it."""
 
@@ -127,28 +109,25 @@ class Wrapper:
         return getattr(self.optimizer, name)
 
 
-def test_clipping_through_a_wrapper_reaches_the_optimizer():
-    params = parameters((40,))
-    adam = CPUAdam(params)
-    set_gradients(params, 0)
+def test_clipping_through_a_wrapper_reaches_the_optimizer_and_zero_grad_takes_the_factor_away(two):
+    params, _, adam, _ = two
     wrapper = Wrapper(adam)
     wrapper.clip_grad_norm_(1e-3)
     assert adam.grad_scale == wrapper.grad_scale < 1e-3
     wrapper.zero_grad()
-    assert adam.grad_scale == 1.0
+    assert adam.grad_scale == 1.0 and params[0].grad is None
 
 
 @pytest.mark.parametrize("defers", [True, False])
-def test_host_clip_chooses_by_optimizer(defers):
+def test_host_clip_chooses_by_optimizer(defers, two):
     plain = []
     guard = OverflowGuard("skip", 3, lambda p: "weight", GradientMeter())
     unscale = types.SimpleNamespace(factor=0.25)
     clip = HostClip(
         lambda *args: plain.append(args), lambda o: getattr(o, "optimizer", o), lambda o: defers, guard, unscale
     )
-    params = parameters((40,))
-    set_gradients(params, 0)
-    adam, sgd = CPUAdam(params), torch.optim.SGD(params)
+    params, _, adam, _ = two
+    sgd = torch.optim.SGD(params)
     wrapper = Wrapper(adam)
     clip(wrapper, 0.5)
     if defers:

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_cxl.devices.transfer import HostEngine
 from lightning_cxl.gradients.guard import GradientMeter
-from lightning_cxl.gradients.offload import GradientOffload
+from lightning_cxl.gradients.offload import GradientOffload, attach_zero_grad, detach_zero_grad
 from lightning_cxl.memory.host_memory import mirror
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.masters import MasterWeights
@@ -197,23 +198,13 @@ def test_close_gives_up_what_a_failed_backward_left():
     rig.params[0].grad = torch.ones_like(rig.params[0])  # autograd's, alone
     rig.grads.close()
     assert rig.params[0].grad is None and rig.params[0].grad_dtype == torch.bfloat16
+    for _ in range(2):
+        rig.params[0].backward(torch.ones_like(rig.params[0]))
+    assert rig.params[0].grad.dtype == torch.bfloat16, "autograd is on its own"
     kept = Rig((5,))
     mine = kept.params[0].grad = torch.ones_like(kept.params[0])
     kept.grads.close()
     assert kept.params[0].grad is mine and kept.params[0].grad_dtype == torch.bfloat16
-
-
-def test_after_close_autograd_is_on_its_own():
-    rig = Rig((5,), (6,))
-    rig.backward(0)
-    rig.backward(1)
-    mine = rig.params[1].grad = torch.ones(6)
-    rig.grads.close()
-    assert rig.params[0].grad is None and rig.params[0].grad_dtype == torch.bfloat16
-    assert rig.params[1].grad is mine, "the user's own stays"
-    for _ in range(2):
-        rig.params[0].backward(torch.ones_like(rig.params[0]))
-    assert rig.params[0].grad.dtype == torch.bfloat16
 
 
 @pytest.fixture
@@ -253,3 +244,29 @@ def test_gradients_that_machines_reduce_are_of_another_stream():
         grads.complete()
         assert torch.equal(getattr(master.grad, "_local_tensor", master.grad), shard)
     assert engine.from_here == [True, True, False]
+
+
+class Sink:
+    def __init__(self):
+        self.zeroed = []
+
+    def zero(self, parameters):
+        self.zeroed += parameters
+
+
+def test_a_zero_grad_that_a_user_has_put_on_the_module_is_called_and_put_back():
+    model, calls, sink = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [], Sink()
+
+    def own(*args, **keywords):
+        calls.append((args, keywords))
+
+    model[0].zero_grad = own
+    attach_zero_grad(model, sink, nn.Module.parameters)
+    model[0].zero_grad()
+    model[0].zero_grad(set_to_none=False)
+    model[1].zero_grad()
+    assert calls == [((), {}), ((), {"set_to_none": False})]
+    assert sink.zeroed == [*model[0].parameters(), *model[0].parameters(), *model[1].parameters()]
+    detach_zero_grad(model)
+    assert model[0].zero_grad is own
+    assert "zero_grad" not in vars(model[1])

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -106,16 +107,8 @@ def scaled(make_optimizer, action="skip", *, defer, limit=3):
     return params, optimizer, scaler, guard
 
 
-def adam(params):
-    return CPUAdam(params, lr=0.1)
-
-
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.1)
-
-
-def torch_adam(params):
-    return torch.optim.AdamW(params, lr=0.1, weight_decay=0.0)
+adam, sgd = partial(CPUAdam, lr=0.1), partial(torch.optim.SGD, lr=0.1)
+torch_adam = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.0)
 
 
 @pytest.mark.parametrize("defer", [False, True])
