@@ -8,7 +8,6 @@ import time
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_cxl.devices.transfer import HostEngine
 from lightning_cxl.errors import StorageError
@@ -18,27 +17,10 @@ from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.on_ssd import NUM_INPUT_SLOTS, InputsOnSsd
 from lightning_cxl.streaming.units import find_units
-from tests.storage_cases import BLOCK, Gate, data_file, memory_of
+from tests.storage_cases import BLOCK, Gate, memory_of
+from tests.unit.streaming.test_activations_lifetime import FEATURES, Net
 
-FEATURES = 64
 NUM_BLOCKS = 5
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Linear(FEATURES, FEATURES)
-        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
 
 
 class Rig:
@@ -47,7 +29,6 @@ class Rig:
     def __init__(self, folder, engine, memory, num_buffers=2.0):
         self.gate = Gate()
         self.allocated = []
-        self.folder = folder
         self.store = Store([folder], budget_bytes=1 << 24, system=self.gate)
         self.area = Area(self.store, "inputs", 0, 1)
         pool = BufferPool(self.allocate, int(num_buffers * 2 * BLOCK))
@@ -57,7 +38,7 @@ class Rig:
         self.offload = self.attached(ActivationOffload(engine, memory.allocate, min_bytes=1, place_on_ssd=self.place))
 
     def attached(self, offload):
-        self.net = Net().to(self.engine.device)
+        self.net = Net(NUM_BLOCKS).to(self.engine.device)
         offload.attach(find_units(self.net))
         return offload
 
@@ -70,11 +51,8 @@ class Rig:
 
     def loss(self, seed=0):
         device = self.engine.device
-        x = torch.randn(16, FEATURES, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").to(device)
-        x = self.net.stem(x)
-        for block in self.net.blocks:
-            x = block(x)
-        return x.square().mean()
+        x = torch.randn(16, FEATURES, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+        return self.net(x.to(device))
 
     def grads(self, seed=0, loss=None):
         self.net.zero_grad()
@@ -87,9 +65,6 @@ class Rig:
         self.offload.attach(find_units(self.net))
         return found
 
-    def on_drive(self):
-        return data_file(self.folder).read_bytes()
-
     def close(self):
         self.gate.is_open.set()
         self.offload.detach()
@@ -98,31 +73,29 @@ class Rig:
         self.store.close()
 
 
-@pytest.fixture(params=[0.0, 0.5, 1.0, 4.0], ids=lambda number: f"{number} buffers")
+@pytest.fixture
 def rig(tmp_path, engine, memory, request):
-    made = Rig(tmp_path, engine, memory, request.param)
+    made = Rig(tmp_path, engine, memory, getattr(request, "param", 2.0))
     yield made
     made.close()
 
 
 @pytest.fixture
-def two(tmp_path, engine, memory):
-    made = Rig(tmp_path, engine, memory)
+def on_host(tmp_path, memory, request):
+    made = Rig(tmp_path, HostEngine(), memory, getattr(request, "param", 2.0))
     yield made
     made.close()
 
 
-@pytest.fixture
-def on_host(tmp_path, memory):
-    made = Rig(tmp_path, HostEngine(), memory)
-    yield made
-    made.close()
+def buffers(fixture, *numbers):
+    return pytest.mark.parametrize(fixture, numbers, indirect=True)
 
 
 def assert_same(ours, theirs):
     assert all(map(torch.equal, ours, theirs))
 
 
+@buffers("rig", 0.0, 0.5, 1.0, 4.0)
 def test_gradients_are_those_of_inputs_in_memory(rig):
     for seed in range(3):
         assert_same(rig.grads(seed), rig.expected(seed))
@@ -131,30 +104,28 @@ def test_gradients_are_those_of_inputs_in_memory(rig):
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.01])
-def test_a_forward_that_outruns_the_drive_takes_no_more_memory(two, memory, seconds):
-    two.gate.write_seconds = seconds
+def test_a_forward_that_outruns_the_drive_takes_no_more_memory(rig, memory, seconds):
+    rig.gate.write_seconds = seconds
     for seed in range(3):
-        assert_same(two.grads(seed), two.expected(seed))
-    assert two.allocated == [4 * BLOCK]
+        assert_same(rig.grads(seed), rig.expected(seed))
+    assert rig.allocated == [4 * BLOCK]
     assert memory.requests == []
 
 
-def test_where_sizes_are_not_known_the_first_input_says_how_large_buffers_are(tmp_path, memory):
-    rig = Rig(tmp_path, HostEngine(), memory, num_buffers=0)
-    assert_same(rig.grads(), rig.expected())
-    assert rig.allocated == [NUM_INPUT_SLOTS * BLOCK]
-    rig.close()
+@buffers("on_host", 0)
+def test_where_sizes_are_not_known_the_first_input_says_how_large_buffers_are(on_host):
+    assert_same(on_host.grads(), on_host.expected())
+    assert on_host.allocated == [NUM_INPUT_SLOTS * BLOCK]
 
 
-def test_a_late_write_is_not_overtaken_by_a_read(tmp_path, engine, memory):
-    rig = Rig(tmp_path, engine, memory, num_buffers=2 * NUM_BLOCKS)
+@buffers("rig", 2 * NUM_BLOCKS)
+def test_a_late_write_is_not_overtaken_by_a_read(rig):
     expected = [rig.expected(seed) for seed in range(2)]
     assert_same(rig.grads(0), expected[0])  # the places have bytes of another step
     rig.gate.is_open.clear()
     loss = rig.loss(1)
     threading.Timer(0.05, rig.gate.is_open.set).start()
     assert_same(rig.grads(loss=loss), expected[1])
-    rig.close()
 
 
 def test_a_buffer_that_is_being_written_gets_no_other_image(on_host, monkeypatch):
@@ -167,7 +138,7 @@ def test_a_buffer_that_is_being_written_gets_no_other_image(on_host, monkeypatch
         return System.pwritev(fd, views, offset)
 
     monkeypatch.setattr(on_host.gate, "pwritev", first_waits)
-    values = [torch.full((1024,), float(index)) for index in range(2)]  # two buffers, of two blocks each
+    values = [torch.full((1024,), float(index)) for index in range(2)]  # rig buffers, of rig blocks each
     places = [on_host.place(2 * BLOCK, "unit") for _ in values]
     for place, value in zip(places, values, strict=True):
         place.store(value, 1024)
@@ -181,7 +152,7 @@ def test_a_buffer_that_is_being_written_gets_no_other_image(on_host, monkeypatch
     assert all(torch.equal(image[1024:], value) for image, value in zip(found, values, strict=True))
 
 
-def test_the_next_input_is_read_while_a_unit_is_recomputed(two, monkeypatch):
+def test_the_next_input_is_read_while_a_unit_is_recomputed(rig, monkeypatch):
     read, seen = [], []
     original = Store.read
 
@@ -189,11 +160,11 @@ def test_the_next_input_is_read_while_a_unit_is_recomputed(two, monkeypatch):
         read.append(record.versions[0])
         return original(store, record, memory, **options)
 
-    loss = two.loss()
-    two.engine.synchronize()
-    wait_until_written(two, NUM_BLOCKS)
+    loss = rig.loss()
+    rig.engine.synchronize()
+    wait_until_written(rig, NUM_BLOCKS)
     monkeypatch.setattr(Store, "read", noted)
-    last_is_near = not two.engine.computes_on_host
+    last_is_near = not rig.engine.computes_on_host
     expected = [*range(2 - last_is_near, NUM_BLOCKS + 1 - last_is_near), NUM_BLOCKS - last_is_near]
 
     def note(*_):
@@ -202,9 +173,9 @@ def test_the_next_input_is_read_while_a_unit_is_recomputed(two, monkeypatch):
             time.sleep(0.001)
         seen.append(len(read))
 
-    for block in two.net.blocks:
+    for block in rig.net.blocks:
         block.up.register_forward_pre_hook(note)
-    two.grads(loss=loss)
+    rig.grads(loss=loss)
     assert seen == expected
 
 
@@ -216,81 +187,72 @@ def wait_until_written(rig, num_writes):
 
 
 @pytest.mark.parametrize("what", ["read", "write"])
-def test_an_error_is_raised_by_the_recompute_and_the_next_step_is_right(two, what):
-    expected = two.expected(1)
+def test_an_error_is_raised_by_the_recompute_and_the_next_step_is_right(rig, what):
+    expected = rig.expected(1)
     for _ in range(3):
-        two.gate.fails = what
-        loss = two.loss()
+        rig.gate.fails = what
+        loss = rig.loss()
         with pytest.raises(StorageError, match=f"cannot {what}") as caught:
-            two.grads(loss=loss)
+            rig.grads(loss=loss)
         assert caught.value.errno == 5
-        two.gate.fails = None
+        rig.gate.fails = None
         del loss, caught
-        assert_same(two.grads(1), expected)
+        assert_same(rig.grads(1), expected)
 
 
-def test_an_error_of_a_write_that_nobody_reads_is_nobodys(two):
-    two.gate.fails = "write"
-    loss = two.loss()
+def test_an_error_of_a_write_that_nobody_reads_is_nobodys(rig):
+    rig.gate.fails = "write"
+    loss = rig.loss()
     del loss
     gc.collect()
-    two.gate.fails = None
-    two.inputs.close()
-    two.store.close()
+    rig.gate.fails = None
+    rig.inputs.close()
+    rig.store.close()
 
 
-def test_a_retained_graph_is_read_again(two):
-    expected = two.expected()
-    loss = two.loss()
+def test_a_retained_graph_is_read_again(rig):
+    expected = rig.expected()
+    loss = rig.loss()
     for _ in range(3):
-        two.net.zero_grad()
+        rig.net.zero_grad()
         loss.backward(retain_graph=True)
-        assert_same([parameter.grad.cpu() for parameter in two.net.parameters()], expected)
+        assert_same([parameter.grad.cpu() for parameter in rig.net.parameters()], expected)
 
 
-def test_graphs_that_are_dropped_leave_their_places(two):
+def test_graphs_that_are_dropped_leave_their_places(rig):
     for seed in range(6):
-        losses = [two.loss(seed), two.loss(seed)]
-        reserved = two.store.stats()["reserved_bytes"]
+        losses = [rig.loss(seed), rig.loss(seed)]
+        reserved = rig.store.stats()["reserved_bytes"]
         del losses
-    assert two.store.stats()["reserved_bytes"] == reserved <= 2 * NUM_BLOCKS * 2 * BLOCK
-    two.engine.synchronize()
+    assert rig.store.stats()["reserved_bytes"] == reserved <= 2 * NUM_BLOCKS * 2 * BLOCK
+    rig.engine.synchronize()
     for seed in range(3):
-        two.grads(seed)
-    assert two.store.stats()["reserved_bytes"] == reserved
+        rig.grads(seed)
+    assert rig.store.stats()["reserved_bytes"] == reserved
+
+
+class CopyLike:
+    """A copy to the host that is done when it can be waited for."""
+
+    def __init__(self, wait_host, done=lambda: True):
+        self.wait_host, self.done, self.wait = wait_host, done, lambda: None
+
+
+def fail(*_args, **_options):
+    raise ArithmeticError("inside")
 
 
 def test_an_image_that_nobody_holds_any_more_is_not_written(on_host, monkeypatch):
     on_host.net.blocks[1].register_forward_pre_hook(fail)
-    goes_on, d2h = threading.Event(), HostEngine.d2h
-
-    class Late:
-        """A copy that is not done when its graph has been dropped."""
-
-        def wait(self):
-            pass
-
-        def done(self):
-            return goes_on.is_set()
-
-        def wait_host(self):
-            assert goes_on.wait(20)
-
-    def late(engine, source, destination, *, after=None, from_here=False):
-        d2h(engine, source, destination, after=after)
-        return Late()
-
-    monkeypatch.setattr(HostEngine, "d2h", late)
+    goes_on = threading.Event()  # when its graph has been dropped
+    late = CopyLike(lambda: goes_on.wait(20), goes_on.is_set)
+    monkeypatch.setattr(HostEngine, "d2h", lambda *_args, **_options: late)
     with pytest.raises(ArithmeticError):
         on_host.loss()
     gc.collect()
     goes_on.set()
     on_host.inputs.close()
     assert on_host.store.stats()["num_writes"] == 0
-
-
-def fail(*_args, **_options):
-    raise ArithmeticError("inside")
 
 
 def test_a_copy_that_cannot_be_started_leaves_nothing_behind(on_host, monkeypatch):
@@ -304,25 +266,16 @@ def test_a_copy_that_cannot_be_started_leaves_nothing_behind(on_host, monkeypatc
 
 
 def test_a_copy_that_fails_later_is_an_error_of_whoever_reads(on_host, monkeypatch):
-    class Failed:
-        def wait(self):
-            pass
-
-        def done(self):
-            return True
-
-        wait_host = fail
-
     with monkeypatch.context() as patched:
-        patched.setattr(HostEngine, "d2h", lambda *_args, **_options: Failed())
+        patched.setattr(HostEngine, "d2h", lambda *_args, **_options: CopyLike(fail))
         loss = on_host.loss()
     with pytest.raises(StorageError, match="nothing was written to it"):
         loss.backward()
 
 
-def test_a_backward_after_the_run_is_refused(two):
-    loss = two.loss()
-    two.inputs.close()
+def test_a_backward_after_the_run_is_refused(rig):
+    loss = rig.loss()
+    rig.inputs.close()
     with pytest.raises(StorageError, match="the run that had it there is over"):
         loss.backward()
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -53,29 +54,47 @@ class Weights:
         self.store.close()
 
 
-@pytest.fixture(params=[0.3, 1.0, 2.0, 8.0], ids=lambda number: f"{number} buffers")
-def weights(tmp_path, request):
-    made = Weights(tmp_path, request.param)
+@pytest.fixture
+def two(tmp_path, request):
+    made = Weights(tmp_path, *getattr(request, "param", ()))
     yield made
     made.close()
 
 
 @pytest.fixture
-def two(tmp_path):
-    made = Weights(tmp_path)
-    yield made
-    made.close()
+def make(tmp_path):
+    """Makes weights with one buffer."""
+    with ExitStack() as all_made:
+
+        def one(engine=None):
+            made = Weights(tmp_path, 1, engine)
+            all_made.callback(made.close)
+            return made
+
+        yield one
 
 
-def test_homes_show_what_they_were_filled_with_and_copies_have_it(weights):
-    copies = [(index, *weights.fetch(index)) for _ in range(4) for index in range(len(SIZES))]
+@contextmanager
+def thread(target):
+    """Run `target` behind the test, which is ended when it has; the block begins when it may be in the middle."""
+    running = threading.Thread(target=target, daemon=True)
+    running.start()
+    running.join(0.05)
+    yield running
+    running.join(20)
+    assert not running.is_alive()
+
+
+@pytest.mark.parametrize("two", [(0.3,), (1.0,), (2.0,), (8.0,)], indirect=True)
+def test_homes_show_what_they_were_filled_with_and_copies_have_it(two):
+    copies = [(index, *two.fetch(index)) for _ in range(4) for index in range(len(SIZES))]
     for index, into, fetch in copies:
         fetch.wait()
-        assert torch.equal(into, weights.values[index])
+        assert torch.equal(into, two.values[index])
         assert fetch.done()
-    for index, value in enumerate(weights.values):
-        assert torch.equal(weights.shown(index), value)
-        assert not weights.is_private(index)
+    for index, value in enumerate(two.values):
+        assert torch.equal(two.shown(index), value)
+        assert not two.is_private(index)
 
 
 def test_what_was_dropped_writes_to_nothing(two):
@@ -103,12 +122,9 @@ def test_whoever_drops_waits_for_a_copy_that_is_being_started(two, monkeypatch):
     monkeypatch.setattr(HostEngine, "h2d", slow)
     into, fetch = two.fetch(0)
     assert begun.wait(20)
-    thread = threading.Thread(target=lambda: (fetch.drop(), into.fill_(99)))
-    thread.start()
-    thread.join(0.05)
-    assert thread.is_alive()
-    goes_on.set()
-    thread.join()
+    with thread(lambda: (fetch.drop(), into.fill_(99))) as dropping:
+        assert dropping.is_alive()
+        goes_on.set()
     assert bool((into == 99).all())
 
 
@@ -159,12 +175,9 @@ def test_settled_is_what_was_written_last(two):
     slot.tensor((SIZES[0],), torch.uint8).fill_(55)
     two.store.write(two.homes[0].record, slot)
     into, fetch = two.fetch(0)
-    settled = threading.Thread(target=two.homes[0].settle)
-    settled.start()
-    settled.join(0.05)
-    assert settled.is_alive() and not fetch.done()
-    two.gate.is_open.set()
-    settled.join()
+    with thread(two.homes[0].settle) as settled:
+        assert settled.is_alive() and not fetch.done()
+        two.gate.is_open.set()
     assert bool((two.shown(0) == 55).all())
     fetch.wait_host()
     assert bool((into == 55).all())
@@ -197,9 +210,9 @@ def test_a_write_that_fails_gives_its_buffer_back(two):
     assert bool((two.shown(0) == 8).all())
 
 
-def test_a_buffer_is_not_given_away_while_it_is_written(tmp_path, monkeypatch):
+def test_a_buffer_is_not_given_away_while_it_is_written(make, monkeypatch):
     """Who waits for a write is interrupted; another record then needs the buffer."""
-    made = Weights(tmp_path, 1)
+    made = make()
     made.gate.is_open.clear()
 
     def interrupted(transfer):
@@ -214,14 +227,10 @@ def test_a_buffer_is_not_given_away_while_it_is_written(tmp_path, monkeypatch):
         with made.homes[4].filling() as slot:
             slot.tensor((SIZES[4],), torch.uint8).fill_(9)
 
-    another = threading.Thread(target=fill_another)
-    another.start()
-    another.join(0.05)
-    made.gate.is_open.set()
-    another.join()
+    with thread(fill_another):
+        made.gate.is_open.set()
     made.store.wait()
     assert bool((made.shown(1) == 7).all()) and bool((made.shown(4) == 9).all())
-    made.close()
 
 
 class LateCopy:
@@ -256,9 +265,9 @@ class LateEngine(HostEngine):
         return LateCopy(self, source, destination)
 
 
-def test_who_asks_for_a_copy_does_not_wait_for_another_one(tmp_path):
+def test_who_asks_for_a_copy_does_not_wait_for_another_one(make):
     engine = LateEngine()
-    made = Weights(tmp_path, 1, engine)
+    made = make(engine)
     copies = []
 
     def ask():
@@ -267,20 +276,17 @@ def test_who_asks_for_a_copy_does_not_wait_for_another_one(tmp_path):
         assert engine.is_waited_for.wait(20)  # by the swapper's thread: the only buffer is in use
         copies.append((1, *made.fetch(1)))
 
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(5)
-    assert not asking.is_alive()
+    with thread(ask):
+        pass
     engine.lets_through.set()
     for index, into, fetch in copies:
         fetch.wait_host()
         assert torch.equal(into, made.values[index])
-    made.close()
 
 
-def test_a_buffer_is_not_given_away_while_it_is_copied(tmp_path):
+def test_a_buffer_is_not_given_away_while_it_is_copied(make):
     engine = LateEngine()
-    made = Weights(tmp_path, 1, engine)
+    made = make(engine)
     into, _ = made.fetch(1)
     assert engine.is_waited_for.wait(20)
     other, _ = made.fetch(4)
@@ -289,11 +295,10 @@ def test_a_buffer_is_not_given_away_while_it_is_copied(tmp_path):
     engine.lets_through.set()
     made.swapper.close()
     assert torch.equal(into, made.values[1]) and torch.equal(other, made.values[4])
-    made.close()
 
 
-def test_a_request_that_is_interrupted_copies_nothing(tmp_path, monkeypatch):
-    made = Weights(tmp_path, 1)
+def test_a_request_that_is_interrupted_copies_nothing(make, monkeypatch):
+    made = make()
     goes_on, late, ask = threading.Event(), made.gate.preadv, made.swapper.submit
 
     def waits(fd, views, offset):
@@ -313,7 +318,6 @@ def test_a_request_that_is_interrupted_copies_nothing(tmp_path, monkeypatch):
     goes_on.set()
     assert fetch._is_started.wait(20)
     assert torch.equal(into, made.values[4]) and not bool(lost.any())
-    made.close()
 
 
 class Unit:
@@ -371,10 +375,7 @@ def test_what_is_written_back_is_not_older_than_an_update(two):
     slot = memory_of(LARGEST)
     slot.tensor((SIZES[0],), torch.uint8).fill_(55)
     two.store.write(two.homes[0].record, slot)
-    over = threading.Thread(target=two.homes[0].end_access)
-    over.start()
-    over.join(0.05)
-    two.gate.is_open.set()
-    over.join()
+    with thread(two.homes[0].end_access):
+        two.gate.is_open.set()
     two.store.wait()
     assert bool((two.shown(0) == 55).all())
