@@ -255,6 +255,23 @@ def test_an_image_that_nobody_holds_any_more_is_not_written(on_host, monkeypatch
     assert on_host.store.stats()["num_writes"] == 0
 
 
+def test_an_image_is_read_behind_a_write_that_has_not_begun(on_host, monkeypatch):
+    goes_on, d2h = threading.Event(), HostEngine.d2h
+
+    def late(engine, source, destination, **options):
+        d2h(engine, source, destination, **options)
+        return CopyLike(lambda: goes_on.wait(20), goes_on.is_set)
+
+    monkeypatch.setattr(HostEngine, "d2h", late)
+    image, into = on_host.place(2 * BLOCK, "unit"), torch.zeros(2048)
+    image.store(torch.full((1024,), 7.0), 1024)
+    fetch = image.fetch(into)
+    time.sleep(0.05)
+    goes_on.set()
+    fetch.wait_host()
+    assert into[1024:].eq(7).all()
+
+
 def test_a_copy_that_cannot_be_started_leaves_nothing_behind(on_host, monkeypatch):
     expected = on_host.expected()
     with monkeypatch.context() as patched:
