@@ -429,13 +429,10 @@ class GradientOffload:
         if self.updates is not None:
             self.updates.begin_backward()
 
-    def recompute_begins(self) -> None:
-        # a backward inside of the unit, such as a reentrant checkpoint's, ends while weights are still read. So the
-        # backward that ends last, this one, is the one that `finish` waits for
-        self.finish_at_the_end()
-
     def finish_at_the_end(self) -> None:
         """Let `loss.backward()` return with complete gradients, whoever called it; not where it fails."""
+        # also called before a recompute: a backward inside of the unit, such as a reentrant checkpoint's, ends while
+        # weights are still read, so the one that ends last is the one that `finish` waits for
         backward = backward_id()
         if self._backward is None and backward is not None:
             self._backward, self._may_run = backward, True

@@ -571,7 +571,7 @@ class ParamStreamer:
         unit.num_forwards += phase == "forward"
         if in_backward:
             if self._gradients is not None:
-                self._gradients.recompute_begins()
+                self._gradients.finish_at_the_end()
             self.release(keep=unit)
         unit.wait()
         for each in self._units:

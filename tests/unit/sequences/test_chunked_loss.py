@@ -237,13 +237,16 @@ def test_logits_of_weights_that_have_changed_are_refused(batch):
         output.logits.sum()
 
 
-def test_labels_that_are_not_one_for_each_token_are_the_models_affair(batch):
-    """Labels of late tokens are missing, so those that are there would find a token."""
-    model = tiny("Llama")
-    batch["labels"][:, 5:] = -100
+@pytest.mark.parametrize("wrong", ["labels", "vocabulary"])
+def test_labels_and_vocabularies_that_do_not_fit_are_the_models_affair(wrong, batch):
+    model, options = tiny("Llama"), {}
+    if wrong == "labels":  # those of late tokens are missing, so those that are there would find a token
+        batch["labels"][:, 5:], options = -100, {"logits_to_keep": 10}
+    else:
+        model.config.vocab_size *= 50
     for each in (nn.Identity(), model):
         with chunked_loss(each), pytest.raises(ValueError, match="batch_size"):
-            model(**batch, logits_to_keep=10)
+            model(**batch, **options)
 
 
 def test_a_module_without_logits_comes_before_the_model(batch):
@@ -328,21 +331,6 @@ def test_a_factor_for_each_token_is_no_step_of_every_logit(batch, lines):
     assert len(lines()) == 2  # one of nn.Identity
 
 
-def test_a_vocabulary_that_is_not_that_of_the_config_is_the_models_affair(batch):
-    model = tiny("Llama")
-    model.config.vocab_size *= 50
-    for each in (nn.Identity(), model):
-        with chunked_loss(each), pytest.raises(ValueError, match="batch_size"):
-            model(**batch)
-
-
-def test_a_context_inside_of_another_does_nothing(batch):
-    model = tiny("Llama")
-    with chunked_loss(model), chunked_loss(nn.Sequential(model)):
-        logits = model(**batch).logits
-    assert logits.forward_of_layer.__func__ is nn.Linear.forward
-
-
 def test_a_module_without_a_language_model_is_said_once(lines):
     for _ in range(2):
         with chunked_loss(nn.Linear(2, 2)):
@@ -354,6 +342,8 @@ def test_the_model_is_as_before_afterwards_and_a_copy_made_inside_too(batch):
     model = tiny("Llama")
     expected = model(**batch).loss.item()
     with pytest.raises(ZeroDivisionError), chunked_loss(model), chunked_loss(nn.Sequential(model)):
+        logits = model(**batch).logits
+        assert logits.forward_of_layer.__func__ is nn.Linear.forward, "the inner context does nothing"
         copied = copy.deepcopy(model)
         raise ZeroDivisionError
     for each in (model, copied):
@@ -362,21 +352,15 @@ def test_the_model_is_as_before_afterwards_and_a_copy_made_inside_too(batch):
     assert "forward" not in model.lm_head.__dict__
 
 
-def test_a_second_backward_is_refused(batch):
-    model = tiny("Llama")
-    with chunked_loss(model):
-        loss = model(**batch).loss
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="the gradients of a chunked loss are made once"):
-        loss.backward()
-
-
-def test_gradients_that_are_to_be_differentiated_are_refused(batch):
+def test_a_second_backward_and_gradients_of_gradients_are_refused(batch):
     model = tiny("Llama")
     with chunked_loss(model):
         loss = model(**batch).loss
     with pytest.raises(RuntimeError, match="cannot be differentiated"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="the gradients of a chunked loss are made once"):
+        loss.backward()
 
 
 def test_weights_of_a_class_of_their_own_are_left_to_autograd(batch):
@@ -406,13 +390,10 @@ def test_float64_is_left_alone_by_autocast(batch):
             assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_chunk_has_at_least_one_token():
+def test_chunks_are_a_quarter_of_the_width_within_limits_and_have_a_token():
+    assert [chunk_tokens(width) for width in (64, 2048, 8192)] == [256, 512, 1024]
     with pytest.raises(ConfigError, match="at least 1, got 0"), chunked_loss(tiny("Llama"), tokens=0):
         pass
-
-
-def test_chunks_are_a_quarter_of_the_width_within_limits():
-    assert [chunk_tokens(width) for width in (64, 2048, 8192)] == [256, 512, 1024]
 
 
 def test_the_dry_run_holds_one_chunk():

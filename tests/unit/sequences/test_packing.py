@@ -32,14 +32,11 @@ def test_every_sequence_is_in_one_row_that_has_room_and_no_two_rows_fit_into_one
     assert rows == fit_rows(lengths, 20)
 
 
-def test_the_fullest_row_with_room_is_filled():
+def test_the_fullest_row_with_room_is_filled_and_what_does_not_fit_is_refused():
     assert fit_rows([5, 3, 6, 2, 4], 10) == [[2, 4], [0, 1, 3]]
-
-
-@pytest.mark.parametrize("lengths", [[3, 0], [3, 11]])
-def test_what_does_not_fit_a_row_is_refused(lengths):
-    with pytest.raises(ConfigError, match="do not fit rows of 10"):
-        fit_rows(lengths, 10)
+    for lengths in ([3, 0], [3, 11]):
+        with pytest.raises(ConfigError, match="do not fit rows of 10"):
+            fit_rows(lengths, 10)
 
 
 def test_rows_say_where_sequences_begin():
@@ -326,16 +323,6 @@ def test_a_model_that_cannot_keep_sequences_apart_is_found_and_said_once(family,
     assert [REFUSED[family] in record.message for record in caplog.records] == [True]
 
 
-def test_a_state_anywhere_in_the_model_is_enough():
-    """The first block, which is asked, may be one with attention."""
-    model = tiny("Llama")
-    model._is_stateful = True
-    assert "a state that runs over the whole row" in why_not_apart(model)
-    model = tiny("Llama")
-    model.config.layer_types = ["full_attention", "linear_attention"]
-    assert "a state that runs over the whole row" in why_not_apart(model)
-
-
 def test_the_question_touches_no_block():
     model = tiny("Llama")
     for layer in model.model.layers:
@@ -351,14 +338,30 @@ def test_the_question_leaves_the_random_state_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_model_that_needs_more_than_tokens_is_refused():
-    model = tiny("Llama")
+def with_state(model):
+    model._is_stateful = True
+
+
+def with_a_later_layer_of_state(model):
+    model.config.layer_types = ["full_attention", "linear_attention"]  # the first block, which is asked, has attention
+
+
+def that_needs_more_than_tokens(model):
     model.forward = lambda input_ids, position_ids, token_type_ids, **others: None
-    assert "cannot be asked with tokens and positions alone (TypeError: " in why_not_apart(model)
 
 
-def test_anything_but_a_model_of_transformers_is_refused():
-    assert why_not_apart(torch.nn.Linear(2, 2)) == "it is no model of transformers"
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (with_state, "a state that runs over the whole row"),
+        (with_a_later_layer_of_state, "a state that runs over the whole row"),
+        (that_needs_more_than_tokens, "cannot be asked with tokens and positions alone (TypeError: "),
+        (lambda model: model.__dict__.update(config=None), "it is no model of transformers"),
+    ],
+)
+def test_why_a_model_cannot_keep_sequences_apart(change, why):
+    change(model := tiny("Llama"))
+    assert why in why_not_apart(model)
 
 
 def test_flash_attention_is_told_where_sequences_begin_in_all_rows(monkeypatch):
