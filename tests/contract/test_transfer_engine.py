@@ -46,16 +46,12 @@ def test_values_survive_the_round_trip(sides, dtype):
     assert torch.equal(on_device.cpu(), values)
 
 
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (), (1,)])
-def test_small_and_empty_tensors(sides, shape):
+def test_small_empty_and_strided_sources_keep_their_values(sides):
     engine, host, device = sides
-    on_host = host(torch.zeros(shape))
-    engine.d2h(device(torch.ones(shape)), on_host).wait_host()
-    assert torch.equal(on_host, torch.ones(shape))
-
-
-def test_a_strided_source_keeps_its_values(sides):
-    engine, host, device = sides
+    for shape in ((0,), (3, 0), (), (1,)):
+        on_host = host(torch.zeros(shape))
+        engine.d2h(device(torch.ones(shape)), on_host).wait_host()
+        assert torch.equal(on_host, torch.ones(shape))
     values = torch.randn(4, 6)
     on_host = host(torch.zeros(6, 4))
     engine.d2h(device(values).t(), on_host).wait_host()
@@ -87,16 +83,6 @@ def test_a_copy_starts_after_the_work_queued_before_it(sides):
     on_host = host(torch.zeros(256, 256))
     engine.d2h(product, on_host).wait_host()
     assert torch.equal(on_host, product.cpu())
-
-
-def test_after_chains_two_copies_without_waiting_on_the_host(sides):
-    engine, host, device = sides
-    values = torch.randn(5000)
-    on_host, on_device = host(torch.zeros(5000)), device(torch.zeros(5000))
-    there = engine.d2h(device(values), on_host)
-    back = engine.h2d(on_host, on_device, after=[there])
-    back.wait()
-    assert torch.equal(on_device.cpu(), values)
 
 
 def test_several_copies_in_flight_arrive_each_in_its_place(sides):
@@ -144,16 +130,12 @@ def test_buffers_are_let_go_after_close(sides):
     assert [reference() for reference in references] == [None, None]
 
 
-def test_copies_that_would_convert_or_broadcast_are_refused(sides):
+def test_copies_that_would_convert_broadcast_or_go_from_elsewhere_are_refused(sides):
     engine, host, device = sides
     with pytest.raises(ValueError, match="same shape and dtype"):
         engine.d2h(device(torch.zeros(3)), host(torch.zeros(4)))
     with pytest.raises(ValueError, match="same shape and dtype"):
         engine.h2d(host(torch.zeros(3)), device(torch.zeros(3, dtype=torch.float64)))
-
-
-def test_tensors_on_the_wrong_side_are_refused(sides):
-    engine, host, _ = sides
     with pytest.raises(ValueError, match="goes from"):
         engine.d2h(torch.zeros(3, device="meta"), host(torch.zeros(3)))
 

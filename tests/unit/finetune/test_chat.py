@@ -37,75 +37,55 @@ def learned(template, messages=TWO_TURNS, *, train_on_all=False, tools=None, **s
     return tokenizer, samples_of(messages, tools, tokenizer, train_on_all=train_on_all)
 
 
-@pytest.mark.parametrize("template", [CHATML, OPENS_WITH_THOUGHT])
-def test_answers_are_found_by_what_they_add(template):
-    tokenizer, found = learned(template)
-    assert found == [
-        by_hand(
-            tokenizer,
-            *(SYSTEM, question("Hi"), OPENED, ("Hello<|im_end|>\n",)),
-            *(question("Bye"), OPENED, ("See you<|im_end|>\n",)),
-        )
-    ]
+def answered(content):
+    return [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
 
 
-def test_answers_are_found_by_marks():
-    tokenizer, found = learned(MARKED)
-    assert found == [
-        by_hand(
-            tokenizer,
-            *(SYSTEM, question("Hi"), OPENED, ("Hello<|im_end|>",), "\n"),
-            *(question("Bye"), OPENED, ("See you<|im_end|>",), "\n"),
-        )
-    ]
+THOUGHTS = [
+    *answered("greet</think>Hello"),
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "leave</think>See you"},
+]
+HI, BYE, HELLO, SEE = question("Hi"), question("Bye"), ("Hello<|im_end|>\n",), ("See you<|im_end|>\n",)
+LEARNED = {
+    "what answers add": (CHATML, TWO_TURNS, [[SYSTEM, HI, OPENED, HELLO, BYE, OPENED, SEE]]),
+    "what answers add to an opened thought": (
+        OPENS_WITH_THOUGHT, TWO_TURNS, [[SYSTEM, HI, OPENED, HELLO, BYE, OPENED, SEE]],
+    ),
+    "what is marked": (
+        MARKED, TWO_TURNS,
+        [[SYSTEM, HI, OPENED, ("Hello<|im_end|>",), "\n", BYE, OPENED, ("See you<|im_end|>",), "\n"]],
+    ),
+    "an answer that looks like its question": (CHATML, answered("Hi"), [[HI, OPENED, ("Hi<|im_end|>\n",)]]),
+    "letters that it shares with what the template opens": (
+        OPENS_WITH_THOUGHT, answered("<b>Hello</b>"), [[HI, OPENED, ("<b>Hello</b><|im_end|>\n",)]],
+    ),
+    "not what the template opens": (
+        OPENS_WITH_THOUGHT, answered("<think>\nhm</think>Hello"),
+        [[HI, OPENED, "<think>\n", ("hm</think>Hello<|im_end|>\n",)]],
+    ),
+    "not the header of a first answer": (
+        CHATML, [answered("Hello")[1], *TWO_TURNS[3:]], [[OPENED, HELLO, BYE, OPENED, SEE]],
+    ),
+    "not the header of a first answer that is one letter": (
+        CHATML, [answered("b")[1], *TWO_TURNS[3:]], [[OPENED, ("b<|im_end|>\n",), BYE, OPENED, SEE]],
+    ),
+    "not what follows the last answer": (CHATML, TWO_TURNS[1:4], [[HI, OPENED, HELLO, BYE]]),
+    "each answer as a sample where earlier ones change": (
+        FORGETS_THOUGHTS, THOUGHTS,
+        [
+            [HI, OPENED, ("greet</think>Hello<|im_end|>\n",)],
+            [HI, OPENED, "Hello<|im_end|>\n", BYE, OPENED, ("leave</think>See you<|im_end|>\n",)],
+        ],
+    ),
+}  # fmt: skip
 
 
-def test_an_answer_that_looks_like_the_question_is_told_from_it():
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}]
-    tokenizer, found = learned(CHATML, messages)
-    assert found == [by_hand(tokenizer, question("Hi"), OPENED, ("Hi<|im_end|>\n",))]
-
-
-def test_an_answer_keeps_the_letters_that_it_shares_with_what_the_template_opens():
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<b>Hello</b>"}]
-    tokenizer, found = learned(OPENS_WITH_THOUGHT, messages)
-    assert found == [by_hand(tokenizer, question("Hi"), OPENED, ("<b>Hello</b><|im_end|>\n",))]
-    messages[1]["content"] = "<think>\nhm</think>Hello"
-    tokenizer, found = learned(OPENS_WITH_THOUGHT, messages)
-    assert found == [by_hand(tokenizer, question("Hi"), OPENED, "<think>\n", ("hm</think>Hello<|im_end|>\n",))]
-
-
-@pytest.mark.parametrize("content", ["Hello", "b"])
-def test_the_header_of_an_answer_that_nothing_comes_before_is_not_learned(content):
-    messages = [{"role": "assistant", "content": content}, *TWO_TURNS[3:]]
-    tokenizer, found = learned(CHATML, messages)
-    assert found == [
-        by_hand(
-            tokenizer,
-            *(OPENED, (f"{content}<|im_end|>\n",)),
-            *(question("Bye"), OPENED, ("See you<|im_end|>\n",)),
-        )
-    ]
-
-
-def test_what_follows_the_last_answer_is_not_learned():
-    tokenizer, found = learned(CHATML, TWO_TURNS[1:4])
-    assert found == [by_hand(tokenizer, question("Hi"), OPENED, ("Hello<|im_end|>\n",), question("Bye"))]
-
-
-def test_where_earlier_answers_change_each_answer_is_a_sample():
-    messages = [dict(message) for message in TWO_TURNS[1:]]
-    messages[1]["content"] = "greet</think>Hello"
-    messages[3]["content"] = "leave</think>See you"
-    tokenizer, found = learned(FORGETS_THOUGHTS, messages)
-    assert found == [
-        by_hand(tokenizer, question("Hi"), OPENED, ("greet</think>Hello<|im_end|>\n",)),
-        by_hand(
-            tokenizer,
-            *(question("Hi"), OPENED, "Hello<|im_end|>\n"),
-            *(question("Bye"), OPENED, ("leave</think>See you<|im_end|>\n",)),
-        ),
-    ]
+@pytest.mark.parametrize("case", LEARNED)
+def test_what_is_learned(case):
+    template, messages, expected = LEARNED[case]
+    tokenizer, found = learned(template, messages)
+    assert found == [by_hand(tokenizer, *pieces) for pieces in expected]
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, REWRITES])

@@ -250,14 +250,11 @@ def test_stdlib_files_leaves_out_what_cannot_be_read(tmp_path):
     assert stdlib_files(tmp_path) == [tmp_path / "good.py"]
 
 
-def test_user_files_takes_paths_and_globs_and_counts_each_file_once(text_folder):
+def test_user_files_are_paths_and_globs_each_once_and_one_that_is_no_text_is_named(text_folder):
     one = text_folder / "00.txt"
     assert user_files(str(one)) == [one]
     assert len(user_files([f"{text_folder}/*.txt"])) == 6
     assert len(user_files([f"{text_folder}/**/*.txt", str(one)])) == 12
-
-
-def test_a_user_file_that_is_not_text_is_named(text_folder):
     (text_folder / "picture.txt").write_bytes(b"\xff\xd8\xff")
     with pytest.raises(ConfigError, match=r"picture\.txt"):
         user_files(f"{text_folder}/*.txt")
@@ -295,52 +292,19 @@ def rows(loader):
     return [batch["input_ids"][:, 0].tolist() for batch in loader]
 
 
-def test_batches_cover_whole_batches_of_the_blocks_once(blocks):
-    loader = SampleLoader(blocks, 3, seed=1)
-    batches = rows(loader)
-    assert [len(batch) for batch in batches] == [3, 3, 3]
-    assert len(loader) == 3
-    assert len(set(chain(*batches))) == 9
-
-
-def test_order_depends_on_seed_and_epoch_and_a_second_pass_repeats_it(blocks):
+def test_an_epoch_has_whole_batches_in_an_order_of_seed_and_epoch(blocks):
     loader = SampleLoader(blocks, 3, seed=1)
     first = rows(loader)
+    assert len(loader) == 3 and [len(batch) for batch in first] == [3, 3, 3] and len(set(chain(*first))) == 9
     assert rows(loader) == first == rows(SampleLoader(blocks, 3, seed=1))
     assert rows(SampleLoader(blocks, 3, seed=2)) != first
     loader.set_epoch(1)
     assert rows(loader) != first
     loader.set_epoch(0)
     assert rows(loader) == first
-
-
-def test_without_seed_blocks_keep_their_order(blocks):
-    assert rows(SampleLoader(blocks, 4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_processes_share_an_epoch_without_overlap(blocks):
-    shares = [list(chain(*rows(SampleLoader(blocks, 2, seed=3, rank=r, world_size=2)))) for r in range(2)]
-    assert [len(share) for share in shares] == [4, 4]
-    assert not set(shares[0]) & set(shares[1])
-
-
-@pytest.mark.parametrize("consumed", [0, 1, 2, 3])
-def test_a_new_loader_continues_where_the_state_was_taken(blocks, consumed):
-    loader = SampleLoader(blocks, 3, seed=1)
-    loader.set_epoch(4)
-    iterator = iter(loader)
-    for _ in range(consumed):
-        next(iterator)
-    state = loader.state_dict()
-    expected = [batch["input_ids"][:, 0].tolist() for batch in iterator]
-
-    other = SampleLoader(blocks, 3, seed=1)
-    other.load_state_dict(state)
-    resumed = iter(other)
-    other.set_epoch(4)  # Lightning's order: iter() comes before set_epoch()
-    assert [batch["input_ids"][:, 0].tolist() for batch in resumed] == expected
-    other.set_epoch(5)
-    assert len(rows(other)) == 3
+    assert rows(SampleLoader(blocks, 4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]  # without a seed
+    shares = [set(chain(*rows(SampleLoader(blocks, 2, seed=3, rank=r, world_size=2)))) for r in range(2)]
+    assert [len(share) for share in shares] == [4, 4] and not shares[0] & shares[1]
 
 
 def test_state_of_another_order_is_refused_in_the_middle_of_an_epoch_only(blocks):
@@ -364,16 +328,9 @@ def test_shorter_samples_are_padded_behind_and_have_no_labels_there():
 TEXTS = ["def f(x):\n    return x + 1\n" * 20, "class A:\n    pass\n" * 20]
 
 
-@pytest.mark.parametrize("text", ["def f(x):\n\treturn x", "naïve 漢字 🙂\x00", "", "  leading and trailing  "])
-def test_any_text_survives_encoding_and_decoding(text):
-    tokenizer = train_tokenizer(TEXTS, 300)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(ids) == text
-    assert all(token < 300 for token in ids)
-
-
 def test_training_learns_merges_and_keeps_the_vocabulary_bound():
-    tokenizer = train_tokenizer(TEXTS, 280)
+    tokenizer, text = train_tokenizer(TEXTS, 280), "  naïve 漢字 🙂\x00 "
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
     assert len(tokenizer) == 280
     assert len(tokenizer("def f(x)")["input_ids"]) < len("def f(x)")
     assert tokenizer.eos_token == "<|endoftext|>"

@@ -37,7 +37,7 @@ def gpt2_folder(tmp_path, data):
     return tmp_path / "gpt2"
 
 
-def test_the_model_has_the_shape_asked_for_and_is_built_once():
+def test_the_model_has_the_shape_asked_for_or_that_of_the_main_job_and_is_built_once():
     module = CausalLM(**SHAPE, attn="eager")
     module.configure_model()
     config = module.model.config
@@ -48,20 +48,11 @@ def test_the_model_has_the_shape_asked_for_and_is_built_once():
     built = module.model
     module.configure_model()
     assert module.model is built
-
-
-def test_default_attention_is_sdpa_and_the_default_size_is_that_of_the_main_job():
     module = CausalLM()
     with torch.device("meta"):
         module.configure_model()
     assert module.model.config._attn_implementation == "sdpa"
     assert 20e6 < sum(parameter.numel() for parameter in module.parameters()) < 40e6
-
-
-@pytest.mark.parametrize("heads", [3, 16])
-def test_a_width_that_the_heads_cannot_share_is_refused(heads):
-    with pytest.raises(ConfigError, match=f"num_heads {heads}"):
-        CausalLM(hidden_size=16, num_heads=heads)
 
 
 def test_training_lowers_the_loss_and_logs_what_is_promised(tiny_model, data, make_trainer):
@@ -156,23 +147,24 @@ def test_several_processes_leave_weights_in_their_files_unless_told(gpt2_folder,
     assert (str(gpt2_folder) in Path("/proc/self/maps").read_text()) is left
 
 
-@pytest.mark.parametrize("name_or_path", [None, "hub/id"])
-def test_only_files_in_a_folder_can_be_mapped(name_or_path):
-    with pytest.raises(ConfigError, match=f"mapped=True needs a local folder .*{name_or_path}"):
-        CausalLM(name_or_path, mapped=True)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden_size": 16, "num_heads": 3}, "num_heads 3"),  # must divide the width
+        ({"hidden_size": 16, "num_heads": 16}, "num_heads 16"),  # an even multiple
+        ({"mapped": True}, "mapped=True needs a local folder .*None"),
+        ({"name_or_path": "hub/id", "mapped": True}, "mapped=True needs a local folder .*hub/id"),
+        ({"name_or_path": "/proc"}, "cannot load"),
+    ],
+)
+def test_options_of_a_model_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        CausalLM(**options).configure_model()
 
 
-def test_name_or_path_that_is_no_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot load"):
-        CausalLM(str(tmp_path)).configure_model()
-
-
-def test_a_tokenizer_larger_than_the_embedding_is_refused(data, make_trainer):
+def test_data_that_does_not_fit_the_model_is_refused(gpt2_folder, data, text_folder, make_trainer):
     with pytest.raises(ConfigError, match="embedding 260 rows"):
         make_trainer().fit(CausalLM(**{**SHAPE, "vocab_size": 260}), data)
-
-
-def test_blocks_longer_than_the_models_positions_are_refused(gpt2_folder, text_folder, make_trainer):
     long = TextData(f"{text_folder}/**/*.txt", seq_len=17, batch_size=2, tokenizer_name_or_path=str(gpt2_folder))
     with pytest.raises(ConfigError, match="seq_len 17"):
         make_trainer().fit(CausalLM(str(gpt2_folder)), long)
