@@ -117,13 +117,8 @@ def test_the_held_out_loss_is_the_mean_over_all_tokens_of_answers(tmp_path, writ
     """Samples with more answer count more; as one sum over transformers' logits of each has it."""
     byte_tokenizer(MARKED).save_pretrained(tmp_path / "tokenizer")
     rows = [{"prompt": "?", "completion": "a" * (1 + 5 * (number % 5))} for number in range(10)]
-    data = TextData(
-        str(write_lines(*rows)),
-        seq_len=64,
-        batch_size=2,
-        val_fraction=0.6,
-        tokenizer_name_or_path=str(tmp_path / "tokenizer"),
-    )
+    options = {"val_fraction": 0.6, "tokenizer_name_or_path": str(tmp_path / "tokenizer")}
+    data = TextData(str(write_lines(*rows)), seq_len=64, batch_size=2, **options)
     model = CausalLM(**SHAPE)
     found = make_trainer().validate(model, data, verbose=False)[0]["val_loss"]
     total, count, means = 0.0, 0, []
@@ -151,17 +146,11 @@ def test_an_export_loads_in_transformers_with_equal_weights_and_tokenizer(tiny_m
     assert loaded.config.eos_token_id == tokenizer.eos_token_id == data.tokenizer.eos_token_id
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {
-            "tiers": {"ssd": {"path": "ssd", "budget": "1GiB", "checkpoint": "reference"}},
-            "tier_rules": {"*": {"optimizer_state": "ssd"}},
-        },
-    ],
-    ids=["in memory", "refers to SSD"],
-)
+REFERS = {"tiers": {"ssd": {"path": "ssd", "budget": "1GiB", "checkpoint": "reference"}}}
+REFERS["tier_rules"] = {"*": {"optimizer_state": "ssd"}}
+
+
+@pytest.mark.parametrize("options", [{}, REFERS], ids=["in memory", "refers to SSD"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_a_checkpoint_of_a_run_exports_by_itself(
     tiny_model, data, make_trainer, tmp_path, monkeypatch, precision, options

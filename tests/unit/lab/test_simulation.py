@@ -196,26 +196,17 @@ LINKS = Links(
 )
 
 
-class Tiers:
-    """Memory is DRAM, except what a test says; counts what it is asked."""
-
-    def __init__(self):
-        self.by_address = {}
-        self.asked = []
-
-    def __call__(self, address, nbytes):
-        self.asked.append((address, nbytes))
-        return self.by_address.get(address, "dram")
-
-
 @pytest.fixture
 def tiers():
-    return Tiers()
+    """Memory is DRAM, except what a test says; counts what it is asked."""
+    tiers = SimpleNamespace(by_address={}, asked=[])
+    tiers.of = lambda *memory: (tiers.asked.append(memory), tiers.by_address.get(memory[0], "dram"))[1]
+    return tiers
 
 
 @pytest.fixture
 def engine(tiers):
-    engine = SimulatedEngine(LINKS, tiers)
+    engine = SimulatedEngine(LINKS, tiers.of)
     yield engine
     engine.close()
 

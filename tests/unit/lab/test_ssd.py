@@ -46,25 +46,15 @@ def area(tmp_path):
         yield area
 
 
-def contents(area) -> bytes:
-    return area.path.read_bytes()
-
-
-# -- the file ----------------------------------------------------------------------------------------------------------
-
-
 def test_an_area_is_full_of_random_bytes_and_leaves_nothing(tmp_path):
     descriptors = len(os.listdir("/proc/self/fd"))
     with disk_area.disk_area(tmp_path, 2 * MIB) as area:
         assert list(tmp_path.iterdir()) == []
-        assert contents(area) == bytes(area.memory)
+        assert area.path.read_bytes() == bytes(area.memory)
         assert len(set(area.memory[:4096])) > 200
         blocks = os.stat(area.path).st_blocks
         assert blocks * 512 >= 2 * MIB
     assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-# -- contenders --------------------------------------------------------------------------------------------------------
 
 
 def in_process(job, engine, writes) -> dict[str, DiskContender]:
@@ -77,7 +67,7 @@ def in_process(job, engine, writes) -> dict[str, DiskContender]:
 def test_each_contender_moves_all_tensors_and_no_other_byte(area, name, tensor_bytes):
     job = Job(area, tensor_bytes)
     with contenders.our_engine(area) as engine:
-        before, used = contents(area), job.nbytes
+        before, used = area.path.read_bytes(), job.nbytes
         assert used == area.nbytes // tensor_bytes * tensor_bytes
         area.memory[:] = bytes(area.nbytes)
         took = in_process(job, engine, writes=False)[name].go()
@@ -87,13 +77,7 @@ def test_each_contender_moves_all_tensors_and_no_other_byte(area, name, tensor_b
         new = os.urandom(area.nbytes)
         area.memory[:] = new
         in_process(job, engine, writes=True)[name].go()
-        assert contents(area) == new[:used] + before[used:]
-
-
-# -- fio ---------------------------------------------------------------------------------------------------------------
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
+        assert area.path.read_bytes() == new[:used] + before[used:]
 
 
 def measured(tmp_path, *arguments: str, peers=None) -> dict[str, dict]:

@@ -196,15 +196,23 @@ def test_adapters_in_a_state_dict_merge_as_the_module_merges(base, tmp_path, kin
     assert_loads_as(tmp_path / "out", model.merge_and_unload())
 
 
-def test_an_adapter_alone_loads_in_peft(base, tmp_path):
+def test_an_adapter_alone_loads_in_peft_and_shares_no_folder_with_a_model(base, tmp_path):
+    """transformers would put the adapter on the model."""
     model = adapted(AutoModelForCausalLM.from_pretrained(base))
     model.peft_config["default"].save_pretrained(tmp_path)
     path = fabric_file(tmp_path / "last.ckpt", model)
-    export_checkpoint(path, tmp_path / "out", base=base, adapter_config=tmp_path, only_adapter=True)
+    alone = {"base": base, "adapter_config": tmp_path, "only_adapter": True}
+    export_checkpoint(path, tmp_path / "out", **alone)
     fresh = AutoModelForCausalLM.from_pretrained(base)
     assert torch.equal(logits(peft.PeftModel.from_pretrained(fresh, tmp_path / "out")), logits(model))
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
     assert not (tmp_path / "out" / "config.json").exists()
+    plain = fabric_file(tmp_path / "plain.pt", llama())
+    with pytest.raises(LightningCXLError, match=r"has `adapter_config\.json` of an adapter"):
+        export_checkpoint(plain, tmp_path / "out", base=base)
+    export_checkpoint(plain, tmp_path / "model", base=base)
+    with pytest.raises(LightningCXLError, match=r"has `config\.json` of a model"):
+        export_checkpoint(path, tmp_path / "model", **alone)
 
 
 def test_weights_are_in_memory_one_at_a_time(base, tmp_path, monkeypatch):
@@ -227,20 +235,6 @@ def test_weights_are_in_memory_one_at_a_time(base, tmp_path, monkeypatch):
     export_checkpoint(tmp_path / "adapter", tmp_path / "out")
     assert len(alive) >= 20
     assert most <= 2
-
-
-def test_an_adapter_and_a_model_in_one_folder_are_refused(base, tmp_path):
-    """transformers would put the adapter on the model."""
-    model = adapted(AutoModelForCausalLM.from_pretrained(base))
-    model.peft_config["default"].save_pretrained(tmp_path)
-    trained, plain = fabric_file(tmp_path / "lora.pt", model), fabric_file(tmp_path / "plain.pt", llama())
-    alone = {"base": base, "adapter_config": tmp_path, "only_adapter": True}
-    export_checkpoint(trained, tmp_path / "adapter", **alone)
-    with pytest.raises(LightningCXLError, match=r"has `adapter_config\.json` of an adapter"):
-        export_checkpoint(plain, tmp_path / "adapter", base=base)
-    export_checkpoint(plain, tmp_path / "model", base=base)
-    with pytest.raises(LightningCXLError, match=r"has `config\.json` of a model"):
-        export_checkpoint(trained, tmp_path / "model", **alone)
 
 
 def test_an_export_onto_an_earlier_one_is_as_in_a_new_folder(base, tmp_path):
@@ -286,36 +280,34 @@ def test_an_export_onto_an_earlier_one_is_as_in_a_new_folder(base, tmp_path):
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(base, tmp_path, options, message):
     model = AutoModelForCausalLM.from_pretrained(base)
     state = model.state_dict()
-    torch.save(state, tmp_path / "plain.pt")
-    torch.save({"teacher": state, "student": state}, tmp_path / "several.pt")
-    torch.save({"state_dict": state, "object": Task(nn.Linear(1, 1))}, tmp_path / "code.pt")
-    twice = {f"{name}.{key}": value for name in ("policy", "reference") for key, value in state.items()}
-    torch.save(twice, tmp_path / "twice.pt")
-    torch.save(dict(list(state.items())[:3]), tmp_path / "part.pt")
-    torch.save(state, tmp_path / "tied_apart.pt")
-    for folder in ("empty", "only_config", "tied"):
+    files = {
+        "plain": state,
+        "several": {"teacher": state, "student": state},
+        "code": {"state_dict": state, "object": Task(nn.Linear(1, 1))},
+        "twice": {f"{name}.{key}": value for name in ("policy", "reference") for key, value in state.items()},
+        "part": dict(list(state.items())[:3]),
+        "tied_apart": state,
+    }
+    for name, contents in files.items():
+        torch.save(contents, tmp_path / f"{name}.pt")
+    for folder in ("empty", "only_config", "tied", "homeless"):
         (tmp_path / folder).mkdir()
     model.config.save_pretrained(tmp_path / "only_config")
     llama(tied=True).save_pretrained(tmp_path / "tied")
     lora = adapted(model)
     lora.save_pretrained(tmp_path / "adapter")
     torch.save(lora.state_dict(), tmp_path / "lora.pt")
-    peft.LoraConfig(r=4, target_modules=["k_proj", "down_proj"], task_type="CAUSAL_LM").save_pretrained(
-        tmp_path / "other"
-    )
+    other = peft.LoraConfig(r=4, target_modules=["k_proj", "down_proj"], task_type="CAUSAL_LM")
+    other.save_pretrained(tmp_path / "other")
     lora.add_adapter("second", lora.peft_config["default"])
     torch.save(lora.state_dict(), tmp_path / "two_adapters.pt")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    (tmp_path / "homeless").mkdir()
-    (tmp_path / "homeless" / "adapter_config.json").write_text(
-        json.dumps({**config, "base_model_name_or_path": "nowhere"})
-    )
+    config["base_model_name_or_path"] = "nowhere"
+    (tmp_path / "homeless" / "adapter_config.json").write_text(json.dumps(config))
     on_embedding = adapted(AutoModelForCausalLM.from_pretrained(base), target_modules=["embed_tokens"])
     on_embedding.save_pretrained(tmp_path / "on_tied", save_embedding_layers=False)
-    defaults = {"checkpoint": "plain.pt", "folder": "out", "base": "base"}
-    given = {
-        key: tmp_path / value if isinstance(value, str) else value for key, value in {**defaults, **options}.items()
-    }
+    given = {"checkpoint": "plain.pt", "folder": "out", "base": "base", **options}
+    given = {key: tmp_path / value if isinstance(value, str) else value for key, value in given.items()}
     checkpoint, folder = given.pop("checkpoint"), given.pop("folder")
     with pytest.raises(LightningCXLError, match=message):
         export_checkpoint(checkpoint, folder, **given)
@@ -328,13 +320,8 @@ OUTSIDE = ["../../planted.json", "{}/planted.json", "..\\planted.json", "modelin
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_only_config_and_tokenizer_are_written_whatever_a_checkpoint_names(base, tmp_path, name):
     before = set(tmp_path.rglob("*"))
-    torch.save(
-        {
-            "state_dict": llama().state_dict(),
-            "transformers_files": {name.format(tmp_path): "planted", "vocab.txt": "kept"},
-        },
-        tmp_path / "crafted.ckpt",
-    )
+    files = {name.format(tmp_path): "planted", "vocab.txt": "kept"}
+    torch.save({"state_dict": llama().state_dict(), "transformers_files": files}, tmp_path / "crafted.ckpt")
     with pytest.warns(LightningCXLWarning, match=r"are not written: '.*'"):
         export_checkpoint(tmp_path / "crafted.ckpt", tmp_path / "deep" / "out", base=base)
     new = {path.name for path in tmp_path.rglob("*") if path not in before and path.is_file()}
@@ -391,9 +378,8 @@ def quantised(kind):
 @pytest.mark.parametrize("kind", quantising.KINDS)
 def test_quantised_weights_become_the_numbers_that_they_compute_with(tmp_path, kind):
     model, plain = quantised(kind)
-    llama(hidden_size=64, attention_bias=False, seed=5).save_pretrained(
-        tmp_path / "base"
-    )  # its config counts, not its weights
+    other = llama(hidden_size=64, attention_bias=False, seed=5)
+    other.save_pretrained(tmp_path / "base")  # its config counts, not its weights
     path = fabric_file(tmp_path / "last.ckpt", model)
     exported = export_checkpoint(path, tmp_path / "out", base=tmp_path / "base")
     assert "dequantised 14 weights" in " ".join(exported.notes)
