@@ -196,23 +196,19 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path, options):
         assert losses["ours"] == pytest.approx(losses["plain"], abs=1e-5)
 
 
-def adapted():
-    torch.manual_seed(4)
-    return get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
-
-
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # peft asks for it
 def test_the_best_adapters_are_loaded_at_the_end(tmp_path):
     best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
     parts = {"eval_dataset": rows(4, seed=5)}
-    found = []
-    for name, options in (("plain", PLAIN), ("ours", {"stream_weights": True, **EXACT})):
-        found.append(train(tmp_path / name, options, model=adapted(), parts=parts, **WARM, **best))
-    assert_identical(*found)
+
+    def trained(name, options):
+        torch.manual_seed(4)
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+        model = get_peft_model(tiny_llama(), lora)
+        return train(tmp_path / name, options, model=model, parts=parts, **WARM, **best)
+
+    assert_identical(trained("plain", PLAIN), trained("ours", {**STREAMED, **EXACT}))
     assert (tmp_path / "ours" / "checkpoint-3" / "adapter_model.safetensors").exists()
-
-
-HELD_OUT = {"eval_dataset": rows(6, seed=5)}
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
@@ -220,7 +216,7 @@ HELD_OUT = {"eval_dataset": rows(6, seed=5)}
 def test_evaluates_and_predicts_without_training(tmp_path, options):
     found = {}
     for name, offload in (("plain", PLAIN), ("ours", options)):
-        trainer = make_trainer(tmp_path, offload, parts=HELD_OUT)
+        trainer = make_trainer(tmp_path, offload, parts={"eval_dataset": rows(6, seed=5)})
         found[name] = trainer.evaluate()["eval_loss"], trainer.predict(rows(3)).predictions
         finish(trainer)
     assert found["ours"][0] == found["plain"][0]
@@ -230,9 +226,6 @@ def test_evaluates_and_predicts_without_training(tmp_path, options):
 def test_the_model_stays_on_the_host_until_it_is_trained(tmp_path):
     trainer = make_trainer(tmp_path, STREAMED)
     assert {p.device.type for p in trainer.model.parameters()} == {"cpu"}
-
-
-# -- several trainings -------------------------------------------------------------------------------------------------
 
 
 # -- the user's own objects --------------------------------------------------------------------------------------------
@@ -366,9 +359,6 @@ def test_a_model_that_is_moved_away_is_plain(tmp_path, options, how):
     loop.close()
 
 
-# -- several Trainers, one model ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(training_device.chosen.type == "cpu", reason="moves where the device is apart")
 def test_a_plain_trainer_is_told_that_the_model_is_held(tmp_path):
     model = tiny_llama()
@@ -426,9 +416,6 @@ def test_a_search_trains_with_the_same_options(tmp_path, make, monkeypatch):
     monkeypatch.setattr("transformers.integrations.hp_params", dict)  # looks for Ray, Optuna and W&B
     monkeypatch.setattr("transformers.trainer.Trainer._get_output_dir", lambda self, trial: str(tmp_path))
     assert_identical(*(searched(tmp_path, options, make) for options in (PLAIN, {**STREAMED, **EXACT})))
-
-
-# -- trained again -----------------------------------------------------------------------------------------------------
 
 
 class Exhausted:

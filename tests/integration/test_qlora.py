@@ -1,5 +1,6 @@
 """QLoRA: files quantised while they load, adapters of peft on top; as with transformers, peft, bitsandbytes alone."""
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -24,6 +25,8 @@ peft = pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.usefixtures("kernels_of_bitsandbytes"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.* of weights are not quantised"),
     pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning"),
 ]
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -34,48 +37,59 @@ WAYS = {
     "8 bit": {"load_in_8bit": True},
 }
 LAYERS, STEPS = 5, 6
+SIZES = {
+    "vocab_size": 37, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": LAYERS,
+}  # fmt: skip
+LAST_TOO = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     tf.logging.disable_progress_bar()
     torch.manual_seed(3)
-    config = tf.LlamaConfig(
-        vocab_size=37, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
-        num_hidden_layers=LAYERS,
-    )  # fmt: skip
     path = tmp_path_factory.mktemp("qlora")
-    tf.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path, max_shard_size="50KB")
+    tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES)).to(torch.bfloat16).save_pretrained(path, max_shard_size="50KB")
     assert len(list(path.glob("*.safetensors"))) > 2
     return path
 
 
+def quantisation(way):
+    return tf.BitsAndBytesConfig(**(WAYS[way] if isinstance(way, str) else way))
+
+
 def theirs(folder, way):
-    config = tf.BitsAndBytesConfig(**WAYS[way])
-    return tf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map={"": "cpu"})
+    options = {"quantization_config": quantisation(way), "device_map": {"": "cpu"}}
+    return tf.AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
 def ours(folder, way):
-    config = tf.BitsAndBytesConfig(**WAYS[way])
-    return lightning_cxl.from_pretrained(tf.AutoModelForCausalLM, folder, quantization_config=config)
+    return lightning_cxl.from_pretrained(tf.AutoModelForCausalLM, folder, quantization_config=quantisation(way))
 
 
 class QLoRA(LightningModule):
-    """Loads and adds adapters in `configure_model`; records losses of training and validation."""
+    """Loads and adds adapters in `configure_model`; records losses of training and validation.
 
-    def __init__(self, load):
+    Args:
+        load: makes the quantised base.
+        prepare: what has had the base before.
+        **adapters: of peft.
+    """
+
+    def __init__(self, load, prepare=lambda model: model, **adapters):
         super().__init__()
-        self.load, self.model, self.losses = load, None, []
+        self.load, self.prepare, self.adapters = load, prepare, {**LAST_TOO, **adapters}
+        self.model, self.losses = None, []
 
     def configure_model(self):
         if self.model is not None:
             return
         with torch.device("cpu"):  # plain Lightning would let the device draw the adapters
-            model = self.load()
+            model = self.prepare(self.load())
             self.at_once = {name: set(residency(p)) for name, p in model.named_parameters()}
             torch.manual_seed(1)
-            adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
-            self.model = peft.get_peft_model(model, adapters)
+            config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", **self.adapters)
+            self.model = peft.get_peft_model(model, config)
 
     def loss(self, batch):
         loss = self.model(input_ids=batch[0], labels=batch[1], use_cache=False).loss
@@ -311,6 +325,71 @@ def test_weights_on_ssd_are_read_and_never_written(folder, tmp_path, monkeypatch
     assert strategy.report()["planned_roles"]["compute_weights"]["ssd"] > 0
     frozen = sorted(name for name in written if name.endswith("frozen weights"))
     assert len(frozen) == len(set(frozen)) == LAYERS, "each once, when it moved there"
+
+
+# -- models and adapters of many kinds ---------------------------------------------------------------------------------
+
+GPT2 = {
+    "vocab_size": 37, "n_embd": 64, "n_layer": 5, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MODELS = {
+    "Llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES)),
+    "Qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**SIZES, tie_word_embeddings=True)),
+    "GPT-2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)),
+    "Mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**SIZES, num_local_experts=4)),
+}
+ATTENTION = {"target_modules": ["q_proj", "v_proj"]}  # what peft takes for most models: a block ends without an adapter
+EIGHT_BIT = {"load_in_8bit": True}
+MODELS_APART = {  # model, quantisation, adapters
+    "peft's usual adapters": ("Llama", NF4, ATTENTION),
+    "biases are trained": ("Qwen2", NF4, ATTENTION | {"bias": "all"}),
+    "a head that is tied is trained": (
+        "Qwen2", NF4, ATTENTION | {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
+    ),
+    "weights the other way round": (
+        "GPT-2", NF4 | {"bnb_4bit_quant_type": "fp4"}, {"target_modules": ["c_attn", "c_proj"]},
+    ),
+    "experts in one weight": ("Mixtral", NF4, ATTENTION),
+    "codes as bfloat16": ("Llama", NF4 | {"bnb_4bit_quant_storage": torch.bfloat16}, LAST_TOO),
+}  # fmt: skip
+MODELS_ON_CPU = {
+    "8 bit": ("Llama", EIGHT_BIT, ATTENTION),
+    "8 bit, outliers": ("Llama", EIGHT_BIT | {"llm_int8_threshold": 0.5}, LAST_TOO),
+    "DoRA": ("Llama", NF4, LAST_TOO | {"use_dora": True}),
+}
+
+
+def assert_models_train_the_same(folder, kind, way, adapters, **options):
+    torch.manual_seed(3)
+    tf.logging.disable_progress_bar()
+    # what is trained of a 16-bit base has wider masters under us
+    # and a 4-bit layer widens the biases of such a base where they do not stream
+    wide = kind == "GPT-2" or not adapters.keys().isdisjoint({"bias", "modules_to_save"})
+    MODELS[kind]().to(torch.float32 if wide else torch.bfloat16).save_pretrained(folder)
+    runs = []
+    for load, strategy in ((theirs, "auto"), (ours, offload(**EXACT, **options))):
+        losses, state = fit(QLoRA(partial(load, folder, way), init_lora_weights=False, **adapters), strategy)
+        # as bytes: codes in a floating-point type may be NaN
+        runs.append((losses, {name: each.contiguous().view(-1).view(torch.uint8) for name, each in state.items()}))
+    assert_identical(*runs)
+    assert len(set(runs[0][0])) == len(runs[0][0])
+
+
+@pytest.mark.parametrize("case", MODELS_APART)
+def test_models_train_as_without_us(tmp_path, case):
+    assert_models_train_the_same(tmp_path, *MODELS_APART[case])
+
+
+def test_a_base_that_peft_has_prepared(tmp_path):
+    prepare = {"prepare": peft.prepare_model_for_kbit_training}
+    assert_models_train_the_same(tmp_path, "Llama", NF4, LAST_TOO | prepare)
+
+
+@pytest.mark.on_cpu
+@pytest.mark.parametrize("case", MODELS_ON_CPU)
+def test_models_train_as_without_us_where_the_cpu_computes(tmp_path, case):
+    assert_models_train_the_same(tmp_path, *MODELS_ON_CPU[case], stream_weights=True)
 
 
 # -- what kernels read -------------------------------------------------------------------------------------------------

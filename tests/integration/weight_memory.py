@@ -86,36 +86,24 @@ def load(folder: Path, dtype: torch.dtype | None, run: bool) -> tuple[Callable[[
     return work, model
 
 
-def trained(run_optimizer: type[torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = make()
-    optimizer = run_optimizer(model.parameters(), lr=1e-3)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
-
-
 def prepare(task: str, folder: Path) -> tuple[Callable[[], object], object]:
     """Return what to measure, and what must stay alive meanwhile."""
     dtype = torch.bfloat16 if "bf16" in task else None
     if task.startswith("load"):
         return load(folder / "model", dtype, "run" in task)
     if task.startswith("save"):
-        model = Views() if "views" in task else make()
+        model = make()
         return lambda: lightning_cxl.save_weights(model, folder / "saved", "100MiB", dtype), model
     if task.startswith("checkpoint of views"):
         views = Views()
         return lambda: save_file({"state_dict": views.state_dict()}, folder / "views.ckpt"), views
-    model, optimizer = trained(lightning_cxl.CPUAdam)
-    if task == "checkpoint":
-        return (
-            lambda: save_file(
-                {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}, folder / "c.ckpt"
-            ),
-            model,
-        )
     assert task == "resume"
+    model = make()
+    optimizer = lightning_cxl.CPUAdam(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
     save_file({"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}, folder / "c.ckpt")
 
     def resume() -> None:
