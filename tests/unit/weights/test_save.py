@@ -1,3 +1,5 @@
+"""`save_weights`: what the files hold, and what failures leave."""
+
 import json
 import os
 import resource
@@ -25,18 +27,13 @@ def loaded(folder):
 
 @pytest.mark.parametrize("make", [TinyTransformer, TinyConvNet])
 def test_one_file_with_every_parameter_and_persistent_buffer(tmp_path, make):
-    model = make()
-    assert save_weights(model, tmp_path / "new" / "folder") == [tmp_path / "new" / "folder" / "model.safetensors"]
-    assert files(tmp_path / "new" / "folder") == ["model.safetensors"]
-    state = loaded(tmp_path / "new" / "folder")
-    assert state.keys() == model.state_dict().keys()
-    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
-
-
-def test_a_file_of_any_name_holds_everything(tmp_path):
-    model = TinyTransformer()
-    assert save_weights(model, tmp_path / "mine.safetensors", max_shard_bytes=1) == [tmp_path / "mine.safetensors"]
-    assert load_file(tmp_path / "mine.safetensors").keys() == model.state_dict().keys()
+    model, folder, mine = make(), tmp_path / "new" / "folder", tmp_path / "mine.safetensors"
+    assert save_weights(model, folder) == [folder / "model.safetensors"]
+    assert files(folder) == ["model.safetensors"]
+    assert save_weights(model, mine, max_shard_bytes=1) == [mine]
+    for state in (loaded(folder), load_file(mine)):
+        assert state.keys() == model.state_dict().keys()
+        assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
     with pytest.raises(ConfigError, match="is a file: give a folder"):
         (tmp_path / "other").touch()
         save_weights(model, tmp_path / "other")
@@ -50,9 +47,8 @@ def test_shards_with_an_index_in_the_format_of_hugging_face(tmp_path):
         state = load_file(path)
         nbytes = sum(value.nbytes for value in state.values())
         assert nbytes <= 20_000 or (len(state) == 1 and nbytes == largest)
-    assert [path.name for path in paths] == [
-        f"model-{i:05}-of-{len(paths):05}.safetensors" for i in range(1, 1 + len(paths))
-    ]
+    names = [f"model-{i:05}-of-{len(paths):05}.safetensors" for i in range(1, 1 + len(paths))]
+    assert [path.name for path in paths] == names
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in model.state_dict().values())
     assert index["metadata"]["total_parameters"] == sum(p.numel() for p in model.parameters())
@@ -95,32 +91,6 @@ def test_dtype_converts_parameters_and_leaves_buffers_and_the_model(tmp_path):
     assert model.stem.weight.dtype == torch.float32
 
 
-def test_views_of_one_storage_are_written_as_what_they_are(tmp_path):
-    both = torch.randn(2, 5)
-    model = nn.Module()
-    model.a, model.b = nn.Parameter(both[0]), nn.Parameter(both[1])
-    save_weights(model, tmp_path)
-    state = loaded(tmp_path)
-    assert torch.equal(state["a"], both[0]) and torch.equal(state["b"], both[1])
-    assert (tmp_path / "model.safetensors").stat().st_size < 300
-
-
-def test_what_cannot_be_written_is_named(tmp_path):
-    with empty_weights():
-        model = TinyTransformer()
-    with pytest.raises(CheckpointError, match=r"on the meta device .* `embed\.weight`: load them"):
-        save_weights(model, tmp_path)
-    sparse = nn.Module()
-    sparse.register_buffer("s", torch.eye(3).to_sparse())
-    with pytest.raises(CheckpointError, match="`s` is sparse or quantized"):
-        save_weights(sparse, tmp_path)
-    wide = nn.Module()
-    wide.register_buffer("c", torch.ones(2, dtype=torch.complex128))
-    with pytest.raises(CheckpointError, match="complex128"):
-        save_weights(wide, tmp_path)
-    assert files(tmp_path) == []
-
-
 class OwnState(nn.Linear):
     def get_extra_state(self):
         return {"scale": 1.0}
@@ -129,18 +99,38 @@ class OwnState(nn.Linear):
         pass
 
 
-def test_two_tensors_of_one_name_are_refused_and_no_tensor_is_a_file(tmp_path):
-    twins = [NamedTensor("a", torch.full((2,), float(number)), torch.float32) for number in range(2)]
-    with pytest.raises(CheckpointError, match="one name"):
-        saving.save_tensors(twins, tmp_path, 8)
-    assert not files(tmp_path)
-    assert save_weights(nn.Identity(), tmp_path) == [tmp_path / "model.safetensors"] and loaded(tmp_path) == {}
-
-
-def test_state_that_is_no_tensor_is_said_not_to_be_saved(tmp_path):
+def test_views_of_one_storage_are_written_as_what_they_are_and_other_state_is_named(tmp_path):
+    both, model = torch.randn(2, 5), nn.Module()
+    model.a, model.b = nn.Parameter(both[0]), nn.Parameter(both[1])
+    save_weights(model, tmp_path)
+    state = loaded(tmp_path)
+    assert torch.equal(state["a"], both[0]) and torch.equal(state["b"], both[1])
+    assert (tmp_path / "model.safetensors").stat().st_size < 300
     with pytest.warns(LightningCXLWarning, match="OwnState: 1 entries of its state dict .* such as `_extra_state`"):
         save_weights(OwnState(2, 2), tmp_path)
     assert loaded(tmp_path).keys() == {"weight", "bias"}
+    assert save_weights(nn.Identity(), tmp_path) == [tmp_path / "model.safetensors"] and loaded(tmp_path) == {}
+
+
+def test_what_cannot_be_written_is_named(tmp_path):
+    def with_buffer(value):
+        module = nn.Module()
+        module.register_buffer("s", value)
+        return module
+
+    with empty_weights():
+        on_meta = TinyTransformer()
+    for model, message in (
+        (on_meta, r"on the meta device .* `embed\.weight`: load them"),
+        (with_buffer(torch.eye(3).to_sparse()), "`s` is sparse or quantized"),
+        (with_buffer(torch.ones(2, dtype=torch.complex128)), "complex128"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            save_weights(model, tmp_path)
+    twins = [NamedTensor("a", torch.full((2,), float(number)), torch.float32) for number in range(2)]
+    with pytest.raises(CheckpointError, match="one name"):
+        saving.save_tensors(twins, tmp_path, 8)
+    assert files(tmp_path) == []
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -148,58 +138,48 @@ def test_state_that_is_no_tensor_is_said_not_to_be_saved(tmp_path):
 
 @pytest.fixture
 def earlier(tmp_path):
-    model = TinyTransformer()
-    save_weights(model, tmp_path, max_shard_bytes=20_000)
-    return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    """Return what checks that the folder is as an earlier save left it."""
+    save_weights(TinyTransformer(), tmp_path, max_shard_bytes=20_000)
+    content = lambda: {path.name: path.read_bytes() for path in tmp_path.iterdir()}  # noqa: E731
+    before = content()
+    return lambda: content() == before
 
 
-def assert_as_before(folder, earlier):
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == earlier
-
-
-@pytest.fixture
-def small_files():
+def test_when_the_file_system_refuses_the_earlier_save_is_as_it_was(tmp_path, earlier):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        with pytest.raises(CheckpointError, match=rf"could not save .* KiB of weights to `{tmp_path}`: File too large"):
+            save_weights(TinyTransformer(), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert earlier()
 
 
-def test_when_the_file_system_refuses_the_earlier_save_is_as_it_was(tmp_path, earlier, small_files):
-    with pytest.raises(CheckpointError, match=rf"could not save .* KiB of weights to `{tmp_path}`: File too large"):
-        save_weights(TinyTransformer(), tmp_path)
-    assert_as_before(tmp_path, earlier)
-
-
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_an_error_at_the_third_shard_leaves_nothing(tmp_path, earlier, monkeypatch, error):
-    write, calls = saving.write_tensors, []
+def failing(monkeypatch, module, name, number, error):
+    """Let the call with this number fail: a function of a module."""
+    function, calls = getattr(module, name), []
 
     def fail(*args):
         calls.append(args)
-        write(*args)
-        if len(calls) == 3:
+        if len(calls) == number:
             raise error
+        function(*args)
 
-    monkeypatch.setattr(saving, "write_tensors", fail)
-    with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
+    monkeypatch.setattr(module, name, fail)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt("No space left")])
+def test_an_error_at_the_third_shard_leaves_nothing(tmp_path, earlier, monkeypatch, error):
+    failing(monkeypatch, saving, "write_tensors", 3, error)
+    with pytest.raises((CheckpointError, KeyboardInterrupt), match="No space left"):
         save_weights(TinyTransformer(), tmp_path, max_shard_bytes=20_000)
-    assert isinstance(error, KeyboardInterrupt) or "No space left on device" in str(caught.value)
-    assert_as_before(tmp_path, earlier)
+    assert earlier()
 
 
 def test_a_crash_between_the_renames_leaves_no_mixture_that_loads(tmp_path, earlier, monkeypatch):
-    replace, calls = os.replace, []
-
-    def fail(*args):
-        calls.append(args)
-        if len(calls) == 2:
-            raise OSError(5, "Input/output error")
-        replace(*args)
-
-    monkeypatch.setattr(os, "replace", fail)
+    failing(monkeypatch, os, "replace", 2, OSError(5, "Input/output error"))
     with pytest.raises(CheckpointError, match="Input/output error"):
         save_weights(TinyTransformer(), tmp_path, max_shard_bytes=20_000)
-    left = files(tmp_path)
-    assert "model.safetensors.index.json" not in left and "model.safetensors" not in left
-    assert not [name for name in left if name.startswith(".")]
+    assert not {"model.safetensors.index.json", "model.safetensors"}.intersection(files(tmp_path))
+    assert not [name for name in files(tmp_path) if name.startswith(".")]
