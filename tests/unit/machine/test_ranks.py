@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import threading
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,26 +36,11 @@ TWO_CARDS = ("10 21 17 25", "21 10 25 17", "17 25 10 29", "25 17 29 10")
 """Distances of two sockets, nodes 0 and 1, with a card at each, nodes 2 and 3."""
 
 
-def write_machine(
-    root: Path,
-    nodes: Sequence[Sequence[int]],
-    distances: Sequence[str],
-    *,
-    sockets: Mapping[int, int] | None = None,
-    siblings: Sequence[Sequence[int]] = (),
-    devices: Mapping[str, int] | None = None,
-    gib: int = 4,
-) -> Path:
-    """Describe a machine under `root`, and return that.
+def write_machine(root, nodes, distances, *, sockets=None, siblings=(), devices=None, gib=4) -> Path:
+    """Describe a machine in an empty folder by its nodes, each with CPUs or a card, and their rows of distances.
 
-    Args:
-        root: an empty folder.
-        nodes: the CPUs of every node; none for a card.
-        distances: the row of every node.
-        sockets: of every node with CPUs; each its own when None.
-        siblings: CPUs that are hardware threads of one core; those that are not named have a core of their own.
-        devices: node by PCI address.
-        gib: memory of every node, all free.
+    By default every node with CPUs is a socket, and every CPU a core; of `siblings` each row is the threads of a core.
+    `devices` are nodes by PCI address; `gib` is the memory of every node, all free.
     """
     text: dict[str, str] = {"sys/devices/system/cpu/online": id_ranges([cpu for cpus in nodes for cpu in cpus])}
     every = id_ranges(range(len(nodes)))

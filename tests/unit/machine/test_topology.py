@@ -212,22 +212,15 @@ def limited(machine):
 
 
 def v1(path, limit, usage=0, inactive_file=0):
-    folder = f"sys/fs/cgroup/memory{path}"
-    return {
-        f"{folder}/memory.limit_in_bytes": f"{limit}\n",
-        f"{folder}/memory.usage_in_bytes": f"{usage}\n",
-        f"{folder}/memory.stat": f"inactive_file 12345\ntotal_inactive_file {inactive_file}\ntotal_active_file 0\n",
-    }
+    names = {"limit_in_bytes": limit, "usage_in_bytes": usage}
+    names["stat"] = f"inactive_file 12345\ntotal_inactive_file {inactive_file}\ntotal_active_file 0"
+    return {f"sys/fs/cgroup/memory{path}/memory.{name}": f"{text}\n" for name, text in names.items()}
 
 
 def v2(path, limit, usage=0, inactive_file=0, high="max"):
-    folder = f"sys/fs/cgroup{path}"
-    return {
-        f"{folder}/memory.max": f"{limit}\n",
-        f"{folder}/memory.high": f"{high}\n",
-        f"{folder}/memory.current": f"{usage}\n",
-        f"{folder}/memory.stat": f"anon 5\ninactive_file {inactive_file}\nactive_file 0\n",
-    }
+    names = {"max": limit, "high": high, "current": usage}
+    names["stat"] = f"anon 5\ninactive_file {inactive_file}\nactive_file 0"
+    return {f"sys/fs/cgroup{path}/memory.{name}": f"{text}\n" for name, text in names.items()}
 
 
 @pytest.mark.parametrize(
@@ -278,21 +271,24 @@ def drives(monkeypatch, tmp_path):
     """Makes folders, and says what is free on which drive: ``drives(a=(drive, free), ...)``."""
 
     def make(**given):
-        real = os.stat
-        for name in given:
-            (tmp_path / name).mkdir()
-        by_path = {str(tmp_path / name): value for name, value in given.items()}
-        monkeypatch.setattr(
-            os, "statvfs", lambda path: SimpleNamespace(f_bavail=by_path[str(path)][1] // 4096, f_frsize=4096)
-        )
+        real, drives = os.stat, {str(tmp_path / name): drive for name, (drive, _) in given.items()}
+        free = {
+            tmp_path / name: SimpleNamespace(f_bavail=free // 4096, f_frsize=4096) for name, (_, free) in given.items()
+        }
 
         def stat(path, **kwargs):
-            found = by_path.get(str(path))
-            return real(path, **kwargs) if found is None or kwargs else SimpleNamespace(st_dev=found[0])
+            return (
+                SimpleNamespace(st_dev=drives[str(path)])
+                if str(path) in drives and not kwargs
+                else real(path, **kwargs)
+            )
 
+        for folder in free:
+            folder.mkdir()
+        monkeypatch.setattr(os, "statvfs", free.__getitem__)
         monkeypatch.setattr("lightning_cxl.machine.topology.os.stat", stat)
         monkeypatch.setattr(disk_space, "filesystem_of", lambda folder: "")
-        return [tmp_path / name for name in given]
+        return list(free)
 
     return make
 
