@@ -14,7 +14,7 @@ from lightning_cxl.optim.swapped_state import OnSsd, StateSwapper, read_states
 from lightning_cxl.run.checkpoint import load_file, save_file
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
-from tests.storage_cases import BUDGET, CHUNK, data_file, folders, memory_of
+from tests.storage_cases import BUDGET, CHUNK, damage, folders, memory_of
 
 NUMELS = (5 * 1024, 3000, 1, 2048)  # of the tensors of each record; 3000 is no whole number of blocks
 NBYTES = sum(-(-4 * numel // 64) * 64 for numel in NUMELS)
@@ -122,15 +122,8 @@ def test_a_copy_takes_no_memory_for_the_state(tmp_path):
 
 def test_a_damaged_record_is_not_copied(state, tmp_path):
     run = state()
-    with open(data_file(tmp_path / "drive0"), "r+b") as file:
-        offset = run.records[2].record.versions[0] + 70
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
-        file.flush()
-        os.fsync(file.fileno())
-    with pytest.raises(StorageError, match="record `record 2` is damaged"):
+    damage(tmp_path / "drive0")
+    with pytest.raises(StorageError, match="record `record 0` is damaged"):
         run.save(tmp_path / "x.ckpt")
     assert [path.name for path in tmp_path.iterdir()] == ["drive0"]
 

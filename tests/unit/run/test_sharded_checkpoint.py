@@ -1,11 +1,16 @@
-"""Checkpoint folders of one process: complete or not there, and damage is said."""
+"""Checkpoint folders of one process: complete or not there, damage is said, and reading runs no code of others."""
+
+import io
+import os
+import pickle
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.run import sharded_checkpoint
-from lightning_cxl.run.checkpoint import is_sharded_checkpoint
+from lightning_cxl.run.checkpoint import is_sharded_checkpoint, load_file
 from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -66,5 +71,104 @@ def test_what_does_not_fit_is_said(tmp_path):
     with pytest.raises(CheckpointError, match="damaged or not a checkpoint"):
         read(path)
     (path / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match="damaged or not a checkpoint"):
+        ShardedCheckpoint(path)
+
+
+# -- folders that somebody else has written ----------------------------------------------------------------------------
+
+
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+class Kept:
+    """What a user may have among the values of an optimizer."""
+
+    def __init__(self, number=7):
+        self.number = number
+
+
+def folder_with(path, **values):
+    save(path, {"state_dict": {"weight": torch.arange(6.0).view(2, 3)}, "optimizer_0": values}, {})
+    return path
+
+
+def test_a_list_of_tensors_that_asks_for_code_is_refused(tmp_path):
+    path = folder_with(tmp_path / "a.ckpt")
+    (path / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "made")))
+    with pytest.raises(CheckpointError, match=r"a\.ckpt.*was not read.*asks for \w+\.mkdir"):
+        ShardedCheckpoint(path)
+    (path / ".metadata").write_bytes(pickle.dumps({"weight": 3}))
+    with pytest.raises(CheckpointError, match=r"its list of tensors is a dict.*damaged"):
+        ShardedCheckpoint(path)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("name", ["{}/b.ckpt/__0_0.distcp", "../b.ckpt/__0_0.distcp", "..", "..\\\\__0_0.distcp", ""])
+def test_a_list_of_tensors_that_names_files_elsewhere_is_refused(tmp_path, name):
+    path, _ = folder_with(tmp_path / "a.ckpt"), folder_with(tmp_path / "b.ckpt")
+    found = pickle.loads((path / ".metadata").read_bytes())
+    for each in found.storage_data.values():
+        each.relative_path = name.format(tmp_path)
+    (path / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(CheckpointError, match=r"names '.*', no file of a checkpoint"):
+        ShardedCheckpoint(path)
+
+
+def test_a_value_that_asks_for_code_is_refused(tmp_path):
+    folder = ShardedCheckpoint(folder_with(tmp_path / "a.ckpt", value=Hostile(tmp_path / "made")))
+    with pytest.raises(CheckpointError, match=r"was not read.*mkdir"):
+        folder.read({"optimizer_0.value": None})
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("value", [Hostile("made"), Kept()], ids=["blocked", "unknown"])
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_no_error_advises_to_run_code(tmp_path, kind, value):
+    if kind == "file":
+        torch.save({"value": value}, tmp_path / "a.ckpt")
+    else:
+        torch.save({"value": value}, folder_with(tmp_path / "a.ckpt") / "meta.pt")
+    with pytest.raises(CheckpointError, match=r"was not read: .*(mkdir|Kept).*add_safe_globals") as found:
+        if kind == "file":
+            load_file(tmp_path / "a.ckpt", "cpu", None)
+        else:
+            ShardedCheckpoint(tmp_path / "a.ckpt").rest(weights_only=None)
+    assert "False" not in str(found.value)
+
+
+def test_a_class_that_the_user_names_is_read(tmp_path):
+    folder = ShardedCheckpoint(folder_with(tmp_path / "a.ckpt", value=Kept(5)))
+    with pytest.raises(CheckpointError, match=r"Kept.*add_safe_globals"):
+        folder.read({"optimizer_0.value": None})
+    with torch.serialization.safe_globals([Kept]):
+        assert folder.read({"optimizer_0.value": None})["optimizer_0.value"].number == 5
+
+
+def test_every_list_of_torchs_own_is_known(tmp_path):
+    """Types, layouts and memory formats of whatever may be saved."""
+    dtypes = [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn]
+    tensors = {str(each): torch.zeros(4, dtype=each) for each in dtypes}
+    tensors["last"] = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    save(tmp_path / "a.ckpt", {"state_dict": tensors, "other": {"text": "kept"}}, {})
+    metadata = ShardedCheckpoint(tmp_path / "a.ckpt")._reader.metadata
+    kinds = {type(each) for each in metadata.state_dict_metadata.values()}
+    assert kinds == {TensorStorageMetadata, BytesStorageMetadata} and len(metadata.state_dict_metadata) == 9
+    whole = pickle.load(io.BytesIO((tmp_path / "a.ckpt" / ".metadata").read_bytes()))
+    assert whole.state_dict_metadata == metadata.state_dict_metadata
+
+
+@pytest.mark.parametrize("keep", [0, 0.5])
+def test_a_list_of_tensors_that_is_cut_off_is_damaged(tmp_path, keep):
+    path = folder_with(tmp_path / "a.ckpt")
+    whole = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(whole[: int(keep * len(whole))])
     with pytest.raises(CheckpointError, match="damaged or not a checkpoint"):
         ShardedCheckpoint(path)

@@ -1,4 +1,4 @@
-"""Training on shards on the host as simply as it can be done: what a rank does in the tests of `HostShard`."""
+"""Training on shards on the host as simply as it can be done, and its timeline: what a rank does in tests."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -89,3 +89,38 @@ def train(name: str, delays: dict[str, float]) -> Trained:
     after = bytes_on_device()
     apart.set_delay()
     return Trained(losses, fsdp_runs.whole(model), before, after, on_host(model))
+
+
+COMPUTE = 0
+"""The stream of forward and backward."""
+
+
+class Seen(NamedTuple):
+    """Of one forward and backward."""
+
+    hidden: dict[str, float]
+    """Which part of the time of all copies of a kind the device computed meanwhile."""
+    host_share: float
+    """Which part of the whole time had passed when the host had asked for everything."""
+
+
+def one_step(name: str, delays: dict[str, float]) -> Seen:
+    """Look at the second step: the first one makes streams and memory."""
+    case = fsdp_runs.CASES[name]
+    model = fsdp_runs.shard(case, "apart")
+    updates = HostUpdates(model, fsdp_runs.adamw)
+    fsdp_runs.steps(case, model, updates, "apart", 1)
+    data = fsdp_runs.batch(case, 1, "apart")
+    apart.set_delay(**delays)
+    with apart.timeline() as entries:
+        model(**data).loss.backward()
+    apart.set_delay()
+    updates.step()
+    compute = [entry for entry in entries if entry.kind == "kernel" and entry.stream == COMPUTE]
+    hidden = {}
+    for kind in ("h2d", "d2h"):
+        copies = [entry for entry in entries if entry.kind == kind]
+        meanwhile = sum(apart.overlap(copy, kernel) for copy in copies for kernel in compute)
+        hidden[kind] = meanwhile / sum(copy.end - copy.start for copy in copies)
+    begin, end = entries[0].start, max(entry.end for entry in entries)
+    return Seen(hidden, (max(entry.queued for entry in entries) - begin) / (end - begin))

@@ -8,7 +8,7 @@ from tests.apart import fsdp_runs
 from tests.apart import ranks as processes
 from tests.cases import others_full
 from tests.training_device import LATE
-from tests.unit.sharding import host_updates, state_runs, timeline_runs
+from tests.unit.sharding import host_updates, state_runs
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_nothing_overtakes_a_late_copy_or_kernel(ranks, late):
 
 
 def test_the_device_computes_while_shards_come_and_gradients_go(ranks):
-    for seen in ranks.run(timeline_runs.one_step, "fetched ahead", {"kernel": 2e-3, "h2d": 4e-3, "d2h": 4e-3}):
+    for seen in ranks.run(host_updates.one_step, "fetched ahead", {"kernel": 2e-3, "h2d": 4e-3, "d2h": 4e-3}):
         assert seen.hidden["h2d"] > 0.5  # of all but the first unit's
         assert seen.hidden["d2h"] > 0.2  # of all but the last units': the root has the embedding
         assert seen.host_share < 0.7  # it has not waited for the device

@@ -41,21 +41,6 @@ def test_what_was_written_is_read(opened, count, nbytes):
     assert all(get(store, record) == contents for record, contents in wrote.items())
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_window_shows_what_was_written_last(opened, count):
-    store = opened(count)
-    record = store.reserve("state", 5 * BLOCK + 3)
-    window = store.window(record)
-    assert window.nbytes == record.padded_nbytes and store.window(record) is window
-    assert not any(bytes_of(window)) and not record.is_written
-    for seed in range(3):
-        assert put(store, record, seed) == bytes_of(window)
-    assert record.is_written
-    other = store.reserve("other", BLOCK)
-    contents = put(store, other, 9)
-    assert bytes_of(store.window(other)) == contents
-
-
 def test_what_a_user_writes_into_the_window_is_private_until_the_next_write(opened):
     store = opened()
     record = store.reserve("state", 2 * BLOCK)
@@ -298,28 +283,6 @@ def test_a_folder_with_a_generation_takes_only_the_same_records(opened):
         ConfigError, match=r"this run keeps none\. Use another folder\..*before you delete it.*plain_checkpoint"
     ):
         opened(2)
-
-
-@pytest.mark.parametrize("commits", [False, True])
-def test_a_record_that_comes_later_lies_beside_what_an_earlier_run_left(opened, commits):
-    store = opened(2, keeps=True)
-    wrote = put(store, store.reserve("state", 3 * BLOCK), 1)
-    store.commit({"step": 1})
-    store.close()
-    store = opened(2, keeps=True)
-    record = store.reserve("state", 3 * BLOCK)
-    if commits:
-        wrote = put(store, record, 2)
-        store.settle(store.commit({"step": 2}))
-    other = store.reserve("other", 3 * BLOCK)
-    assert not {*other.versions} & {*record.versions}
-    for seed in range(2):
-        assert put(store, other, 3 + seed) == get(store, other)
-    store.close()
-    store = opened(2, keeps=True)
-    record = store.reserve("state", 3 * BLOCK)
-    store.restore(store.generations()[0].number)
-    assert get(store, record) == wrote
 
 
 def test_details_that_cannot_be_kept_are_refused_before_anything_is_done(opened):
