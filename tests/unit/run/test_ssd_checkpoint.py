@@ -102,9 +102,9 @@ def test_a_run_begins_anew_where_one_was_killed_that_always_saved_under_one_name
     assert run.is_resumed(path) == (2 if saved else 1)
 
 
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(("when", "first"), [("after", False), ("after", True), ("before", False)])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(5, "the folder cannot be synced")])
-def test_an_error_after_the_file_has_its_name_leaves_what_it_refers_to(begins, tmp_path, error, first):
+def test_an_error_leaves_what_the_file_of_this_name_refers_to(begins, tmp_path, error, when, first):
     path = tmp_path / "newest.ckpt"
     run = begins()
     run.step(1)
@@ -112,21 +112,9 @@ def test_an_error_after_the_file_has_its_name_leaves_what_it_refers_to(begins, t
         run.save(path)
         run.step(2)
     with pytest.raises(type(error)):
-        run.save(path, error_after=error)
+        run.save(path, **{f"error_{when}": error})
     run.step(3)
-    assert run.is_resumed(path) == (1 if first else 2)
-
-
-def test_an_error_before_leaves_what_the_file_of_this_name_refers_to(begins, tmp_path):
-    path = tmp_path / "newest.ckpt"
-    run = begins()
-    run.step(1)
-    run.save(path)
-    run.step(2)
-    with pytest.raises(KeyboardInterrupt):
-        run.save(path, error_before=KeyboardInterrupt())
-    run.step(3)
-    assert run.is_resumed(path) == 1
+    assert run.is_resumed(path) == (2 if when == "after" and not first else 1)
 
 
 def test_a_run_that_begins_anew_may_save_before_its_first_step(begins, tmp_path):

@@ -53,16 +53,6 @@ def test_drives_in_another_order_are_refused_and_nothing_is_lost(tmp_path):
     check_restored(paths, contents)
 
 
-def test_a_part_whose_home_is_not_there_is_not_taken(tmp_path):
-    paths = folders(tmp_path, 2)
-    contents = committed(paths)
-    paths[0].rename(tmp_path / "not mounted")
-    with pytest.raises(ConfigError, match="whose manifest is"):
-        Store([paths[1]], budget_bytes=BUDGET)
-    (tmp_path / "not mounted").rename(paths[0])
-    check_restored(paths, contents)
-
-
 def test_parts_of_a_run_that_was_killed_before_its_first_manifest_was_there_are_taken_by_the_next(tmp_path):
     paths = folders(tmp_path, 2)
     committed(paths)
@@ -74,12 +64,18 @@ def test_parts_of_a_run_that_was_killed_before_its_first_manifest_was_there_are_
     assert {path.name for path in paths[1].iterdir()} == {"lightning_cxl.lock"}
 
 
-def test_a_part_that_cannot_be_read_is_not_taken(tmp_path):
+@pytest.mark.parametrize("what", ["its home is not mounted", "it cannot be read"])
+def test_a_part_is_not_taken_where(tmp_path, what):
     paths = folders(tmp_path, 2)
     contents = committed(paths)
-    (paths[1] / "lightning_cxl-part.json").write_text("{")
-    with pytest.raises(ConfigError, match="holds a part of a generation"):
+    if what == "it cannot be read":
+        (paths[1] / "lightning_cxl-part.json").write_text("{")
+    else:
+        paths[0].rename(tmp_path / "not mounted")
+    with pytest.raises(ConfigError, match="holds a part of a generation whose manifest is"):
         Store([paths[1]], budget_bytes=BUDGET)
+    if not paths[0].exists():
+        (tmp_path / "not mounted").rename(paths[0])
     check_restored(paths, contents)
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, TierFullError
-from lightning_cxl.storage.drive import HEAD_BYTES, System
+from lightning_cxl.storage.drive import System
 from lightning_cxl.storage.store import Store
-from tests.storage_cases import BLOCK, BUDGET, CHUNK, bytes_of, data_file, fill, folders, get, memory_of, put
+from tests.storage_cases import BLOCK, BUDGET, CHUNK, bytes_of, damage, fill, folders, get, memory_of, put
 
 
 @pytest.fixture
@@ -155,18 +155,13 @@ def test_a_budget_holds(opened):
     assert store.stats()["reserved_bytes"] == 8 * BLOCK
 
 
-def test_names_are_unique_and_sizes_positive(opened):
+def test_names_sizes_and_memory_that_cannot_be_are_refused(opened):
     store = opened()
-    store.reserve("state", 1)
+    record = store.reserve("state", 2 * BLOCK)
     with pytest.raises(ConfigError, match="`state` already"):
         store.reserve("state", 1)
     with pytest.raises(ValueError, match="at least one byte"):
         store.reserve("other", 0)
-
-
-def test_memory_must_be_large_enough_and_aligned(opened):
-    store = opened()
-    record = store.reserve("state", 2 * BLOCK)
     memory = memory_of(3 * BLOCK)
     for wrong in (memory.slice(0, BLOCK), memory.slice(512, 2 * BLOCK)):
         with pytest.raises(ValueError, match="page-aligned"):
@@ -179,11 +174,7 @@ def test_bytes_that_changed_on_the_drive_are_found(opened, tmp_path):
     store = opened()
     record = store.reserve("state", 6 * CHUNK)
     put(store, record, 1)
-    with open(data_file(folders(tmp_path)[0]), "r+b") as other:
-        other.seek(HEAD_BYTES + 5 * CHUNK + 17)
-        byte = other.read(1)
-        other.seek(-1, os.SEEK_CUR)
-        other.write(bytes([byte[0] ^ 1]))
+    damage(folders(tmp_path)[0])
     with pytest.raises(StorageError, match="`state` is damaged") as caught:
         get(store, record)
     assert caught.value.path.parent == folders(tmp_path)[0]
@@ -295,8 +286,8 @@ def test_details_that_cannot_be_kept_are_refused_before_anything_is_done(opened)
         opened().commit({})
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "format"])
-def test_a_damaged_manifest_says_so(opened, tmp_path, damage):
+@pytest.mark.parametrize("how", ["flip", "cut", "format"])
+def test_a_damaged_manifest_says_so(opened, tmp_path, how):
     store = opened(keeps=True)
     store.reserve("state", BLOCK)
     store.commit({"step": 5})
@@ -304,9 +295,9 @@ def test_a_damaged_manifest_says_so(opened, tmp_path, damage):
     (manifest,) = tmp_path.rglob("*manifest.json")
     text = manifest.read_text()
     manifest.write_text(
-        {"flip": text.replace("step", "stop"), "cut": text[:50], "format": text.replace('t": 2', 't": 9')}[damage]
+        {"flip": text.replace("step", "stop"), "cut": text[:50], "format": text.replace('t": 2', 't": 9')}[how]
     )
-    with pytest.raises(CheckpointError, match="format 9" if damage == "format" else "is damaged"):
+    with pytest.raises(CheckpointError, match="format 9" if how == "format" else "is damaged"):
         opened(keeps=True)
 
 
@@ -322,11 +313,12 @@ def test_a_second_run_is_refused_and_told_so(opened, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_of_a_killed_run_does_not_keep_the_lock(opened, tmp_path):
+def test_a_killed_run_leaves_nothing_but_the_lock_which_its_forked_child_does_not_keep(opened, tmp_path):
     (started, says_started), (ends, says_end) = os.pipe(), os.pipe()
     run = os.fork()
     if run == 0:
-        Store(folders(tmp_path), budget_bytes=BUDGET)
+        store = Store(folders(tmp_path, 2), budget_bytes=BUDGET)
+        put(store, store.reserve("state", 3 * BLOCK), 1)
         if os.fork() == 0:
             os.write(says_started, b"x")
             os.close(says_end)
@@ -337,27 +329,11 @@ def test_a_forked_child_of_a_killed_run_does_not_keep_the_lock(opened, tmp_path)
     os.kill(run, signal.SIGKILL)
     os.waitpid(run, 0)
     try:
-        opened()
+        assert {path.name for path in tmp_path.glob("*/*")} == {"lightning_cxl.lock"}
+        opened(2)
     finally:
         for end in (started, says_started, ends, says_end):
             os.close(end)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_killed_run_that_keeps_nothing_leaves_nothing_but_the_lock(tmp_path):
-    started, says_started = os.pipe()
-    run = os.fork()
-    if run == 0:
-        store = Store(folders(tmp_path, 2), budget_bytes=BUDGET)
-        put(store, store.reserve("state", 3 * BLOCK), 1)
-        os.write(says_started, b"x")
-        signal.pause()
-    os.close(says_started)
-    assert os.read(started, 1)
-    os.close(started)
-    os.kill(run, signal.SIGKILL)
-    os.waitpid(run, 0)
-    assert {path.name for path in tmp_path.glob("*/*")} == {"lightning_cxl.lock"}
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
