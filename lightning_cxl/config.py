@@ -341,7 +341,12 @@ def _read_environment(name: str) -> object:
     variable, text = _PREFIX + name.upper(), os.environ[_PREFIX + name.upper()].strip()
     try:
         if name in ("tiers", "tier_rules"):
-            return json.loads(text) if text.startswith("{") else _parse_pairs(text)
+            if text.startswith("{"):
+                return json.loads(text)
+            pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+            if not all(separator for _, separator, _ in pairs):
+                raise ValueError("write name=value,name=value or JSON")
+            return {key.strip(): value.strip() for key, _, value in pairs}
         if name == "units":
             return text if "," not in text else [part.strip() for part in text.split(",")]
         if name in ("num_threads", "max_overflows", "batch_tokens"):
@@ -349,13 +354,6 @@ def _read_environment(name: str) -> object:
     except ValueError as error:
         raise ConfigError(f"environment variable {variable}={text!r} cannot be read: {error}") from None
     return True if text.lower() in _TRUE else False if text.lower() in _FALSE else text
-
-
-def _parse_pairs(text: str) -> dict[str, str]:
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    if not all(separator for _, separator, _ in pairs):
-        raise ValueError("write name=value,name=value or JSON")
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 # ----------------------------------------------------------------------------------------------------

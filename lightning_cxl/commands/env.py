@@ -50,6 +50,8 @@ def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
         isa = _cpu.best_isa()
     except ValueError as error:
         isa_error = str(error)
+    buses = ((root / "sys/bus").glob(pattern) for pattern in ("cxl/devices/mem*", "dax/devices/dax*"))
+    cards = sorted(path.name for bus in buses for path in bus)
     huge_pages = read_text(root / "sys/kernel/mm/transparent_hugepage/enabled")
     calibration = load_calibration(topology, [device.name for device in devices_apart()])
     speeds = {tier.name: tier_speeds(tier, calibration) for tier in topology.tiers}  # those that plans use
@@ -73,7 +75,7 @@ def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
             for node in read_nodes(root)
         ],
         "notes": list(topology.notes),
-        "offline_cards": [] if topology.select(kind=TierKind.CXL) else _cards(root),
+        "offline_cards": [] if topology.select(kind=TierKind.CXL) else cards,
         "speeds": {name: {"source": each.origin, **each.values} for name, each in speeds.items()},
         "limits": {
             "memory_bytes": topology.host_limit_bytes(),
@@ -178,11 +180,6 @@ def _shown(key: str, value: Any) -> str:
     if key.endswith("_bytes"):
         return format_bytes(value)
     return f"{value:.0f} ns" if key.endswith("_ns") else str(value)
-
-
-def _cards(root: Path) -> list[str]:
-    found = [*(root / "sys/bus/cxl/devices").glob("mem*"), *(root / "sys/bus/dax/devices").glob("dax*")]
-    return sorted(path.name for path in found)
 
 
 def _memlock_bytes(root: Path) -> int | None:

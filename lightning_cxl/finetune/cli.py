@@ -135,7 +135,12 @@ class ShortErrors(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         parser: Any = getattr(ex, "subcommand_parser", None) or self
         message = message.replace("<unicode string>", self._file)
-        super().error(_shortened(message) + _advice(message, parser._option_string_actions), ex)
+        advice = ""
+        if re.search(r'Parser key "model":\s+Unable to load config', message):
+            advice = "\n`--model` takes a file with options: write `--model.name_or_path` for a folder or a hub id"
+        elif found := _UNKNOWN.search(message):
+            advice = _near(f"--{found[1] or found[2]}", parser._option_string_actions)
+        super().error(_shortened(message) + advice, ex)
         raise AssertionError("the parser goes on after an error")
 
 
@@ -158,13 +163,6 @@ def _shortened(message: str) -> str:
 def _near(typed: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(typed, known, n=1)
     return f"\ndid you mean `{near[0]}`?" if near else ""
-
-
-def _advice(message: str, options: Iterable[str]) -> str:
-    if re.search(r'Parser key "model":\s+Unable to load config', message):
-        return "\n`--model` takes a file with options: write `--model.name_or_path` for a folder or a hub id"
-    found = _UNKNOWN.search(message)
-    return _near(f"--{found[1] or found[2]}", options) if found else ""
 
 
 @contextlib.contextmanager

@@ -69,8 +69,7 @@ log = logging.getLogger(__name__)
 
 _KNOWN = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_cxl")
 """Packages whose modules, callbacks and plugins neither read nor write gradients."""
-Defers = Callable[[Optimizer], bool]
-"""Whether unscaling and clipping may be left to the step of an optimizer."""
+Defers = Callable[[Optimizer], bool]  # whether unscaling and clipping may be left to the step of an optimizer
 
 
 _Base: Any = object  # two frameworks have each a class of their own behind `super()`
