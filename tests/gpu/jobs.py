@@ -198,8 +198,13 @@ def copies_beside_compute() -> dict[str, float]:
             torch.accelerator.synchronize()
             recording.__enter__() if steps < STEPS else recording.__exit__(None, None, None)
 
-    update = Updates._update_arrived
-    Updates._update_arrived = lambda *arguments: (updates.append(1), update(*arguments))
+    updating = Updates._updating
+
+    def counted(*arguments):
+        job = updating(*arguments)
+        return lambda: (updates.append(1), job())
+
+    Updates._updating = counted
     fit({"on_overflow": "ignore"}, 8, act=record)
     merged = {kind: _union(each) for kind, each in intervals.items()}
     found = {"updates_behind_backward": len(updates), **{f"{kind}_s": _length(each) for kind, each in merged.items()}}

@@ -152,13 +152,13 @@ class Skips(TinyTransformer):
 
 @slow_updates
 def test_a_skipped_block_whose_update_is_late(monkeypatch):
-    arrived = updates.Updates._update_arrived
+    updating = updates.Updates._updating
 
-    def late(self, *args):
-        time.sleep(0.05)
-        arrived(self, *args)
+    def late(*arguments):
+        job = updating(*arguments)
+        return lambda: (time.sleep(0.05), job())
 
-    monkeypatch.setattr(updates.Updates, "_update_arrived", late)
+    monkeypatch.setattr(updates.Updates, "_updating", late)
     assert_same(fit(IGNORE, make_model=Skips), fit({**IGNORE, **STAYS}, make_model=Skips))
 
 
