@@ -17,7 +17,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 256}
 JOBS = {
     "weights alone": (WEIGHTS, Job(micro_batches=2, clip=0.5)),
     "all": (ALL, Job(micro_batches=2, clip=0.5)),
-    "uneven shards, split masters": (ALL, Job(model="transformer", tied=False, bf16=True, clip=0.1)),
+    "uneven shards, split masters": (ALL, Job(model="transformer", tied=False, scalars=True, bf16=True, clip=0.1)),
     "float32 masters": (WEIGHTS, Job(bf16=True, options={"master": "fp32"})),
     "8 bit": (ALL, Job(options={"state": "8bit"}, sizes=WIDE)),
     "frozen": (WEIGHTS, Job(lora=True, clip=0.05)),
