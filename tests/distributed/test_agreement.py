@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from lightning_cxl.errors import TierFullError
+from lightning_cxl.errors import TierFullError, UnsupportedError
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run.session import Session
 from lightning_cxl.sharding.fsdp import cut, place_shards
@@ -82,6 +82,24 @@ def copies(job):
 def test_copies_of_a_shard_begin_equal_whatever_the_seeds(ranks):
     job = Job(model="transformer", scalars=True, replicas=2, seeds=True)
     assert ranks.of(4).run(copies, job) == [True] * 4
+
+
+def error_of_a_graph(job):
+    """Return the error of a backward whose gradients are to be differentiated."""
+    model = training.make_model(job)
+    cut(model, [], training.mesh_of(job, dist.get_world_size()), Session().host_on(training.device()).engine)
+    (tokens,) = next(training.batches(job, *training.place()))
+    try:
+        training.loss_of(model, tokens).backward(create_graph=True)
+    except UnsupportedError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_a_mean_over_processes_is_not_part_of_a_graph(ranks):
+    for error in ranks.of(2).run(error_of_a_graph, Job(model="transformer", scalars=True)):
+        assert "parameter without dimensions" in error and "create_graph=True" in error
 
 
 def by_cpu_adam_alone(clip):
