@@ -57,7 +57,6 @@ class LoadedCheckpoint(dict[str, Any]):
 
 
 def own_entry(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our entry of a checkpoint; empty where another strategy wrote it."""
     return checkpoint.own if isinstance(checkpoint, LoadedCheckpoint) else checkpoint.get(KEY) or {}
 
 
@@ -135,7 +134,6 @@ def by_name(state: Mapping[str, Any], saved: list[list[str]] | None, current: li
 
 
 def load_plain(optimizer: Optimizer, state: Mapping[str, Any], names: list[list[str]]) -> None:
-    """Load an optimizer's state dict into an optimizer that is not CPUAdam, which may have written it."""
     entries: dict[Any, Any] = dict(state["state"])
     for group, saved, group_names in zip(optimizer.param_groups, state["param_groups"], names, strict=True):
         for parameter, key, name in zip(group["params"], saved["params"], group_names, strict=True):

@@ -291,7 +291,6 @@ class Host:
         return decide(plan, self.policy, self.memory, self.config.on_tier_full, self.ssd)
 
     def report(self, state: str, on_ssd: StateOnSsd | None) -> dict[str, Any]:
-        """Return measured bytes of all tiers as JSON-able data."""
         stats = self.memory.stats()
         if (tier := self.topology.ssd) is not None:
             used = 0 if on_ssd is None else on_ssd.store.stats()["reserved_bytes"]
@@ -561,7 +560,6 @@ class Run:
         return self.optimizers
 
     def adopt_joined(self) -> None:
-        """Adopt parameters that someone has put into the optimizers' groups. See [Note: Adoption]."""
         self._adoption.adopt_joined()
 
     def showing_model(self) -> AbstractContextManager[None]:
@@ -635,7 +633,6 @@ class Run:
             log.warning(f"the error that ended the run was not the only one: {error}")
 
     def report(self) -> dict[str, Any]:
-        """Return what was decided, and counts of this run, as JSON-able data."""
         kept = self._unplaced
         # read without waiting: updates may be running, or may have failed
         parameters = [p for p in {id(p): p for p in peek(self._model)}.values() if not is_lazy(p)]

@@ -232,7 +232,6 @@ class Session:
         return {**report, "ranks": self._ranks, "config": self.config.describe(self.origins)}
 
     def describe(self, name: str, device: torch.device) -> str:
-        """Return the report as one screen of text; `name` is of the object that users see."""
         if self.host is None and self._last_report is None:
             return f"{name}, not set up yet: {self.config}"
         return format_report(self.report(device))
@@ -359,7 +358,6 @@ def whole_state(model: nn.Module, wanted: Callable[[str], bool] = lambda name: T
 
 
 def follow(names: Mapping[int, str], model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """Put new parameters of a model into optimizers, in the place of those that have left it."""
     now = dict(model.named_parameters())
     for optimizer in optimizers:
         for group in optimizer.param_groups:

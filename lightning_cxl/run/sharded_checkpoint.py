@@ -308,7 +308,6 @@ class ShardedCheckpoint:
         return isinstance(self._metadata.state_dict_metadata.get(name), TensorStorageMetadata)
 
     def empty(self, name: str, device: str = "meta") -> torch.Tensor:
-        """Return a tensor with the shape and type of one that there is."""
         known = self._metadata.state_dict_metadata[name]
         assert isinstance(known, TensorStorageMetadata)
         return torch.empty(known.size, dtype=known.properties.dtype, device=device)
@@ -399,7 +398,6 @@ class ShardedCheckpoint:
             self.restore_masters(masters, optimizers)
 
     def optimizer(self, index: int, optimizer: Optimizer, name_of: Callable[[torch.Tensor], str]) -> None:
-        """Read the state of one optimizer, parameter by parameter."""
         prefix = f"optimizer_{index}"
         if not self.names(prefix):
             raise CheckpointError(f"checkpoint `{self._path}` has no state of optimizer {index}; it has {self._some()}")
@@ -477,7 +475,6 @@ class ShardedCheckpoint:
 
 
 def _nested(values: Mapping[_Path, Any]) -> Any:
-    """Return values in dicts, and in lists where keys are numbers."""
     if () in values:
         return values[()]
     inside: dict[str | int, dict[_Path, Any]] = {}

@@ -127,7 +127,6 @@ class StateOnSsd:
         return bool(self._record_of or self._weight_records)
 
     def check_weights(self) -> None:
-        """Read weights and compare checksums, before a checkpoint copies what windows show."""
         for each in self._weight_records.values():
             self._weights.swapper.verify(each.record)
 
@@ -145,7 +144,6 @@ class StateOnSsd:
                 )
 
     def restore(self, generation: int) -> None:
-        """Make the state what it was in a generation of the store, and let go of the others."""
         self.state.drop_prefetched()
         self.store.restore(generation)
         self.settle(generation)
@@ -287,7 +285,6 @@ def _refers(path: str, token: str) -> bool:
 
 
 def restore(on_ssd: StateOnSsd | None, saved: Mapping[str, Any]) -> None:
-    """Make the state on SSD what it was when a checkpoint was saved."""
     folders, number = saved["folders"], saved["generation"]
     where = f"generation {number} in {', '.join(f'`{folder}`' for folder in folders)}"
     if on_ssd is None or on_ssd.folders != folders:
@@ -353,7 +350,6 @@ def whole(states: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]) -> list
 
 
 def resolve(state: Mapping[str, Any], optimizer: CPUAdam) -> dict[str, Any]:
-    """Return a state dict with the optimizer's own tensors in the place of references to them."""
     entries = dict(state["state"])
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, key in zip(group["params"], saved["params"], strict=True):

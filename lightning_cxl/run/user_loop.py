@@ -177,7 +177,6 @@ class UserLoop:
         return self._prepared[id(model)].run.optimizers if self.knows(model) else ()
 
     def model_of(self, optimizer: Optimizer, models: Sequence[nn.Module] = ()) -> nn.Module:
-        """Return the model whose parameters an optimizer has."""
         held = {p for group in optimizer.param_groups for p in group["params"]}
         for model in [*models, *(each.model for each in self._prepared.values())]:
             if not held.isdisjoint(model.parameters()):
@@ -263,7 +262,6 @@ class UserLoop:
         *,
         weights: bool = True,
     ) -> None:
-        """Write a model and its optimizers, on all processes together."""
         from lightning_cxl.run.sharded_checkpoint import (  # imports torch's checkpoints
             optimizer_tensors,
             save,
@@ -323,7 +321,6 @@ class UserLoop:
                 self._prepared[id(model)].undo.callback(handle.remove)
 
     def end_run(self, model: nn.Module) -> None:
-        """End the run of one model, and the session with the last one."""
         if len(self._prepared) > 1:
             self._end(model)
         else:

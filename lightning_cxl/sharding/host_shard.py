@@ -50,7 +50,6 @@ SHAPE_ALONE = frozenset(
 
 
 def made_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator of `SHAPE_ALONE` without reading its tensor."""
     return func(shape_of(args[0]), *args[1:], **{**kwargs, "device": kwargs.get("device") or args[0].device})
 
 

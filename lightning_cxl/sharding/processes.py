@@ -131,7 +131,6 @@ class _Answer(NamedTuple):
 
 
 def find_machines() -> list[int]:
-    """Return the number of the machine of each rank. Every rank calls this."""
     # containers of a machine count as machines: each has limits of its own
     names = on_all_ranks(lambda: (Path("/proc/sys/kernel/random/boot_id").read_text(), os.uname().nodename))
     return list(map(list(dict.fromkeys(names)).index, names))

@@ -65,7 +65,6 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def sync_folder(folder: Path, system: System | None = None) -> None:
-    """Wait until the names in a folder lie on the disk."""
     kernel = system or System()
     fd = kernel.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -102,7 +101,6 @@ def storage_error(what: str, path: Path, error: OSError, offset: int | None = No
 
 @contextlib.contextmanager
 def _reported(what: str, path: Path) -> Iterator[None]:
-    """Raise errors of the kernel as ours."""
     try:
         yield
     except StorageError:

@@ -66,8 +66,6 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The committed contents of a folder."""
-
     store_id: str  # in the names of the data files
     drives: tuple[str, ...]  # their paths, for messages
     chunk_bytes: int  # checksums depend on it
@@ -80,7 +78,6 @@ class Manifest:
         return json.dumps({"format": FORMAT, "crc": zlib.crc32(body.encode()), "body": body}).encode()
 
     def said(self) -> str:
-        """Return the generations in words, for messages."""
         return " and ".join(f"generation {each.number} {each.details}" for each in self.generations)
 
 

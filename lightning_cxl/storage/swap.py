@@ -226,7 +226,6 @@ class Swapper:
 
     @uninterrupted
     def wait(self) -> None:
-        """Return when all write-backs are done."""
         with self._changed:
             self._wait_for_transfers()
             self._check()
