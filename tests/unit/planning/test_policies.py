@@ -20,8 +20,13 @@ from lightning_cxl.planning.policies import (
     Decision,
     LatencyFirst,
     check_policy,
+    compare,
+    dram_only_time,
+    fits,
+    fits_device,
     get_policy,
     minimise,
+    with_working_memory,
 )
 
 GIB = 2**30
@@ -351,3 +356,65 @@ def test_what_a_rule_asks_for_or_nobody_decided_is_left_to_the_rest():
     asked = placer.place(R.MOMENTUM, 100, tier="dram", source="rule 'x'")
     assert asked.tiers == ("dram", "cxl") and "rule 'x'" in asked.reason
     assert placer.place(R.ACTIVATIONS, 100).tiers == ("cxl", "dram")
+
+
+def small(dram=10 * GIB, **device):
+    """Return a machine with 20 GiB on a card, whose device computes for a second where a job says so."""
+    link = {"flops": 1e12, "h2d_bytes_per_s": 50e9, "d2h_bytes_per_s": 50e9}
+    return machine(dram=dram, cards=(20 * GIB,), unit=1, device=Device(**{**link, **device}))
+
+
+def momentum(nbytes=8 * GIB, device_bytes=GIB, fixed=None):
+    job = job_of({R.MOMENTUM: nbytes}, num_tokens=100, forward_flops=1e12, device_bytes=device_bytes)
+    on_card = MemoryClass(role=R.MOMENTUM, nbytes=fixed or 0, tier="cxl0")
+    return job if fixed is None else replace(job, classes=(*job.classes, on_card))
+
+
+def test_bytes_lie_where_the_policy_says_and_none_is_lost():
+    plans = compare(momentum(), small(), POLICIES)
+    assert set(plans) == set(POLICIES)
+    assert plans["dram_only"].bytes_on == {R.MOMENTUM: {"dram0": 8 * GIB}}
+    assert plans["interleave"].bytes_on == {R.MOMENTUM: {"dram0": 4 * GIB, "cxl0": 4 * GIB}}
+    for plan in plans.values():
+        assert plan.used_bytes("dram0") + plan.used_bytes("cxl0") == 8 * GIB
+        assert plan.time.seconds > 1
+
+
+def test_a_policy_that_has_no_room_says_so_and_the_others_go_on():
+    plans = compare(momentum(12 * GIB), small(), ["dram_only", "bandwidth"])
+    assert "cannot place momentum" in plans["dram_only"].error and plans["dram_only"].time is None
+    assert not plans["bandwidth"].error
+    assert not fits(momentum(12 * GIB), small(), "dram_only")
+    assert fits(momentum(12 * GIB), small(), "bandwidth")
+
+
+def test_the_baseline_is_dram_that_is_large_enough():
+    enough, little = small(dram=100 * GIB), small(dram=GIB)
+    big = momentum(50 * GIB, fixed=GIB)
+    assert dram_only_time(big, little).seconds == pytest.approx(dram_only_time(big, enough).seconds)
+    # the fixed class moves nothing in this job
+    assert dram_only_time(momentum(50 * GIB), enough).update.seconds == pytest.approx(2 * 50 * GIB / 278e9)
+
+
+def test_the_device_must_hold_its_peak_where_its_memory_is_known():
+    assert fits_device(momentum(device_bytes=5 * GIB), small(memory_bytes=5 * GIB))
+    assert not fits_device(momentum(device_bytes=5 * GIB + 1), small(memory_bytes=5 * GIB))
+    assert fits_device(momentum(device_bytes=5 * GIB), small(memory_bytes=0))
+    assert fits_device(momentum(device_bytes=None), small(memory_bytes=1))
+    assert not fits(momentum(device_bytes=5 * GIB), small(memory_bytes=GIB), "bandwidth")
+
+
+def test_where_the_cpu_computes_its_working_memory_is_dram_that_is_gone():
+    host = small(is_host=True)
+    assert with_working_memory(momentum(device_bytes=3 * GIB), host).tier("dram0").capacity_bytes == 7 * GIB
+    assert with_working_memory(momentum(device_bytes=30 * GIB), host).tier("dram0").capacity_bytes == 0
+    assert with_working_memory(momentum(), small()) == small()
+    shared = with_working_memory(momentum(device_bytes=3 * GIB), host.with_capacity({}, 9 * GIB))
+    assert shared.host_bytes == 6 * GIB
+    assert fits(momentum(device_bytes=2 * GIB), host, "dram_only")
+    assert not fits(momentum(device_bytes=2 * GIB + 1024), host, "dram_only")
+
+
+def test_an_unknown_policy_cannot_be_planned():
+    with pytest.raises(ConfigError, match="no policy 'fastest'"):
+        compare(momentum(), small(), ["fastest"])
