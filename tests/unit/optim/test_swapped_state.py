@@ -130,10 +130,7 @@ def test_updates_are_those_of_state_in_memory(on_ssd, state, dtype, num_buffers)
 
 
 def test_buffers_never_take_more_than_their_cap(on_ssd) -> None:
-    own = on_ssd(4)
-    for step in range(3):
-        take_step(step, own.optimizer)
-    assert own.allocated == 480_000
+    assert on_ssd(4, steps=3).allocated == 480_000
 
 
 def test_a_record_that_is_larger_than_the_cap_gets_the_memory_for_itself(on_ssd) -> None:

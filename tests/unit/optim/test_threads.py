@@ -1,22 +1,17 @@
-"""Threads of the kernels: instructions, quotas, teams of nodes, and that they sleep between calls."""
+"""What the kernels may use: instructions, threads under quotas, and teams of threads on several nodes."""
 
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_cxl import CPUAdam, OffloadConfig
+from lightning_cxl import CPUAdam
 from lightning_cxl.errors import ConfigError, LightningCXLWarning
-from lightning_cxl.gradients.guard import Addition, GradientMeter
 from lightning_cxl.machine.topology import nearest_cpu_nodes, usable_cpus
 from lightning_cxl.native import _adam, _cpu
-from lightning_cxl.optim.kernels import Stretch, ThreadTeams, kernel_threads
+from lightning_cxl.optim.kernels import Stretch, ThreadTeams
 
 
 @pytest.fixture(autouse=True)
@@ -24,13 +19,6 @@ def plain_environment(monkeypatch):
     monkeypatch.delenv("LIGHTNING_CXL_ISA", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-
-
-def write(root, files):
-    for path, text in files.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text)
-    return str(root)
 
 
 def test_isas_agree_with_the_kernel_and_end_with_the_best():
@@ -69,44 +57,46 @@ def test_explicit_isa_must_exist():
         CPUAdam([torch.nn.Parameter(torch.zeros(1))], isa="avx9")
 
 
-def test_affinity_without_any_limit(tmp_path):
-    assert _cpu.available_threads(str(tmp_path)) == 16
+def quota(text):
+    return {"proc/self/cgroup": "0::/user.slice/job\n", "sys/fs/cgroup/user.slice/job/cpu.max": text}
+
+
+ANCESTORS = {
+    "proc/self/cgroup": "0::/a/b\n",
+    "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+    "sys/fs/cgroup/a/cpu.max": "300000 100000\n",
+    "sys/fs/cgroup/cpu.max": "800000 100000\n",
+}
+CONTAINER = {"proc/self/cgroup": "0::/docker/0123\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}
+VERSION_1 = {
+    "proc/self/cgroup": "5:memory:/job\n4:cpu,cpuacct:/job\n3:cpuset:/job\n",
+    "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "500000\n",
+    "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
+    "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+    "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+    "sys/fs/cgroup/cpuset/job/cpu.cfs_quota_us": "100000\n",
+    "sys/fs/cgroup/cpuset/job/cpu.cfs_period_us": "100000\n",
+}
 
 
 @pytest.mark.parametrize(
-    ("text", "threads"), [("max 100000\n", 16), ("200000 100000\n", 2), ("250000 100000\n", 3), ("1000 100000\n", 1)]
+    ("files", "threads"),
+    [
+        ({}, 16),
+        (quota("max 100000\n"), 16),
+        (quota("200000 100000\n"), 2),
+        (quota("250000 100000\n"), 3),
+        (quota("1000 100000\n"), 1),
+        (ANCESTORS, 3),  # the tightest counts
+        (CONTAINER, 4),  # its own path is not mounted
+        (VERSION_1, 5),
+    ],
 )
-def test_quota_of_cgroup_v2(tmp_path, text, threads):
-    files = {"proc/self/cgroup": "0::/user.slice/job\n", "sys/fs/cgroup/user.slice/job/cpu.max": text}
-    assert _cpu.available_threads(write(tmp_path, files)) == threads
-
-
-def test_the_tightest_ancestor_counts(tmp_path):
-    files = {
-        "proc/self/cgroup": "0::/a/b\n",
-        "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
-        "sys/fs/cgroup/a/cpu.max": "300000 100000\n",
-        "sys/fs/cgroup/cpu.max": "800000 100000\n",
-    }
-    assert _cpu.available_threads(write(tmp_path, files)) == 3
-
-
-def test_inside_a_container_the_path_may_not_be_mounted(tmp_path):
-    files = {"proc/self/cgroup": "0::/docker/0123\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}
-    assert _cpu.available_threads(write(tmp_path, files)) == 4
-
-
-def test_quota_of_cgroup_v1(tmp_path):
-    files = {
-        "proc/self/cgroup": "5:memory:/job\n4:cpu,cpuacct:/job\n3:cpuset:/job\n",
-        "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "500000\n",
-        "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
-        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
-        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-        "sys/fs/cgroup/cpuset/job/cpu.cfs_quota_us": "100000\n",
-        "sys/fs/cgroup/cpuset/job/cpu.cfs_period_us": "100000\n",
-    }
-    assert _cpu.available_threads(write(tmp_path, files)) == 5
+def test_quotas_of_control_groups(tmp_path, files, threads):
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert _cpu.available_threads(str(tmp_path)) == threads
 
 
 @pytest.mark.parametrize(("value", "threads"), [("3", 3), ("4,2", 4), ("99", 16), ("0", 1), ("", 16), ("many", 16)])
@@ -217,105 +207,3 @@ def test_cpus_beyond_the_kernels_masks_are_left_out():
     adam.teams = teams
     adam.step()
     assert (parameter < 1).all()
-
-
-@pytest.mark.parametrize(
-    ("cpus", "options", "computes_on_host", "expected"),
-    [
-        (16, {}, False, 14),
-        (3, {}, False, 1),
-        (2, {}, False, 1),
-        (1, {}, False, 1),
-        (16, {}, True, 16),
-        (16, {"overlap_step": True, "stream_weights": True}, True, 16),
-        (16, {"overlap_step": False}, False, 16),
-        (16, {"cpu_adam": False}, False, 16),
-        (16, {"num_threads": 16}, False, 16),
-        (16, {"num_threads": 3}, False, 3),
-    ],
-)
-def test_cores_are_left_to_those_who_keep_a_device_busy(cpus, options, computes_on_host, expected, monkeypatch):
-    monkeypatch.setattr(_cpu, "available_threads", lambda: cpus)
-    assert kernel_threads(OffloadConfig(**options), computes_on_host) == expected
-
-
-def kernel_tasks() -> set[Path]:
-    """Return the threads of kernels: they sleep between calls."""
-    return {path for path in Path("/proc/self/task").iterdir() if (path / "comm").read_text() == "cxl-kernel\n"}
-
-
-def seconds_on_cpu() -> float:
-    return sum(int((path / "schedstat").read_text().split()[0]) for path in kernel_tasks()) / 1e9
-
-
-def run_kernels(num_threads: int) -> None:
-    meter = GradientMeter(num_threads)
-    weight = torch.nn.Parameter(torch.zeros(1 << 20))
-    weight.grad = torch.zeros(1 << 20)
-    meter.copy_all([(torch.ones(1 << 20), weight.grad)])
-    meter.accumulate_all([Addition(torch.ones(1 << 20), weight.grad, 1)])
-    CPUAdam([weight], num_threads=num_threads).step()
-
-
-def run_on_a_thread(num_threads: int) -> None:
-    runner = threading.Thread(target=run_kernels, args=(num_threads,))
-    runner.start()
-    runner.join()
-
-
-def test_a_child_forked_before_the_first_call_runs_kernels():
-    """With tensors so small that operators of torch take one thread: its others are the parent's."""
-    code = """
-import os, signal, torch
-from lightning_cxl import CPUAdam
-weights = [torch.nn.Parameter(torch.zeros(30_000)) for _ in range(8)]
-for weight in weights:
-    weight.grad = torch.zeros(30_000)
-optimizer = CPUAdam(weights)
-torch.ones(1 << 22).add_(1)
-if os.fork() == 0:
-    signal.alarm(30)
-    optimizer.step()
-    os._exit(0)
-assert os.wait()[1] == 0
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_calls_beside_the_main_thread_share_threads_that_sleep_between_them():
-    run_on_a_thread(4)
-    before = kernel_tasks()
-    assert len(before) >= 6  # three of each module
-    for _ in range(20):
-        run_on_a_thread(4)  # threads belong to no caller
-        run_on_a_thread(3)
-    assert kernel_tasks() == before
-    used = seconds_on_cpu()
-    time.sleep(0.2)
-    assert seconds_on_cpu() - used < 0.01
-
-
-@pytest.fixture
-def torch_threads():
-    torch.set_num_threads(3)
-    yield 3
-    torch.set_num_threads(1)
-
-
-def test_on_the_main_thread_kernels_run_on_torchs_threads(torch_threads):
-    torch.ones(1 << 22).add_(1)
-    before = set(Path("/proc/self/task").iterdir())
-    run_kernels(torch_threads)
-    assert set(Path("/proc/self/task").iterdir()) <= before
-
-
-def test_kernels_run_in_a_forked_child():
-    """Its parent's threads are not there, and its parent's list of them says otherwise."""
-    run_kernels(4)
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(30)
-        run_kernels(4)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
