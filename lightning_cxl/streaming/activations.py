@@ -260,28 +260,6 @@ log = logging.getLogger("lightning_cxl")
 _FLAG = "gradient_checkpointing"
 
 
-class OwnCheckpointing:
-    """Switches off what a model does itself, and says so once. See [Note: A model's own checkpointing]."""
-
-    def __init__(self) -> None:
-        self._switched: list[nn.Module] = []
-
-    def switch_off(self, modules: Iterable[nn.Module]) -> None:
-        on = [module for module in modules if getattr(module, _FLAG, False) is True]
-        if on and not self._switched:
-            log.info(
-                "the model's own gradient checkpointing is switched off during the run: units are recomputed from "
-                "inputs on the host instead"
-            )
-        for module in on:
-            setattr(module, _FLAG, False)
-        self._switched += on
-
-    def restore(self) -> None:
-        while self._switched:
-            setattr(self._switched.pop(), _FLAG, True)
-
-
 Phase = Literal["forward", "recompute", "recompute in a graph"]
 DEFAULT_MIN_BYTES = 1 << 16
 """Smaller inputs are not worth a transfer and stay where they are."""
@@ -310,7 +288,7 @@ class ActivationOffload:
         self.latest: Callable[[], _UnitCall | None] = lambda: None
         """A weak reference to the call before."""
         self._attached: list[UnitForward] = []
-        self.own_checkpointing = OwnCheckpointing()
+        self._switched_off: list[nn.Module] = []  # see [Note: A model's own checkpointing]
 
     def attach(self, units: Iterable[tuple[str, nn.Module]], model: nn.Module | None = None) -> None:
         """Wrap the forward of each unit, and switch off the checkpointing of the model that they are part of."""
@@ -329,13 +307,25 @@ class ActivationOffload:
             for module in (() if model is None else model.modules())
             if id(module) not in parts and any(id(child) in parts for child in module.modules())
         ]
-        self.own_checkpointing.switch_off([*parts.values(), *around])
+        self.switch_off_own_checkpointing([*parts.values(), *around])
 
     def detach(self) -> None:
         """Give every unit its own forward back. Graphs that exist can still run backward. Idempotent."""
         while self._attached:
             self._attached.pop().remove()
-        self.own_checkpointing.restore()
+        while self._switched_off:
+            setattr(self._switched_off.pop(), _FLAG, True)
+
+    def switch_off_own_checkpointing(self, modules: Iterable[nn.Module]) -> None:
+        on = [module for module in modules if getattr(module, _FLAG, False) is True]
+        if on and not self._switched_off:
+            log.info(
+                "the model's own gradient checkpointing is switched off during the run: units are recomputed from "
+                "inputs on the host instead"
+            )
+        for module in on:
+            setattr(module, _FLAG, False)
+        self._switched_off += on
 
     def store(self, tensor: torch.Tensor, unit: str) -> StoredInput | None:
         """Return the image of `tensor` on the tier, made now or found again; None if it does not belong there."""
@@ -383,7 +373,7 @@ class UnitForward(StandIn):
         )
         if not carries_gradient or (caches and not can_repeat_caches):
             return call_under(compiler, self.original, args, kwargs)
-        self.offload.own_checkpointing.switch_off([compiled_module(self.module)])  # it may be on since the last call
+        self.offload.switch_off_own_checkpointing([compiled_module(self.module)])  # it may be on since the last call
         args, kwargs = tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
         leaves = [replaced(leaf) if id(leaf) in own else leaf for leaf in leaves]
         call = _UnitCall(self, compiler, args, kwargs, containers, leaves)

@@ -34,7 +34,7 @@ def find_units(model: nn.Module, units: str | Sequence[str] = "auto") -> NamedUn
     as what it wraps, by class and by name; the wrapper is the unit.
     """
     if units == "auto":
-        return _outermost(_declared_blocks(model) or _largest_stack(model))
+        return _outermost(_blocks_of(model))
     patterns = [units] if isinstance(units, str) else list(units)
     found: set[str] = set()
     for pattern in patterns:
@@ -63,39 +63,32 @@ def _class_name(module: nn.Module) -> str:
     return type(compiled_module(module)).__name__
 
 
-def _declared_blocks(model: nn.Module) -> NamedUnits:
-    """Return the modules whose class a submodule lists in `_no_split_modules`, members of containers if there are any.
-
-    Models also list what must stay on one device but is not repeated, such as embeddings; those are no units.
-    """
+def _blocks_of(model: nn.Module) -> NamedUnits:
+    """Return the blocks that submodules list in `_no_split_modules`, else the members of the largest stack."""
+    containers = [
+        (name, module, list(module.named_children()))
+        for name, module in model.named_modules()
+        if isinstance(module, _CONTAINERS)
+    ]
     classes: set[str] = set()
     for module in model.modules():
         declared = getattr(module, "_no_split_modules", None)
         classes.update(declared if isinstance(declared, (list, tuple, set, frozenset)) else ())
     blocks = [(name, module) for name, module in model.named_modules() if _class_name(module) in classes]
-    members = {id(child) for _, _, children in _containers(model) for _, child in children}
-    return [(name, module) for name, module in blocks if id(module) in members] or blocks
-
-
-def _largest_stack(model: nn.Module) -> NamedUnits:
-    best: NamedUnits = []
+    if blocks:
+        # models also list what must stay on one device but is not repeated, such as embeddings: those are no units
+        members = {id(child) for _, _, children in containers for _, child in children}
+        return [(name, module) for name, module in blocks if id(module) in members] or blocks
     best_size = (0, 0)
-    for name, container, children in _containers(model):
-        blocks = [compiled_module(child) for _, child in children]
-        alike = len(blocks) >= 2 and len({type(block) for block in blocks}) == 1
-        if isinstance(container, nn.ModuleDict) or not alike or next(blocks[0].children(), None) is None:
+    for name, container, children in containers:
+        alike = [compiled_module(child) for _, child in children]
+        if isinstance(container, nn.ModuleDict) or len(alike) < 2 or len({type(block) for block in alike}) > 1:
             continue
-        size = (sum(p.numel() for p in container.parameters()), len(blocks))
-        if size > best_size:
+        size = (sum(p.numel() for p in container.parameters()), len(alike))
+        if size > best_size and next(alike[0].children(), None) is not None:
             prefix = f"{name}." if name else ""
-            best, best_size = [(prefix + child_name, child) for child_name, child in children], size
-    return best
-
-
-def _containers(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[tuple[str, nn.Module]]]]:
-    for name, module in model.named_modules():
-        if isinstance(module, _CONTAINERS):
-            yield name, module, list(module.named_children())
+            blocks, best_size = [(prefix + child_name, child) for child_name, child in children], size
+    return blocks
 
 
 def _outermost(units: NamedUnits) -> NamedUnits:
