@@ -222,14 +222,12 @@ class Updates:
         self._worker.submit(_run, self._updating(self._optimizer, [pair]), update)
 
     def _updating(self, optimizer: CPUAdam, pairs: list[WeightPair]) -> Callable[[], None]:
-        """Return a job that updates masters whose gradients were handed over."""
-        step = self._step = AdamStep(optimizer) if self._step is None else self._step
-        scale = optimizer.grad_scale
+        if self._step is None:
+            self._step = AdamStep(optimizer)
+        return partial(self._update_arrived, self._step, pairs, optimizer.grad_scale)
 
-        def job() -> None:
-            step.apply(step.collect({pair.master: self._grads.take(pair) for pair in pairs}), scale)
-
-        return job
+    def _update_arrived(self, step: AdamStep, pairs: list[WeightPair], scale: float) -> None:
+        step.apply(step.collect({pair.master: self._grads.take(pair) for pair in pairs}), scale)
 
     def _is_for_worker(self, pair: WeightPair) -> bool:
         """Whether the kernel writes the compute weights itself, so that nothing is left to do after it."""
