@@ -1,18 +1,10 @@
 """Collectives of the device apart: values, order, and who waits."""
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from tests import apart
-from tests.apart import ranks as processes
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with processes.started(2) as started:
-        yield started
 
 
 def here(*values):
@@ -50,7 +42,7 @@ def every_collective():
 
 
 def test_every_collective_gives_what_gloo_gives(ranks):
-    for rank, (found, objects) in enumerate(ranks.run(every_collective)):
+    for rank, (found, objects) in enumerate(ranks.of(2, "apart").run(every_collective)):
         assert objects == [{"rank": 0}, {"rank": 1}]
         assert found == {
             "all_gather_single": [1, 2, 2, 3],
@@ -76,7 +68,7 @@ def waits():
 
 
 def test_the_stream_waits_and_not_the_host(ranks):
-    assert ranks.run(waits) == [(True, [2, 2, 4, 4])] * 2
+    assert ranks.of(2, "apart").run(waits) == [(True, [2, 2, 4, 4])] * 2
 
 
 def two_streams():
@@ -100,4 +92,4 @@ def two_streams():
 
 
 def test_collectives_of_one_group_keep_the_order_of_the_host(ranks):
-    assert ranks.run(two_streams) == [([1, 2], [3])] * 2
+    assert ranks.of(2, "apart").run(two_streams) == [([1, 2], [3])] * 2
