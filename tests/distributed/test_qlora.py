@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from lightning_cxl.commands.export import export_checkpoint
 from tests.distributed import lightning_runs, qlora_runs, training
 from tests.distributed.ranks import RankError
-from tests.distributed.test_state_on_ssd import on_ssd
+from tests.distributed.test_ssd import on_ssd
 from tests.distributed.training import Job, largest_difference
 from tests.integration.llama import tiny_llama
 

@@ -158,22 +158,55 @@ def by_fsdp(job: Job) -> Trained:
     return _train(job, model, make_optimizer(job, model), None, rank, world)
 
 
+class Training:
+    """A job that is trained with us, in a loop of the user's own."""
+
+    def __init__(self, job: Job, *, reads_gradients: bool = True) -> None:
+        self.job, self.model, self.session = job, make_model(job), Session(**job.options)
+        self.rank, self.world = place()
+        if job.bf16:
+            self.model = self.model.to(torch.bfloat16)
+        if self.world > 1:
+            if "ssd" in job.options.get("tiers", {}):
+                machine = partial(gather_on_machine, machine=0)
+                self.session.bind(self.rank, self.world, self.rank, self.world, device(), machine)
+            cut_for(self.session, self.model, mesh_of(job, self.world), device())
+        habits = Loop(accumulates=job.micro_batches > 1, reads_gradients=reads_gradients)
+        self.loop = UserLoop(self.session, device(), habits)
+        try:
+            (self.optimizer,) = self.loop.prepare(self.model, [make_optimizer(job, self.model)])
+        except BaseException:
+            self.loop.close()
+            raise
+
+    def __enter__(self) -> "Training":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.loop.close()
+
+    def steps(self, begin: int, end: int) -> list[float]:
+        """Train from one step to another; return the losses of this rank."""
+        losses = []
+        for step in list(batches(self.job, self.rank, self.world))[begin:end]:
+            for tokens in step:
+                loss = loss_of(self.model, tokens.to(device())) / len(step)
+                with self.loop.backward():
+                    loss.backward()
+                losses.append(float(loss.detach()))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return losses
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Return all weights, on every rank."""
+        return {name: whole(parameter) for name, parameter in self.model.named_parameters()}
+
+
 def by_us(job: Job) -> Trained:
-    """Train with us, in a loop of the user's own."""
-    model, (rank, world) = make_model(job), place()
-    if job.bf16:
-        model = model.to(torch.bfloat16)
-    session = Session(**job.options)
-    if world > 1 and "ssd" in job.options.get("tiers", {}):
-        session.bind(rank, world, rank, world, device(), partial(gather_on_machine, machine=0))
-    if world > 1:
-        cut_for(session, model, mesh_of(job, world), device())
-    loop = UserLoop(session, device(), Loop(accumulates=job.micro_batches > 1, reads_gradients=True))
-    try:
-        (optimizer,) = loop.prepare(model, [make_optimizer(job, model)])
-        return _train(job, model, optimizer, loop, rank, world)
-    finally:
-        loop.close()
+    """Train with us."""
+    with Training(job) as ours:
+        return _train(job, ours.model, ours.optimizer, ours.loop, ours.rank, ours.world)
 
 
 def by_one(job: Job) -> Trained:

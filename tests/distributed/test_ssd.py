@@ -1,0 +1,329 @@
+"""Weights, optimizer state and inputs of units of several processes on SSD: all is as in memory, bit for bit."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_cxl.errors import LightningCXLError
+from lightning_cxl.run.run import Run
+from lightning_cxl.run.session import whole_state
+from lightning_cxl.streaming.units import find_units
+from tests import apart
+from tests.cases import every_value
+from tests.distributed import lightning_runs, training
+from tests.distributed.training import Job, Training, batches, device, loss_of, place
+from tests.storage_cases import damage
+from tests.training_device import LATE
+
+STATE = {"*": {"optimizer_state": "ssd", "activations": "ssd"}}
+WEIGHTS = {"*": {"weights": "ssd"}}
+ALL = {"*": {"weights": "ssd", "optimizer_state": "ssd", "activations": "ssd"}}
+WIDE = {"hidden_size": 64, "intermediate_size": 256}
+MIB = 1 << 20
+
+
+def on_ssd(folder, rule=STATE, **options):
+    return {"tiers": {"ssd": {"path": str(folder), "budget": 64 * MIB, **options}}, "tier_rules": rule}
+
+
+def there(job, folder, rule=ALL):
+    """Return a job with what a rule says on SSD."""
+    return replace(job, options={**job.options, **on_ssd(folder / "ssd", rule)})
+
+
+def of_two(ranks, *args):
+    return ranks.of(2, "apart").run(*args)
+
+
+def assert_same(ours, theirs):
+    assert ours.losses == theirs.losses and ours.norms == theirs.norms
+    for name, weights in theirs.weights.items():
+        assert torch.equal(ours.weights[name], weights), name
+
+
+def by_us(job):
+    """Train with us, with inputs of units that are offloaded however small they are."""
+    usual, Run.min_activation_bytes = Run.min_activation_bytes, 1
+    try:
+        return training.by_us(job)
+    finally:
+        Run.min_activation_bytes = usual
+
+
+STATE_JOBS = {
+    "state, float32": Job(micro_batches=2, clip=0.5),
+    "state, uneven shards, split masters": Job(model="transformer", tied=False, scalars=True, bf16=True, clip=0.1),
+    "state, 8 bit": Job(options={"state": "8bit"}, sizes=WIDE),
+    "state, lora": Job(lora=True, clip=0.05),
+}
+WEIGHT_JOBS = {
+    "weights alone": (WEIGHTS, Job(micro_batches=2, clip=0.5)),
+    "all": (ALL, Job(micro_batches=2, clip=0.5)),
+    "all, uneven shards, split masters": (ALL, Job(model="transformer", tied=False, scalars=True, bf16=True, clip=0.1)),
+    "weights, float32 masters": (WEIGHTS, Job(bf16=True, options={"master": "fp32"})),
+    "all, 8 bit": (ALL, Job(options={"state": "8bit"}, sizes=WIDE)),
+    "weights, frozen": (WEIGHTS, Job(lora=True, clip=0.05)),
+    "weights, reduced once": (WEIGHTS, Job(micro_batches=3, no_sync=True)),
+}
+
+
+def compare(ranks, folder, device, rule, job):
+    """Train with what a rule puts on SSD, and in memory; return the reports of both ranks."""
+    ours, theirs = (ranks.of(2, device).run(by_us, each) for each in (there(job, folder, rule), job))
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert_same(mine, reference)
+    left = {name: os.listdir(folder / "ssd" / name) for name in os.listdir(folder / "ssd")}
+    assert left == {"rank-0": ["lightning_cxl.lock"], "rank-1": ["lightning_cxl.lock"]}
+    return [each.report for each in ours]
+
+
+@pytest.mark.parametrize(("name", "device"), every_value(STATE_JOBS, ["cpu", "apart"]))
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_training_is_that_of_state_in_memory(ranks, tmp_path, device, name):
+    for report in compare(ranks, tmp_path, device, STATE, STATE_JOBS[name]):
+        assert not {"momentum", "variance", "activations"} & report["peak_roles"].keys(), "they were in memory"
+        tier = report["tiers"]["ssd"]
+        assert tier["budget_bytes"] == 32 * MIB and 0 < tier["peak_bytes"] <= 32 * MIB
+
+
+@pytest.mark.parametrize("name", WEIGHT_JOBS)
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_training_is_that_of_weights_in_memory(ranks, tmp_path, name):
+    for report in compare(ranks, tmp_path, "apart", *WEIGHT_JOBS[name]):
+        planned = dict(report["planned_roles"]["compute_weights"])
+        assert planned.pop("ssd") > 0
+        assert planned == report["peak_roles"]["compute_weights"], "more of the weights was in memory"
+
+
+@pytest.mark.parametrize(
+    ("device", "role", "layers", "steps", "dram_mib"),
+    [("cpu", "momentum", 8, 2, 28), pytest.param("apart", "compute_weights", 32, 1, 60, marks=pytest.mark.full)],
+)
+def test_what_memory_cannot_hold_goes_there(ranks, tmp_path, device, role, layers, steps, dram_mib):
+    job = Job(sizes={"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": layers}, steps=steps)
+    tiers = {"ssd": {"path": str(tmp_path), "budget": "1GiB"}, "dram": f"{dram_mib}MiB"}
+    spilling = replace(job, options={"tiers": tiers, "on_tier_full": "error"})
+    ours, theirs = (ranks.of(2, device).run(by_us, each) for each in (spilling, job))
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert_same(mine, reference)
+        assert "ssd" in mine.report["planned_roles"][role]
+        assert mine.report["tiers"]["dram"]["peak_bytes"] <= dram_mib // 2 * MIB
+
+
+def run(ranks, world, *args, **keywords):
+    if world == 1:
+        return lightning_runs.fit(*args, **keywords)
+    return ranks.of(world).run(lightning_runs.fit, *args, **keywords)[0]
+
+
+STATES = {"bf16 with split masters": ({"precision": "bf16-true"}, {}), "8 bit": ({}, {"state": "8bit"})}
+
+
+@pytest.mark.parametrize("before, after, state", [(1, 2, "8 bit"), (2, 1, "8 bit"), (2, 2, "bf16 with split masters")])
+def test_checkpoints_go_on_in_any_number_of_processes(ranks, tmp_path, before, after, state):
+    trainer, options = STATES[state]
+    there, path = {**options, **on_ssd(tmp_path / "ssd")}, [str(tmp_path / each) for each in ("ssd.ckpt", "ram.ckpt")]
+    ours = run(ranks, before, 3, trainer=trainer, options=there, save=path[0])
+    run(ranks, before, 3, trainer=trainer, options=options, save=path[1])
+    rest = run(ranks, after, 6, trainer=trainer, options=there, resume=path[0])
+    reference = run(ranks, after, 6, trainer=trainer, options=options, resume=path[1])
+    assert len(ours["losses"]) == 3 and rest["losses"] == reference["losses"]
+    for name, weights in reference["weights"].items():
+        assert torch.equal(rest["weights"][name], weights), name
+
+
+def error_of(act):
+    try:
+        act()
+    except LightningCXLError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+class SavesWhatIsDamaged(lightning_runs.Callback):
+    """Saves a checkpoint after the drive of rank 1 was damaged, and keeps the error."""
+
+    def __init__(self, folder, path):
+        self.folder, self.path = folder, path
+
+    def on_train_batch_end(self, trainer, *_):
+        _ = trainer.optimizers[0].state  # waits for the writes
+        if place()[0] == 1:
+            damage(self.folder / "rank-1")
+        self.error = error_of(lambda: trainer.save_checkpoint(self.path))
+
+
+def save_damaged_state(folder, path):
+    callback = SavesWhatIsDamaged(folder, path)
+    lightning_runs.fit(1, options=on_ssd(folder), callback=callback)
+    return callback.error
+
+
+def save_damaged_weights(folder, path):
+    with Training(there(Job(), folder.parent, WEIGHTS)) as ours:
+        ours.steps(0, 1)
+        if ours.rank == 1:
+            damage(folder / "rank-1")
+        return error_of(lambda: ours.loop.save_folder(path, ours.model, [ours.optimizer]))
+
+
+def assert_not_saved(errors, path):
+    assert all(each.startswith("StorageError: rank 1 of the group: ") for each in errors), errors
+    assert all("is damaged" in each for each in errors), errors
+    assert not path.exists()
+
+
+def test_damaged_state_is_not_saved(ranks, tmp_path):
+    path = tmp_path / "it.ckpt"
+    assert_not_saved(ranks.of(2).run(save_damaged_state, tmp_path / "ssd", path), path)
+
+
+def test_damaged_weights_are_not_saved(ranks, tmp_path):
+    path = tmp_path / "it.ckpt"
+    assert_not_saved(of_two(ranks, save_damaged_weights, tmp_path / "ssd", path), path)
+
+
+def refusal(options):
+    return error_of(lambda: lightning_runs.fit(1, options=options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"checkpoint": "reference"}, "checkpoint='reference' of tier 'ssd' serves one process"),
+        ({"rule": WEIGHTS}, "a CPU gathers them from memory"),
+    ],
+)
+def test_what_needs_one_process_is_refused(ranks, tmp_path, options, message):
+    for found in ranks.of(2).run(refusal, on_ssd(tmp_path / "ssd", **options)):
+        assert found.startswith("UnsupportedError") and message in found, found
+
+
+# ---- weights, on devices
+
+
+def evaluated(ours):
+    """Return a loss without gradients."""
+    with torch.no_grad():
+        return float(loss_of(ours.model, next(batches(ours.job, ours.rank, ours.world))[0].to(device())))
+
+
+def shards_on_ssd(ours):
+    shards = [parameter.detach().to_local() for parameter in ours.model.parameters()]
+    return [each for each in shards if each._bytes.drives is not None]
+
+
+def save_and_resume(job, resumed, path):
+    """Save after two steps and go on in another training; return its losses and weights."""
+    with Training(job) as first:
+        first.steps(0, 2)
+        first.loop.save_folder(path, first.model, [first.optimizer])
+        first.steps(2, 3)
+    with Training(resumed) as second:
+        second.loop.load_folder(path, second.model, {0: second.optimizer}, strict=True)
+        return second.steps(2, 4), second.whole()
+
+
+def evaluated_and_written(job):
+    """Evaluate, write weights and look at them between steps; return what was seen, also after the end."""
+    with Training(job) as training_:
+        model, found = training_.model, {}
+        found["before"] = evaluated(training_)
+        found["losses"] = training_.steps(0, 1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+        found["evaluated"] = evaluated(training_)
+        found["losses"] += training_.steps(1, 2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.data.add_(0.01)
+        found["losses"] += training_.steps(2, 3)
+        nn.init.normal_(next(find_units(model)[0][1].parameters()))
+        torch.manual_seed(3)
+        found["losses"] += training_.steps(3, 4)
+        found["whole"] = whole_state(model)
+        num_steps = training_.session.runs[0].guard.num_steps
+        training_.session.runs[0].close()
+        found["closed"] = evaluated(training_)
+    return {**found, "num_steps": num_steps, "after": whole_state(model)}
+
+
+def moved(job):
+    """Return what steps read and write, and how many bytes lie on SSD."""
+    with Training(job) as training_:
+        shards = shards_on_ssd(training_)
+        training_.steps(0, 4)
+        return {**training_.session.report(device())["ssd"], "nbytes": sum(each.host.nbytes for each in shards)}
+
+
+def hidden_copies(job, delays):
+    """Return which part of the time of copies to the device it computed meanwhile, in one forward and backward."""
+    with Training(job) as training_:
+        training_.steps(0, 1)
+        assert shards_on_ssd(training_)
+        tokens = next(batches(job, training_.rank, training_.world))[0].to(device())
+        apart.set_delay(**delays)
+        with apart.timeline() as entries, training_.loop.backward():
+            loss_of(training_.model, tokens).backward()
+        apart.set_delay()
+        training_.optimizer.zero_grad()
+    compute = [entry for entry in entries if entry.kind == "kernel" and entry.stream == 0]
+    copies = [entry for entry in entries if entry.kind == "h2d"]
+    meanwhile = sum(apart.overlap(copy, kernel) for copy in copies for kernel in compute)
+    return meanwhile / sum(copy.end - copy.start for copy in copies)
+
+
+def late(job, delays):
+    """Train while copies or kernels are late."""
+    apart.set_delay(**delays)
+    try:
+        return training.by_us(job)
+    finally:
+        apart.set_delay()
+
+
+@pytest.mark.parametrize("delays", ["copies and kernels", "to the device, much", "to the host, much"])
+def test_nothing_overtakes_a_late_copy_or_kernel(ranks, tmp_path, delays):
+    job = Job(sizes={"num_hidden_layers": 4})
+    ours = of_two(ranks, late, there(job, tmp_path), LATE[delays])
+    for mine, reference in zip(ours, of_two(ranks, by_us, job), strict=True):
+        assert_same(mine, reference)
+
+
+def test_the_device_computes_while_weights_come(ranks, tmp_path):
+    job = there(Job(sizes={"num_hidden_layers": 6}), tmp_path, WEIGHTS)
+    assert min(of_two(ranks, hidden_copies, job, {"kernel": 4e-3, "h2d": 16e-3})) > 0.3
+
+
+@pytest.mark.parametrize("saved, resumed", [(True, True), (True, False), (False, True)])
+def test_a_run_resumes_exactly(ranks, tmp_path, saved, resumed):
+    job = Job(bf16=True, micro_batches=2)
+    on_drives = there(job, tmp_path)
+    before, after = (on_drives if each else job for each in (saved, resumed))
+    ours = of_two(ranks, save_and_resume, before, after, tmp_path / "ours.ckpt")
+    theirs = of_two(ranks, save_and_resume, job, job, tmp_path / "theirs.ckpt")
+    for (losses, weights), (wanted, wanted_weights) in zip(ours, theirs, strict=True):
+        assert losses == wanted
+        assert all(torch.equal(weights[name], wanted_weights[name]) for name in wanted_weights)
+
+
+def test_who_looks_and_writes_between_steps_sees_the_weights_of_now(ranks, tmp_path):
+    job = Job(sizes={"num_hidden_layers": 3})
+    ours, theirs = (of_two(ranks, evaluated_and_written, each) for each in (there(job, tmp_path), job))
+    for mine, reference in zip(ours, theirs, strict=True):
+        for kind in ("whole", "after"):
+            weights = mine.pop(kind)
+            for name, wanted in reference.pop(kind).items():
+                assert torch.equal(weights[name], wanted), name
+        assert mine == reference
+
+
+def test_weights_are_read_for_forward_backward_and_update_and_written_once(ranks, tmp_path):
+    job = there(Job(sizes={**WIDE, "num_hidden_layers": 6}), tmp_path, WEIGHTS)
+    for found in of_two(ranks, moved, job):
+        assert found["written_bytes_per_step"] == pytest.approx(found["nbytes"], rel=0.2)
+        assert found["read_bytes_per_step"] == pytest.approx(3 * found["nbytes"], rel=0.2)
