@@ -1,27 +1,145 @@
 """Checkpoints of several processes that are written while training goes on."""
 
-import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+import contextlib
+import threading
+import warnings
+from pathlib import Path
 
-from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint
-from tests.distributed import async_runs, lightning_runs
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from lightning_cxl.errors import LightningCXLError, LightningCXLWarning
+from lightning_cxl.run.session import Session
+from lightning_cxl.run.sharded_checkpoint import AsyncSaves, ShardedCheckpoint
+from lightning_cxl.sharding.fsdp import cut
+from lightning_cxl.streaming.units import find_units
+from tests.distributed import lightning_runs, training
 from tests.distributed.test_lightning import STATES, assert_identical
+from tests.distributed.training import Job, place
 
 FULL = "CheckpointError: could not write checkpoint"
+LIMIT_S = 30
+
+
+def fit(steps, callback=None, *, trainer=None, **keywords):
+    """Train, with checkpoints that are written meanwhile."""
+    return lightning_runs.fit(
+        steps, callback=callback, trainer={"plugins": [AsyncCheckpointIO()], **(trainer or {})}, **keywords
+    )
+
+
+@contextlib.contextmanager
+def writing(before):
+    """Return a region in which `before` is called before this rank writes its shards."""
+    usual = FileSystemWriter.write_data
+
+    def write_data(self, plan, planner):
+        before()
+        return usual(self, plan, planner)
+
+    FileSystemWriter.write_data = write_data
+    try:
+        yield
+    finally:
+        FileSystemWriter.write_data = usual
+
+
+class Held:
+    """Lets writes wait until `go`."""
+
+    def __init__(self):
+        self._go = threading.Event()
+        self.go = self._go.set
+
+    def __call__(self):
+        if not self._go.wait(LIMIT_S):
+            raise TimeoutError("training has not gone on")
+
+    def go_later(self):
+        """Let it write while this thread waits for it."""
+        threading.Timer(0.5, self.go).start()
+
+
+def full_drive():
+    """Fail on the last rank."""
+    rank, world = place()
+    if rank == world - 1:
+        raise OSError(28, "No space left on device")
+
+
+class At(Callback):
+    """Does something at the end of some steps, and has state that changes with every step."""
+
+    state_key = "At"
+
+    def __init__(self, **actions):
+        self.actions = actions
+        self.steps = []
+
+    def on_train_batch_end(self, trainer, *_):
+        self.steps.append(trainer.global_step)
+        self.actions.get(f"step_{trainer.global_step}", lambda trainer: None)(trainer)
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+
+def error_of(act):
+    """Return the error of an act of ours."""
+    try:
+        act()
+    except LightningCXLError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def saved_meanwhile(path, **keywords):
+    """Save at step 3, and write that when step 5 has ended; return whether it had its name then and at the end."""
+    held, found = Held(), []
+
+    def at_step_5(trainer):
+        found.append(Path(path).exists())
+        held.go()
+
+    with writing(held):
+        fit(6, At(step_3=lambda trainer: trainer.save_checkpoint(path), step_5=at_step_5), **keywords)
+    return [*found, Path(path).exists()]
 
 
 @pytest.mark.parametrize("state", ["bf16 with float32 masters", "8 bit state"])
 def test_training_goes_on_and_a_resume_is_exact(ranks, tmp_path, state):
     path, pair = str(tmp_path / "half.ckpt"), ranks.of(2)
-    assert pair.run(async_runs.saved_meanwhile, path, **STATES[state]) == [[False, True]] * 2
+    assert pair.run(saved_meanwhile, path, **STATES[state]) == [[False, True]] * 2
     assert ShardedCheckpoint(tmp_path / "half.ckpt").rest()["callbacks"]["At"] == {"steps": [1, 2, 3]}
     whole = pair.run(lightning_runs.fit, 6, **STATES[state])[0]
     rest = pair.run(lightning_runs.fit, 6, resume=path, **STATES[state])[0]
     assert_identical(rest, {**whole, "losses": whole["losses"][3:]})
 
 
+def failing(folder):
+    """Return the errors of saves, of which the first cannot be written, and of the end of the run."""
+    errors = []
+
+    def save(number):
+        return lambda trainer: errors.append(error_of(lambda: trainer.save_checkpoint(folder / f"{number}.ckpt")))
+
+    with writing(full_drive):
+        errors.append(error_of(lambda: fit(3, At(step_1=save(1), step_2=save(2)))))
+        errors.append(error_of(lambda: fit(2, At(step_1=save(3)))))
+    errors.append(error_of(lambda: fit(2, At(step_1=save(4)))))
+    return errors
+
+
 def test_an_error_of_one_rank_reaches_all_at_the_next_save_or_at_the_end(ranks, tmp_path):
-    for errors in ranks.of(2).run(async_runs.failing, tmp_path):
+    for errors in ranks.of(2).run(failing, tmp_path):
         begun, next_save, at_the_end, other, other_end, good, good_end = errors
         assert begun is other is at_the_end is good is good_end is None
         assert next_save.startswith(f"{FULL} `{tmp_path / '1.ckpt'}`") and "No space left on device" in next_save
@@ -29,55 +147,166 @@ def test_an_error_of_one_rank_reaches_all_at_the_next_save_or_at_the_end(ranks, 
     assert [path.name for path in tmp_path.iterdir()] == ["4.ckpt"]
 
 
+def unpicklable(path):
+    """Return the errors of a save that one rank cannot copy, and of the one after it."""
+    errors = []
+
+    class Bad(At):
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            if not errors and place()[0] == 0:
+                checkpoint["bad"] = threading.Lock()
+
+    def save(trainer):
+        try:
+            trainer.save_checkpoint(path)
+            errors.append(None)
+        except Exception as error:
+            errors.append(str(error))
+
+    fit(2, Bad(step_1=save, step_2=save))
+    return errors
+
+
 def test_what_one_rank_cannot_copy_no_rank_saves(ranks, tmp_path):
-    first, second = ranks.of(2).run(async_runs.unpicklable, tmp_path / "it.ckpt")
+    first, second = ranks.of(2).run(unpicklable, tmp_path / "it.ckpt")
     assert "cannot pickle" in first[0] and "rank 0 of the group: TypeError: cannot pickle" in second[0]
     assert first[1] is second[1] is None and (tmp_path / "it.ckpt").is_dir()
 
 
-def test_the_next_save_waits(ranks, tmp_path):
-    for found in ranks.of(2).run(async_runs.saved_twice, tmp_path):
-        assert found == ([True], ["1.ckpt", "2.ckpt"])
+def act_while_it_is_written(folder, act):
+    """Save, and do something that waits for it, or not; return what that has found."""
+    held = Held()
+
+    def save(trainer):
+        trainer.save_checkpoint(folder / "1.ckpt")
+        held.go_later()
+        found.append(act(trainer, folder))
+
+    found = []
+    with writing(held):
+        fit(2, At(step_2=save))
+    return found
 
 
-def test_loading_waits(ranks, tmp_path):
-    assert ranks.of(2).run(async_runs.loaded_at_once, tmp_path / "it.ckpt") == [[2]] * 2
+def save_again(trainer, folder):
+    trainer.save_checkpoint(folder / "2.ckpt")
+    return (folder / "1.ckpt").exists()
+
+
+def load(trainer, folder):
+    return trainer.strategy.load_checkpoint(folder / "1.ckpt", weights_only=False)["seen"]
+
+
+def remove(trainer, folder):
+    trainer.strategy.remove_checkpoint(folder / "1.ckpt")
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("act", "found", "left"),
+    [(save_again, True, ["1.ckpt", "2.ckpt"]), (load, 2, ["1.ckpt"]), (remove, None, [])],
+)
+def test_what_follows_a_save_waits_for_it(ranks, tmp_path, act, found, left):
+    assert ranks.of(2).run(act_while_it_is_written, tmp_path, act) == [[found]] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
+def raising(path, *, fails):
+    """Save, and raise while that is written, or fails to be; return the error, whether it is there, and warnings."""
+    held = Held()
+
+    def before():
+        held()
+        if fails:
+            full_drive()
+
+    def save_and_raise(trainer):
+        trainer.save_checkpoint(path)
+        held.go_later()
+        raise ValueError("of the user")
+
+    with writing(before), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ValueError, match="of the user"):
+            fit(3, At(step_1=save_and_raise))
+    return path.exists(), [str(each.message) for each in caught if each.category is LightningCXLWarning]
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_who_raises_waits(ranks, tmp_path, fails):
-    for error, is_there, told in ranks.of(2).run(async_runs.raising, tmp_path / "it.ckpt", fails=fails):
-        assert error == "of the user" and is_there != fails
+    for is_there, told in ranks.of(2).run(raising, tmp_path / "it.ckpt", fails=fails):
+        assert is_there != fails
         assert any("No space left on device" in each for each in told) == fails, told
+
+
+def replacing(folder, *, fails):
+    """Let `ModelCheckpoint` keep one of two; return those that are there while the second is written, and after."""
+    held, number, found = Held(), [0], []
+
+    def before():
+        number[0] += 1
+        if number[0] == 2:
+            held()
+            if fails:
+                full_drive()
+
+    def at_step_5(trainer):
+        found.append(names_in(folder))
+        held.go()
+
+    keeping = ModelCheckpoint(folder, "{step}", every_n_train_steps=2)
+    with writing(before):
+        error = error_of(lambda: fit(5, [keeping, At(step_5=at_step_5)], trainer={"enable_checkpointing": True}))
+    assert (error is not None) == fails, error
+    return [*found, names_in(folder)]
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_last_checkpoint_stays_until_the_next_one_is_complete(ranks, tmp_path, fails):
-    found = ranks.of(2).run(async_runs.replacing, tmp_path, fails=fails)
+    found = ranks.of(2).run(replacing, tmp_path, fails=fails)
     kept = "step=2.ckpt" if fails else "step=4.ckpt"
     assert found[0] == [["step=2.ckpt"], [kept]]
     assert ShardedCheckpoint(tmp_path / kept).rest()["global_step"] == int(kept[5])
 
 
-def test_what_is_being_written_can_be_removed(ranks, tmp_path):
-    ranks.of(2).run(async_runs.removed_meanwhile, tmp_path)
-    assert list(tmp_path.iterdir()) == []
+def of_host_shards(path):
+    """Write shards that lie on the host for a device apart, which change meanwhile; return whether they are as then."""
+    job, (_, world) = Job(), place()
+    model, session = training.make_model(job), Session()
+    cut(model, find_units(model), training.mesh_of(job, world), session.host_on(training.device()).engine)
+    before = {name: training.whole(each) for name, each in model.named_parameters()}
+    saves, held = AsyncSaves(), Held()
+    try:
+        with writing(held):
+            saves.save(path, {"state_dict": model.state_dict()}, {})
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            held.go()
+            saves.wait()
+    finally:
+        saves.close()
+        session.close()
+    folder = ShardedCheckpoint(path)
+    return [torch.equal(folder.tensor(f"state_dict.{name}"), value) for name, value in before.items()]
 
 
 def test_shards_on_the_host_of_a_device_are_those_of_the_moment(ranks, tmp_path):
-    found = ranks.of(2, "apart").run(async_runs.of_host_shards, tmp_path / "it.ckpt")
+    found = ranks.of(2, "apart").run(of_host_shards, tmp_path / "it.ckpt")
     assert found[0] and all(map(all, found))
 
 
+def refusal(**keywords):
+    return error_of(lambda: fit(1, **keywords))
+
+
 def test_state_on_ssd_is_refused(ranks, tmp_path):
-    options = {
-        "tiers": {"ssd": {"path": str(tmp_path), "budget": "64MiB"}}, "tier_rules": {"*": {"optimizer_state": "ssd"}},
-    }  # fmt: skip
-    for found in ranks.of(2).run(async_runs.refusal, options=options):
+    tiers = {"ssd": {"path": str(tmp_path), "budget": "64MiB"}}
+    for found in ranks.of(2).run(refusal, options={"tiers": tiers, "tier_rules": {"*": {"optimizer_state": "ssd"}}}):
         assert found.startswith("UnsupportedError: rank 0 of the group: optimizer state or weights of this run lie on")
 
 
 def test_links_are_refused(ranks, tmp_path):
     linking = ModelCheckpoint(tmp_path, save_last="link")
-    for found in ranks.of(2).run(async_runs.refusal, callback=linking, trainer={"enable_checkpointing": True}):
+    for found in ranks.of(2).run(refusal, callback=linking, trainer={"enable_checkpointing": True}):
         assert found.startswith("ConfigError: rank 0 of the group: ModelCheckpoint(save_last='link') links")
