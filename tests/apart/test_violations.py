@@ -24,39 +24,40 @@ def expect_one(text):
     assert text in seen
 
 
-def test_the_source_of_a_d2h_is_written(there, side):
-    host = torch.zeros(N, pin_memory=True)
-    with apart.halfway(side) as reached:
-        with side:
-            host.copy_(there, non_blocking=True)
-        reached()
-        there.add_(1)  # on the default stream
-        torch.accelerator.current_stream().synchronize()
-    where = f"stream {side.stream_id} of device 0, host memory at {hex(host.data_ptr())}"
-    expect_one(f"d2h of {4 * N} bytes on {where}: its source changed while it was copied")
+def write_on_the_device(there, host):
+    there.add_(1)  # on the default stream
+    torch.accelerator.current_stream().synchronize()
 
 
-def test_the_source_of_a_d2h_is_freed_and_poisoned(there, side):
+def free_on_the_device(there, host):
     apart.set_poison(True)
+    there.untyped_storage().resize_(0)  # gives the block back, without record_stream
+    torch.accelerator.current_stream().synchronize()
+
+
+def write_on_the_host(there, host):
+    host[500] = 7
+
+
+@pytest.mark.parametrize(
+    ("to_device", "act", "changed"),
+    [
+        (False, write_on_the_device, "source"),
+        (False, free_on_the_device, "source"),
+        (False, write_on_the_host, "destination"),
+        (True, write_on_the_host, "source"),
+        (True, write_on_the_device, "destination"),
+    ],
+)
+def test_memory_is_accessed_while_it_is_copied(there, side, to_device, act, changed):
     host = torch.zeros(N, pin_memory=True)
     with apart.halfway(side) as reached:
         with side:
-            host.copy_(there, non_blocking=True)
+            there.copy_(host, non_blocking=True) if to_device else host.copy_(there, non_blocking=True)
         reached()
-        storage = there.untyped_storage()
-        storage.resize_(0)  # gives the block back, without record_stream
-        torch.accelerator.current_stream().synchronize()
-    expect_one("its source changed while it was copied")
-
-
-def test_the_destination_of_a_d2h_is_written(there, side):
-    host = torch.zeros(N, pin_memory=True)
-    with apart.halfway(side) as reached:
-        with side:
-            host.copy_(there, non_blocking=True)
-        reached()
-        host[-1] = 7
-    expect_one("its destination changed while it was copied")
+        act(there, host)
+    where = f"{4 * N} bytes on stream {side.stream_id} of device 0, host memory at {hex(host.data_ptr())}"
+    expect_one(f"{'h2d' if to_device else 'd2h'} of {where}: its {changed} changed while it was copied")
 
 
 def test_the_source_of_an_h2d_is_written_before_its_turn(side):
@@ -66,28 +67,6 @@ def test_the_source_of_an_h2d_is_written_before_its_turn(side):
             host.to("apart", non_blocking=True)
         host[500] = 7
     expect_one("its source changed between the call and the copy's turn")
-
-
-def test_the_source_of_an_h2d_is_written_while_it_is_copied(side):
-    host = torch.zeros(N, pin_memory=True)
-    with apart.halfway(side) as reached:
-        with side:
-            there = host.to("apart", non_blocking=True)
-        reached()
-        host[500] = 7
-    expect_one("its source changed while it was copied")
-    assert there.shape == (N,)
-
-
-def test_the_destination_of_an_h2d_is_written(there, side):
-    host = torch.zeros(N, pin_memory=True)
-    with apart.halfway(side) as reached:
-        with side:
-            there.copy_(host, non_blocking=True)
-        reached()
-        there.add_(1)
-        torch.accelerator.current_stream().synchronize()
-    expect_one("its destination changed while it was copied")
 
 
 @pytest.mark.parametrize("to_device", [True, False])

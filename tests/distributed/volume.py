@@ -9,13 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_cxl.inventory.tensors import Loop, Mesh
+from lightning_cxl.inventory.tensors import Mesh
 from lightning_cxl.planning.job import exchanges, groups_of
-from lightning_cxl.run.session import Session
-from lightning_cxl.run.user_loop import UserLoop
-from lightning_cxl.sharding.fsdp import cut
+from lightning_cxl.sharding.fsdp import root_of
 from lightning_cxl.streaming.units import find_units
-from tests.distributed.training import Job, device, make_model, make_optimizer, mesh_of, place
+from tests.distributed.training import Job, Training, make_model, place
 
 NORM = ("all_reduce", "float64", 8)
 SKIP = ("all_reduce", "int64", 8)
@@ -65,34 +63,28 @@ def _is_number(tensors: list[torch.Tensor]) -> bool:
 
 def traffic(job: Job, *, no_sync: bool = False) -> tuple[list[Traffic], Any]:
     """Train with us in a loop of the user's own; return what each step has moved, and what the formula says."""
-    model, (rank, world) = make_model(job), place()
+    model, world = make_model(job), place()[1]
     if job.bf16:
         model = model.to(torch.bfloat16)
     ranks = Mesh(num_devices=world // job.replicas, num_machines=job.replicas, replicates=job.replicas > 1)
     collectives = exchanges(groups_of(model, find_units(model), ranks), ranks, job.micro_batches, no_sync=no_sync)
-    expected = {each.name: each.nbytes for each in collectives}
-    session = Session(**job.options)
-    root: Any = cut(model, find_units(model), mesh_of(job, world), session.host_on(device()).engine)
-    loop = UserLoop(session, device(), Loop(accumulates=job.micro_batches > 1, reads_gradients=False))
-    try:
-        (optimizer,) = loop.prepare(model, [make_optimizer(job, model)])
-        found = []
+    found = []
+    with Training(job, reads_gradients=False) as ours:
+        root: Any = root_of(ours.model)
         for number in range(job.steps):
             with Traffic() as moved:
                 for index in range(job.micro_batches):
                     is_last = index == job.micro_batches - 1
                     root.set_requires_gradient_sync(is_last or not no_sync)
-                    loss = _loss(model, 100 * rank + 10 * number + index)
-                    with loop.backward(is_last=is_last):
+                    loss = _loss(ours.model, 100 * ours.rank + 10 * number + index)
+                    with ours.loop.backward(is_last=is_last):
                         loss.backward()
                 if job.clip is not None:
-                    optimizer.clip_grad_norm_(job.clip)  # type: ignore[attr-defined]
-                optimizer.step()
-                optimizer.zero_grad()
+                    ours.optimizer.clip_grad_norm_(job.clip)  # type: ignore[attr-defined]
+                ours.optimizer.step()
+                ours.optimizer.zero_grad()
             found.append(moved)
-        return found, expected
-    finally:
-        loop.close()
+    return found, {each.name: each.nbytes for each in collectives}
 
 
 def _loss(model: nn.Module, seed: int) -> torch.Tensor:
