@@ -1,7 +1,8 @@
 """The module ``torch.apart``: what torch, and code that is written for any device, look for in ``torch.cuda``."""
 
 import contextlib
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -140,33 +141,17 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 # ---- memory
 
 
-def memory_stats(device: object = None) -> dict[str, int]:
-    """Among them ``num_alloc_retries`` and ``num_ooms``, as of torch.cuda."""
-    return torch.accelerator.memory_stats(_index(device))
+def _of_accelerator(name: str) -> Callable[..., Any]:
+    return lambda device=None: getattr(torch.accelerator, name)(_index(device))
 
 
-def memory_allocated(device: object = None) -> int:
-    return torch.accelerator.memory_allocated(_index(device))
-
-
-def max_memory_allocated(device: object = None) -> int:
-    return torch.accelerator.max_memory_allocated(_index(device))
-
-
-def memory_reserved(device: object = None) -> int:
-    return torch.accelerator.memory_reserved(_index(device))
-
-
-def max_memory_reserved(device: object = None) -> int:
-    return torch.accelerator.max_memory_reserved(_index(device))
-
-
-def reset_peak_memory_stats(device: object = None) -> None:
-    torch.accelerator.reset_peak_memory_stats(_index(device))
-
-
-def reset_accumulated_memory_stats(device: object = None) -> None:
-    torch.accelerator.reset_accumulated_memory_stats(_index(device))
+memory_stats = _of_accelerator("memory_stats")  # with ``num_alloc_retries`` and ``num_ooms``, as of torch.cuda
+memory_allocated = _of_accelerator("memory_allocated")
+max_memory_allocated = _of_accelerator("max_memory_allocated")
+memory_reserved = _of_accelerator("memory_reserved")
+max_memory_reserved = _of_accelerator("max_memory_reserved")
+reset_peak_memory_stats = _of_accelerator("reset_peak_memory_stats")
+reset_accumulated_memory_stats = _of_accelerator("reset_accumulated_memory_stats")
 
 
 def empty_cache() -> None:

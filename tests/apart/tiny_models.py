@@ -6,27 +6,13 @@ import torch
 import transformers as hf
 
 WORDS = 64
-TEXT = {
-    "vocab_size": WORDS,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-}
-IMAGE = {**TEXT, "image_size": 16, "patch_size": 8}
-IMAGE.pop("vocab_size")
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+TEXT = {"vocab_size": WORDS, **SIZES}
+IMAGE = {**SIZES, "image_size": 16, "patch_size": 8}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-SEQ2SEQ = {
-    "vocab_size": WORDS,
-    "d_model": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "dropout": 0.0,
-}
+SEQ2SEQ = {"vocab_size": WORDS, "d_model": 16, "dropout": 0.0}
+for part in ("encoder", "decoder"):
+    SEQ2SEQ |= {f"{part}_layers": 1, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 32}
 GPT = {"vocab_size": WORDS, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
 
 Model = tuple[torch.nn.Module, dict]
@@ -48,16 +34,8 @@ def text_model(kind: str, **options: object) -> Callable[[], Model]:
 
 
 def t5() -> Model:
-    config = hf.T5Config(
-        vocab_size=WORDS,
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
+    sizes = {"vocab_size": WORDS, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = hf.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
     return hf.T5ForConditionalGeneration(config).train(), {"input_ids": words(), "labels": words()}
 
 
@@ -86,18 +64,10 @@ def whisper() -> Model:
 
 
 def wav2vec2() -> Model:
-    still = dict.fromkeys(
-        [
-            "hidden_dropout",
-            "attention_dropout",
-            "activation_dropout",
-            "feat_proj_dropout",
-            "final_dropout",
-            "layerdrop",
-            "mask_time_prob",
-        ],
-        0.0,
+    names = (
+        "hidden_dropout attention_dropout activation_dropout feat_proj_dropout final_dropout layerdrop mask_time_prob"
     )
+    still = dict.fromkeys(names.split(), 0.0)
     convolutions = {"conv_dim": (8, 8), "conv_kernel": (4, 3), "conv_stride": (2, 2), "num_feat_extract_layers": 2}
     config = hf.Wav2Vec2Config(
         **TEXT, **still, **convolutions, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cxl.native import _adam, _cpu
+from lightning_cxl.native import _adam, _cpu, _grads
 from lightning_cxl.optim import kernels as formats
 from lightning_cxl.optim.parameter_state import AdamScalars
 from tests.numerics.adam_case import (
@@ -242,10 +242,14 @@ def test_equal_bits_tells_zeros_apart_and_nans_not():
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
-@pytest.mark.parametrize("module", [_adam, _cpu], ids=lambda module: module.__name__)
-def test_no_wide_instruction_outside_the_functions_for_that_isa(module):
+@pytest.mark.parametrize(
+    ("module", "pattern"),
+    [(_adam, r"_avx(2|512)(\.|$)"), (_cpu, r"_avx(2|512)(\.|$)"), (_grads, r"grads_\w+_avx(2|512)")],
+    ids=["adam", "cpu", "grads"],
+)
+def test_no_wide_instruction_outside_the_functions_for_that_isa(module, pattern):
     """An AVX instruction in common code would stop older CPUs with SIGILL."""
-    kernels, offenders = functions_with_avx(module, r"_avx(2|512)(\.|$)")
-    if module is _adam and not kernels:
+    kernels, offenders = functions_with_avx(module, pattern)
+    if module is not _cpu and not kernels:
         pytest.skip("the extension was stripped of its symbols")
     assert not offenders
