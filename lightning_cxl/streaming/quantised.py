@@ -171,6 +171,8 @@ def _prepare_backward(parameter: nn.Parameter, streams: bool, module: nn.Module,
     for _ in range(_MOST_STEPS):
         if node is not None and type(node).__name__ not in _UNREAD:
             node = next((each for each, _ in node.next_functions if each is not None), None)
+    if type(node).__name__ not in _UNREAD:
+        node = None
     if node is not None and not parameter.requires_grad:
         for attribute, value in _UNREAD[type(node).__name__].items():
             setattr(node, attribute, value)
