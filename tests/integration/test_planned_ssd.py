@@ -68,13 +68,11 @@ def test_state_goes_there_and_every_policy_has_room_for_the_rest(planned, policy
     host, inventory, decision = planned(needed, policy=policy)  # a plan may fill 7/8 of so little
     assert [record.name for record in inventory.ssd_records]
     assert memory_bytes_of(inventory) <= free_for(inventory.model, host.memory).usable_bytes < needed
-    for each in inventory.tensors:
-        decision.count(each.role, each.nbytes, decision.of(each))
-    on_ssd = {role: tiers["ssd"] for role, tiers in decision.roles().items() if "ssd" in tiers}
+    on_ssd = {role: tiers["ssd"] for role, tiers in decision.report()["planned_roles"].items() if "ssd" in tiers}
     assert set(on_ssd) == {"momentum", "variance"}  # float32 weights are their own masters
     state = sum(each.nbytes for record in inventory.ssd_records for each in record.tensors)
     assert sum(on_ssd.values()) == state
-    assert "ssd (does not fit in memory)" in decision.reasons()["momentum"]
+    assert "ssd (does not fit in memory)" in decision.report()["reasons"]["momentum"]
     assert any(each.owner == SLOTS_OWNER for each in inventory.tensors)
 
 
