@@ -204,6 +204,7 @@ class _PlainLayer(torch.autograd.Function):
                     bands = torch.split(for_weight, _BAND_ROWS), torch.split(gradient, _BAND_ROWS, dim=1)
                     for band, columns in zip(*bands, strict=True):
                         band += columns.T @ part
+                    del bands, band, columns  # views of the gradient, which would keep it until the next chunk
                 if for_bias is not None:
                     for_bias += gradient.sum(0, dtype=torch.float32)
                 del gradient
