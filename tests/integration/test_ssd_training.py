@@ -376,6 +376,7 @@ def test_damaged_weights_are_not_saved(tmp_path):
     class Damaged(LlamaTask):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             if batch_idx == 1:
+                self.trainer.optimizers[0].state_dict()  # waits: updates behind would write over the damage
                 file = data_file(tmp_path / "ssd")
                 contents = file.read_bytes()
                 with open(file, "r+b") as in_place:  # a shorter file meanwhile would fail reads ahead in another way
