@@ -27,7 +27,7 @@ cdef extern from "grads_isa.h" nogil:
 
 cdef extern from "threads.h" nogil:
     ctypedef void (*cxl_work)(void* job, int thread) noexcept
-    void cxl_run_threads(int num_threads, bint spread, cxl_work work, void* job) noexcept
+    void cxl_run_threads(int num_threads, int allowed, cxl_work work, void* job) noexcept
     int64_t cxl_take(int64_t* next) noexcept
 
 SPAN_FIELDS = 6
@@ -189,12 +189,10 @@ cdef void _sweep(const uint64_t* spans, int64_t num_spans, int operation, grads_
         starts[i + 1] = starts[i] + (<int64_t> spans[i * FIELDS + 2] + SHARE - 1) // SHARE * SHARE
         firsts[i + 1] = firsts[i] + _num_pieces(&spans[i * FIELDS])
     num_shares = (starts[num_spans] + GRADS_PIECE - 1) // GRADS_PIECE
-    if num_shares < num_threads:
-        num_threads = <int> num_shares if num_shares else 1
     job.spans, job.num_spans, job.operation, job.isa = spans, num_spans, operation, isa
     job.starts, job.firsts, job.sums = starts, firsts, sums
     job.num_shares, job.next_share = num_shares, 0
-    cxl_run_threads(num_threads, True, _take_shares, &job)
+    cxl_run_threads(<int> max(1, min(num_shares, num_threads)), num_threads, _take_shares, &job)
     for i in range(num_spans):
         total = 0
         for k in range(firsts[i], firsts[i + 1]):

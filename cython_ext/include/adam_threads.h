@@ -155,7 +155,7 @@ static int adam_run(
     for (int64_t i = 0; i < num_cpus; i++)
         CPU_SET((size_t)cpus[2 * i + 1], &job.lines[cpus[2 * i]].cpus);
     adam_lay_out(&job, num_spans);
-    cxl_run_threads(adam_divide_threads(&job, num_threads), num_cpus == 0, adam_work, &job);
+    cxl_run_threads(adam_divide_threads(&job, num_threads), num_cpus == 0 ? num_threads : 0, adam_work, &job);
     free(job.lines);
     free(job.order);
     return 0;

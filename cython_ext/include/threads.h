@@ -2,12 +2,14 @@
  * loop, as OpenMP's do for milliseconds after each call, takes a core from the threads that launch kernels on a device.
  * A new thread for each call starts later than a sleeping one wakes, most of all while OpenMP's loops occupy the cores.
  *
- * A call on the main thread runs on the threads of torch's own OpenMP: right after torch's operators these still wait in
- * their loops, and any other thread would share the cores with them (a step of 10 M parameters on 2 cores took 1.2 to
- * 1.5 times that of torch). Calls on other threads, which run beside a device, have no such team and start none.
+ * A call on the main thread that may use as many threads as torch does runs on those of torch's OpenMP: right after
+ * torch's operators these still wait in their loops, and any other thread would share the cores with them (a step of 10 M
+ * parameters on 2 cores took 1.2 to 1.5 times that of torch). Calls beside a device come from other threads, or leave
+ * cores to it, and so make no thread wait in loops.
  *
- * A thread runs with the CPUs and the floating-point mode that its caller has at the call. Calls from several threads at
- * once each take threads of their own. A forked child begins without threads.
+ * A thread runs with the floating-point mode that its caller has at the call, and, unless it is torch's, with the
+ * caller's CPUs. Calls from several threads at once each take threads of their own. A forked child begins without
+ * threads, and uses none of torch's. (One that loads this only after the fork does: operators of torch hang there, too.)
  */
 #ifndef LIGHTNING_CXL_THREADS_H
 #define LIGHTNING_CXL_THREADS_H
@@ -125,45 +127,51 @@ struct cxl_team_call {
     cxl_work work;
     void *job;
     unsigned int mode; /* of floating-point numbers */
-    int next;          /* number of a thread; atomic */
+    int num_threads;
+    int next; /* number of a thread; atomic */
 };
 
 static void cxl_work_in_team(void *argument)
 {
     struct cxl_team_call *call = argument;
+    const int thread = __atomic_fetch_add(&call->next, 1, __ATOMIC_RELAXED);
+    if (thread >= call->num_threads)
+        return;
     const unsigned int mode = _mm_getcsr();
     _mm_setcsr(call->mode);
-    call->work(call->job, __atomic_fetch_add(&call->next, 1, __ATOMIC_RELAXED));
+    call->work(call->job, thread);
     _mm_setcsr(mode); /* the threads are torch's */
 }
 
 /* Run on the threads of torch's OpenMP; returns 0 where these do not serve this thread. */
-static int cxl_run_team(const int num_threads, const cxl_work work, void *job)
+static int cxl_run_team(const int num_threads, const int allowed, const cxl_work work, void *job)
 {
     static void (*parallel)(void (*)(void *), void *, unsigned num_threads, unsigned flags);
     static int (*max_threads)(void);
+    static int is_looked_up;
     if (cxl_in_child || getpid() != (pid_t)syscall(SYS_gettid)) /* not the main thread */
         return 0;
-    if (!parallel || !max_threads) {
+    if (!is_looked_up) {
+        is_looked_up = 1;
         parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))dlsym(RTLD_DEFAULT, "GOMP_parallel");
         max_threads = (int (*)(void))dlsym(RTLD_DEFAULT, "omp_get_max_threads");
     }
-    /* With more threads than torch has, its team would grow and shrink at every call. */
-    if (!parallel || !max_threads || num_threads > max_threads())
+    if (!parallel || !max_threads || allowed != max_threads())
         return 0;
-    struct cxl_team_call call = {.work = work, .job = job, .mode = _mm_getcsr()};
-    parallel(cxl_work_in_team, &call, (unsigned)num_threads, 0);
+    struct cxl_team_call call = {.work = work, .job = job, .mode = _mm_getcsr(), .num_threads = num_threads};
+    parallel(cxl_work_in_team, &call, (unsigned)allowed, 0); /* the whole team: of a smaller one, threads end */
     return 1;
 }
 
-/* Call `work(job, thread)` for threads 0 (the caller) to `num_threads - 1` and return when all have returned. With
- * `spread`, threads may be torch's, or confined to one CPU each; `work` that chooses their CPUs wants neither.
+/* Call `work(job, thread)` for threads 0 (the caller) to `num_threads - 1` and return when all have returned. `allowed`
+ * is how many threads the call may use at most. Threads may be torch's, or confined to one CPU each; `work` that chooses
+ * their CPUs wants neither: then it is 0.
  *
  * There may be fewer threads, if the system has no more: `work` takes what is to be done from a common counter.
  */
-static void cxl_run_threads(const int num_threads, const int spread, const cxl_work work, void *job)
+static void cxl_run_threads(const int num_threads, const int allowed, const cxl_work work, void *job)
 {
-    if (spread && num_threads > 1 && cxl_run_team(num_threads, work, job))
+    if (allowed && num_threads > 1 && cxl_run_team(num_threads, allowed, work, job))
         return;
     struct cxl_call call = {.work = work, .job = job, .mode = _mm_getcsr()};
     struct cxl_worker *used = NULL;
@@ -172,7 +180,7 @@ static void cxl_run_threads(const int num_threads, const int spread, const cxl_w
     /* A waking thread may be put on the CPU of its caller while OpenMP's threads wait in loops on the others. So where
      * there is a thread for every CPU, each gets one of its own. With fewer threads the scheduler finds free CPUs. */
     const int knows = num_threads > 1 && sched_getaffinity(0, sizeof cpus, &cpus) == 0;
-    const int each_has_one = spread && knows && here >= 0 && CPU_COUNT(&cpus) == num_threads;
+    const int each_has_one = allowed && knows && here >= 0 && CPU_COUNT(&cpus) == num_threads;
     int cpu = -1;
     for (int i = 1; i < num_threads; i++) {
         struct cxl_worker *worker = cxl_take_worker();

@@ -51,18 +51,20 @@ def test_thousands_of_small_spans():
             case.assert_same(defined)
 
 
+@pytest.fixture(params=[1, 8], ids=["own threads", "threads of torch"])
+def _which_threads(request):
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("_which_threads")
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
-@pytest.mark.parametrize("of_torch", [1, 8])
-def test_the_number_of_threads_does_not_matter(combination, of_torch):
-    """Nor whether they are the kernel's own, or those of torch."""
+def test_the_number_of_threads_does_not_matter(combination):
     start = Case.random(5 * 65536 + 300, combination, 1)
     expected = start.clone().run(scalars_at())
-    torch.set_num_threads(of_torch)
-    try:
-        for num_threads in (2, 3, 6, 64):
-            start.clone().run(scalars_at(), num_threads=num_threads).assert_same(expected, num_threads)
-    finally:
-        torch.set_num_threads(1)
+    for num_threads in (2, 3, 6, 64):
+        start.clone().run(scalars_at(), num_threads=num_threads).assert_same(expected, num_threads)
 
 
 NUMBERS = [*range(1, 24), 31, 32, 33, 55, 64, 89]
@@ -117,10 +119,9 @@ def test_several_updates_at_once():
                 case.assert_same(other)
 
 
-@pytest.mark.parametrize("of_torch", [1, 4])
-def test_flushing_denormals_is_the_callers_choice_on_every_thread(of_torch):
+@pytest.mark.usefixtures("_which_threads")
+def test_flushing_denormals_is_the_callers_choice_on_every_thread():
     results = []
-    torch.set_num_threads(of_torch)
     for flush in (False, True, False):  # threads sleep between calls, and keep nothing of the call before
         case = Case.random(400_000)
         case["variance"].fill_(0)
@@ -131,7 +132,6 @@ def test_flushing_denormals_is_the_callers_choice_on_every_thread(of_torch):
         finally:
             torch.set_flush_denormal(False)
         results.append(case["variance"])
-    torch.set_num_threads(1)
     assert (results[0] > 0).all()
     assert (results[1].view(torch.int32) == 0).all()
     assert torch.equal(results[2], results[0])

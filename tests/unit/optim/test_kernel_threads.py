@@ -52,12 +52,12 @@ def seconds_on_cpu() -> float:
     return sum(int((path / "schedstat").read_text().split()[0]) for path in kernel_tasks()) / 1e9
 
 
-def run_kernels(num_threads: int) -> None:
+def run_kernels(num_threads: int, numel: int = 1 << 20) -> None:
     meter = GradientMeter(num_threads)
-    weight = torch.nn.Parameter(torch.zeros(1 << 20))
-    weight.grad = torch.zeros(1 << 20)
-    meter.copy_all([(torch.ones(1 << 20), weight.grad)])
-    meter.accumulate_all([Addition(torch.ones(1 << 20), weight.grad, 1)])
+    weight = torch.nn.Parameter(torch.zeros(numel))
+    weight.grad = torch.zeros(numel)
+    meter.copy_all([(torch.ones(numel), weight.grad)])
+    meter.accumulate_all([Addition(torch.ones(numel), weight.grad, 1)])
     CPUAdam([weight], num_threads=num_threads).step()
 
 
@@ -106,11 +106,12 @@ def torch_threads():
     torch.set_num_threads(1)
 
 
-def test_on_the_main_thread_kernels_run_on_torchs_threads(torch_threads):
+@pytest.mark.parametrize("numel", [1 << 17, 1 << 19, 1 << 20])  # the smaller ones are work for two of them
+def test_on_the_main_thread_kernels_run_on_torchs_threads_and_end_none(torch_threads, numel):
     torch.ones(1 << 22).add_(1)
     before = set(Path("/proc/self/task").iterdir())
-    run_kernels(torch_threads)
-    assert set(Path("/proc/self/task").iterdir()) <= before
+    run_kernels(torch_threads, numel)
+    assert set(Path("/proc/self/task").iterdir()) == before
 
 
 def test_kernels_run_in_a_forked_child():
