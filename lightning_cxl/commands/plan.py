@@ -272,14 +272,13 @@ def what_fits(model: PlannedModel, settings: Settings, machine: Machine, policy:
         taken = tuple(step for step in steps if step is not None)
         key = tuple(step.text for step in taken)
         if key not in known:
-            known[key], changed, changed_machine = None, settings, machine
+            known[key], job, changed, changed_machine = None, None, settings, machine
             for step in taken:
                 changed, changed_machine = replace(changed, **step.values), step.machine or changed_machine
-            # settings may not go together, or need what is not installed
-            with suppress(ConfigError, UnsupportedError):
+            with suppress(ConfigError, UnsupportedError):  # of settings that do not go together, or what is missing
                 job = model.job(changed, changed_machine)
-                if fits(job, changed_machine, policy):
-                    known[key] = Way(taken, _host_bytes(job, changed_machine), job.device_bytes)
+            if job is not None and fits(job, changed_machine, policy):
+                known[key] = Way(taken, _host_bytes(job, changed_machine), job.device_bytes)
         return known[key]
 
     def fewest(axes: Sequence[Sequence[Step]], *base: Step) -> Way | None:

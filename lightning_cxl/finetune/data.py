@@ -191,7 +191,7 @@ class TextData(LightningDataModule):
                     f"{count - len(kept)} have no answer in what is left and are left out. The longest has "
                     f"{lengths.max()} tokens: raise data.seq_len",
                     LightningCXLWarning,
-                    stacklevel=2,
+                    stacklevel=1,
                 )
         batch = self.batch_size * self._processes()[1]
         num_train = len(samples) - max(batch, round(len(samples) * self.val_fraction))

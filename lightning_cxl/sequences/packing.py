@@ -378,11 +378,11 @@ def _windows(model: nn.Module, config: Any, tokens: int) -> Windows | None:
     if getattr(config, "output_router_logits", False) or any(map(is_compiled, model.modules())):
         return None
     if model not in _windows_of or _windows_of[model][0] != window:
-        kinds: set[str | None] = set(getattr(config, "layer_types", None) or ())
         candidates: list[Windows] = [{None: None}, {None: window}] if window else [{None: None}]
-        if len(kinds) > 1:
-            candidates = [{kind: window if kind == "sliding_attention" else None for kind in kinds}]
         try:
+            kinds: set[str | None] = set(getattr(config, "layer_types", None) or ())
+            if len(kinds) > 1:
+                candidates = [{kind: window if kind == "sliding_attention" else None for kind in kinds}]
             found = next((each for each in candidates if _takes(model, each, window or 0)), None)
         except Exception:  # whatever a model does with a mask of a class of its own
             found = None
