@@ -81,11 +81,11 @@ def data_file(folder):
     return next(fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd).startswith(begin))
 
 
-def damage(folder):
-    """Flip a bit in every block of the one data file in a folder, behind its store's back; metadata stays."""
+def damage(folder, at=None):
+    """Flip a bit at an offset of the one data file in a folder, or in every block, behind its store's back."""
     data = data_file(folder)
     with open(data, "r+b") as file:
-        for offset in range(256 << 10, data.stat().st_size, BLOCK):
+        for offset in range(256 << 10, data.stat().st_size, BLOCK) if at is None else [at]:
             file.seek(offset)
             byte = file.read(1)[0]
             file.seek(offset)

@@ -1,4 +1,4 @@
-"""Run by `test_weights_on_ssd`: trains two models that come from files, and prints what memory each took, as JSON.
+"""Run by `test_ssd_training`: trains two models that come from files, and prints what memory each took, as JSON.
 
     python -m tests.integration.large_model_run FOLDER
 

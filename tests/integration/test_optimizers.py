@@ -3,6 +3,7 @@ objects that are used again, and those of others."""
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -199,9 +200,9 @@ SCHEDULERS = {
 class Once(Task):
     """Makes optimizer and scheduler where it is made itself."""
 
-    def __init__(self, scheduler):
+    def __init__(self, scheduler, optimizer=torch.optim.AdamW):
         super().__init__(no_dropout())
-        self.own = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        self.own = optimizer(self.parameters(), lr=1e-2)
         self.own_scheduler = SCHEDULERS[scheduler](self.own)
 
     def configure_optimizers(self):
@@ -211,25 +212,33 @@ class Once(Task):
         self.lrs.append(self.own.param_groups[0]["lr"])
 
 
+@pytest.mark.every_case
 @pytest.mark.filterwarnings("ignore:.*epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize(
-    ("scheduler", "options", "precision"),
-    [("step", {}, "32-true"), ("sequential", EXACT, "32-true"), ("chained", {"master": "fp32"}, "bf16-true")],
+    ("optimizer", "scheduler", "options", "precision"),
+    [
+        (torch.optim.AdamW, "step", {}, "32-true"),
+        (torch.optim.AdamW, "sequential", EXACT, "32-true"),
+        (torch.optim.AdamW, "chained", {}, "32-true"),
+        (torch.optim.AdamW, "chained", {"master": "fp32"}, "bf16-true"),
+        (partial(torch.optim.SGD, momentum=0.9), "step", {}, "bf16-true"),
+    ],
 )
-def test_the_second_fit_goes_on_with_the_same_optimizer_and_scheduler(scheduler, options, precision):
+def test_the_second_fit_goes_on_with_the_same_optimizer_and_scheduler(optimizer, scheduler, options, precision):
     def twice(strategy):
-        module, _ = run(strategy, lambda: Once(scheduler), 3, precision=precision)
+        module, _ = run(strategy, lambda: Once(scheduler, optimizer), 3, precision=precision)
         return run(strategy, module, 3, precision=precision)[0]
 
     plain, ours = twice("auto"), twice(options)
     assert ours.lrs == plain.lrs and len(set(plain.lrs)) > 4
     assert ours.losses == pytest.approx(plain.losses, rel=1e-5 if precision == "32-true" else 0.03)
-    steps = [[state["step"].item() for state in module.own.state.values()] for module in (plain, ours)]
+    steps = [[float(state.get("step", 0)) for state in module.own.state.values()] for module in (plain, ours)]
     assert steps[1] == steps[0]
     held = {id(p) for group in ours.own.param_groups for p in group["params"]}
     assert held == {id(p) for p in ours.parameters()}, "the user's object holds the model's own parameters again"
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("fails", [False, True])
 def test_after_a_run_the_scheduler_drives_the_users_own_optimizer(fails):
     class Failing(Once):

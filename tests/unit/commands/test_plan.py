@@ -201,13 +201,16 @@ def test_the_cpu_as_device(plan):
     assert plan("--overlap", "backward", "--stream-weights", is_host="true")[2]["overlap"] == "backward"
 
 
-def test_the_programme_exits_with_the_status(model, tmp_path):
+def test_the_programme_exits_with_the_status_and_one_line_of_error(model, tmp_path):
     machine = tmp_path / "machine.yaml"
     machine.write_text(described(dram="1MiB", cxl="1MiB"))
     command = [sys.executable, "-m", "lightning_cxl", "plan", "--tiers", str(machine), "--model"]
     done = subprocess.run([*command, model, "--seq", "64"], capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     assert "It does not fit" in done.stdout
+    failed = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines()[-1].startswith("ConfigError: folder ") and "Traceback" not in failed.stderr
 
 
 def test_unknown_names(plan, tmp_path, monkeypatch):
@@ -408,7 +411,6 @@ def test_links_that_are_not_known(ranks):
         (["--seq", "100000"], "has positions for .* tokens .*give --seq "),
         (["--seq", "0"], "sequence must be at least 1"),
         (["--policy", "fastest"], "no policy 'fastest'"),
-        (["--model", "."], "folder "),
         (["--weights", "shared"], "--weights shared was removed"),
         (["--num-nodes", "0"], "num_nodes must be at least 1, got 0"),
         (["--lora", "4", "--quantize", "4bit"], "count its compute weights once for each"),

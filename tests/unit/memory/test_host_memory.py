@@ -110,7 +110,8 @@ def test_spilling_warns_once_per_role_and_tier(memory) -> None:
 
 
 def test_when_every_tier_is_full_the_error_names_all_of_them_and_nothing_is_held(memory) -> None:
-    text = r"momentum \(1024\.0 TiB\) on tier `cxl`: 32\.0 MiB of 32\.0 MiB free, nor on tier `dram`: 64\.0 MiB of 64"
+    text = r"momentum \(1024\.0 TiB\) on tier `cxl`: 32\.0 MiB of 32\.0 MiB free, "
+    text += r"nor on tier `dram`: 64\.0 MiB of 64\.0 MiB free\. Raise the budget of `cxl`"
     with pytest.raises(TierFullError, match=text):
         memory.allocate(2**50, CXL_FIRST, ROLE)
     assert used(memory, "held_bytes") == {} and memory.stats()["roles"] == {}
@@ -129,6 +130,19 @@ def test_close_refuses_more_and_living_tensors_stay_valid_until_they_die(topolog
     del tensors
     stats = memory.stats()
     assert (stats["tiers"]["dram"]["held_bytes"], stats["tiers"]["dram"]["used_bytes"]) == (0, 0)
+
+
+def test_what_is_not_reused_leaves_the_budget_when_it_dies(topology) -> None:
+    memory = HostMemory(topology, reuse_below=MIB)
+    held = lambda: memory.stats()["tiers"]["dram"]["held_bytes"]  # noqa: E731
+    for role in TensorRole:
+        buffer = memory.allocate(MIB, DRAM, role)
+        assert held() == MIB
+        del buffer
+        assert held() == 0, role
+    small = memory.allocate(MIB - 1, DRAM, ROLE)
+    del small
+    assert held() == 16 * MIB, "small ones are cut from a slab that is kept"
 
 
 def test_pinned_memory_stays_with_the_driver_when_its_buffer_dies() -> None:

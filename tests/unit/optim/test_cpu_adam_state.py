@@ -67,6 +67,18 @@ def test_through_a_file_with_weights_only():
     assert torch.equal(other.param_groups[0]["lr"], torch.tensor(0.01))
 
 
+def test_names_decide_not_the_order():
+    order = [2, 0, 1]
+    shuffled = [NAMES[index] for index in order]
+    params, adam = trained(CPUAdam, shuffled)
+    _, saved = trained(torch.optim.AdamW)
+    adam.load_state_dict(saved.state_dict())
+    for place, index in enumerate(order):
+        for key, value in saved.state_dict()["state"][index].items():
+            assert torch.equal(adam.state[params[place]][key], value)
+    assert adam.param_groups[0]["param_names"] == shuffled
+
+
 def test_named_groups_in_another_order_bring_their_hyper_parameters():
     def make(names):
         params = dict(zip(NAMES, (torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES), strict=True))

@@ -122,8 +122,8 @@ def test_a_copy_takes_no_memory_for_the_state(tmp_path):
 
 def test_a_damaged_record_is_not_copied(state, tmp_path):
     run = state()
-    damage(tmp_path / "drive0")
-    with pytest.raises(StorageError, match="record `record 0` is damaged"):
+    damage(tmp_path / "drive0", at=run.records[2].record.versions[0] + 70)
+    with pytest.raises(StorageError, match="record `record 2` is damaged"):
         run.save(tmp_path / "x.ckpt")
     assert [path.name for path in tmp_path.iterdir()] == ["drive0"]
 

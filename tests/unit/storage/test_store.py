@@ -174,7 +174,7 @@ def test_bytes_that_changed_on_the_drive_are_found(opened, tmp_path):
     store = opened()
     record = store.reserve("state", 6 * CHUNK)
     put(store, record, 1)
-    damage(folders(tmp_path)[0])
+    damage(folders(tmp_path)[0], at=(256 << 10) + 5 * CHUNK + 17)  # in the last of its chunks
     with pytest.raises(StorageError, match="`state` is damaged") as caught:
         get(store, record)
     assert caught.value.path.parent == folders(tmp_path)[0]

@@ -138,7 +138,7 @@ def test_a_buffer_that_is_being_written_gets_no_other_image(on_host, monkeypatch
         return System.pwritev(fd, views, offset)
 
     monkeypatch.setattr(on_host.gate, "pwritev", first_waits)
-    values = [torch.full((1024,), float(index)) for index in range(2)]  # rig buffers, of rig blocks each
+    values = [torch.full((1024,), float(index)) for index in range(2)]  # two buffers, of two blocks each
     places = [on_host.place(2 * BLOCK, "unit") for _ in values]
     for place, value in zip(places, values, strict=True):
         place.store(value, 1024)

@@ -288,7 +288,10 @@ NOT_BESIDE, NO_TABLE = "not a file beside it", "no table of names, or empty"
 @pytest.mark.parametrize(
     ("weight_map", "reason"),
     [
-        ({"b": "three.safetensors", "c": "four.safetensors"}, r"2 of 2 files .*three\..*four\.safetensors.*Complete"),
+        (
+            {"a": "one.safetensors", "b": "three.safetensors", "c": "four.safetensors"},
+            r"2 of 3 files .*three\..*four\.safetensors.*Complete",
+        ),
         ({"a": "two.safetensors"}, r"'a' is in `two\.safetensors`, but it is in none of its files"),
         ({"a": "two.safetensors", "b": "one.safetensors"}, r"'a' is in `two\.safetensors`, but it is in `one\.safet"),
         *(
