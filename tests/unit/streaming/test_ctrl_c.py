@@ -146,6 +146,15 @@ def test_ctrl_c_at_any_bytecode_loses_no_buffer(tmp_path, kind, stride):
     assert at > 500
 
 
+@pytest.fixture
+def _ctrl_c_interrupts():
+    """It is ignored in a process that a shell has started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c_interrupts")
 def test_a_second_ctrl_c_ends_a_wait():
     reached = []
 
