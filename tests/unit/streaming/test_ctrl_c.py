@@ -129,6 +129,14 @@ def ends(function: Callable[[], None]) -> None:
     assert not errors, errors
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c_interrupts():
+    """It is ignored in a process that a shell has started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("stride", [401, pytest.param(5, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
 @pytest.mark.parametrize("kind", [Updates, Weights, Inputs])
@@ -146,15 +154,6 @@ def test_ctrl_c_at_any_bytecode_loses_no_buffer(tmp_path, kind, stride):
     assert at > 500
 
 
-@pytest.fixture
-def _ctrl_c_interrupts():
-    """It is ignored in a process that a shell has started in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_ctrl_c_interrupts")
 def test_a_second_ctrl_c_ends_a_wait():
     reached = []
 
