@@ -103,6 +103,7 @@ def mapping_files_with(show: Callable[[str, int], torch.UntypedStorage]) -> Iter
 _run_backward = find("torch.autograd", "Variable._execution_engine.run_backward", "run the backward of a dry run")
 _queue_callback = find("torch.autograd", "Variable._execution_engine.queue_callback", "learn when a backward ends")
 _graph_task = find("torch", "_C._current_graph_task_id", "tell which backward is running")
+_will_run = find("torch", "_C._will_engine_execute_node", "tell `backward` from `torch.autograd.grad` in a hook")
 _hooks_after = find("torch", "Tensor._post_accumulate_grad_hooks", "know who sees a gradient that has been accumulated")
 
 
@@ -121,6 +122,14 @@ def backward_id() -> int | None:
     """Return what tells the backward that this thread runs in from all others; None if it runs in none."""
     number = int(_graph_task())
     return None if number == -1 else number
+
+
+def is_being_accumulated(parameter: Tensor) -> bool:
+    """Return, in a hook of a parameter, whether its gradient goes to ``.grad``, not out of `torch.autograd.grad`."""
+    try:
+        return bool(_will_run(torch.autograd.graph.get_gradient_edge(parameter).node))
+    except RuntimeError:  # torch refuses to answer for a leaf that `torch.autograd.grad` asks for
+        return False
 
 
 def hooks_after_accumulation(parameter: Tensor) -> dict[int, Callable[[Tensor], None]]:

@@ -24,6 +24,7 @@ it is.
 """
 
 import mmap
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -46,6 +47,7 @@ from lightning_cxl.torch_private import (
     collectives_of,
     has_all_reduce_hook,
     has_default_collectives,
+    is_being_accumulated,
     move_shard,
     padded_size,
     put_shard,
@@ -171,6 +173,7 @@ def _average_gradients(root: Any, scalars: Sequence[nn.Parameter], mesh: DeviceM
     """Let gradients of parameters that every process has whole be means over processes, as those of shards are.
 
     As in FSDP2, those that come while `root` reduces nothing are not shown, and the next one is the mean of the sum.
+    What `torch.autograd.grad` returns is of this process.
     """
     reduces, held, set_plainly = True, dict[int, torch.Tensor](), root.set_requires_gradient_sync
 
@@ -179,7 +182,10 @@ def _average_gradients(root: Any, scalars: Sequence[nn.Parameter], mesh: DeviceM
         reduces = requires_gradient_sync
         set_plainly(requires_gradient_sync, recurse=recurse)
 
-    def average(index: int, grad: torch.Tensor) -> torch.Tensor:
+    def average(scalar: weakref.ref[nn.Parameter], index: int, grad: torch.Tensor) -> torch.Tensor:
+        parameter = scalar()
+        if parameter is None or not is_being_accumulated(parameter):
+            return grad
         if grad.requires_grad:
             raise UnsupportedError(
                 "several processes average the gradient of a parameter without dimensions, and it is part of a graph "
@@ -196,7 +202,7 @@ def _average_gradients(root: Any, scalars: Sequence[nn.Parameter], mesh: DeviceM
     for index, scalar in enumerate(scalar for scalar in scalars if scalar.is_floating_point()):
         is_trained = scalar.requires_grad
         scalar.requires_grad_(True)  # else it takes no hooks; what is frozen may be trained later
-        scalar.register_hook(partial(average, index))  # type: ignore[no-untyped-call]
+        scalar.register_hook(partial(average, weakref.ref(scalar), index))  # type: ignore[no-untyped-call]
         scalar.requires_grad_(is_trained)
     root.set_requires_gradient_sync = set_requires_gradient_sync  # FSDP2 notes it in shards, if there are some
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_cxl.errors import TierFullError, UnsupportedError
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run.session import Session
-from lightning_cxl.sharding.fsdp import cut, place_shards
+from lightning_cxl.sharding.fsdp import cut, place_shards, without_reducing
 from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.shards import local
 from lightning_cxl.streaming.units import find_units
@@ -100,6 +100,26 @@ def error_of_a_graph(job):
 def test_a_mean_over_processes_is_not_part_of_a_graph(ranks):
     for error in ranks.of(2).run(error_of_a_graph, Job(model="transformer", scalars=True)):
         assert "parameter without dimensions" in error and "create_graph=True" in error
+
+
+def gradients_of_scalars(job, asks):
+    """Return gradients after two micro-batches, of which one is reduced; in between, somebody may ask for one's own."""
+    model = training.make_model(job)
+    cut(model, [], training.mesh_of(job, dist.get_world_size()), Session().host_on(training.device()).engine)
+    scalars = [parameter for parameter in model.parameters() if parameter.dim() == 0]
+    (first,), (second,) = list(training.batches(job, *training.place()))[:2]
+    with without_reducing(model):
+        training.loss_of(model, first).backward()
+    own = torch.autograd.grad(training.loss_of(model, first), scalars, allow_unused=True) if asks else ()
+    training.loss_of(model, second).backward()
+    return [parameter.grad.item() for parameter in scalars], [grad.item() for grad in own]
+
+
+def test_gradients_that_are_asked_for_are_of_one_process_and_change_no_mean(ranks):
+    job = Job(model="transformer", scalars=True)
+    found = ranks.of(2).run(gradients_of_scalars, job, True)
+    assert [means for means, _ in found] == [means for means, _ in ranks.of(2).run(gradients_of_scalars, job, False)]
+    assert found[0][1] != found[1][1] and found[0][0] == found[1][0]
 
 
 def by_cpu_adam_alone(clip):
