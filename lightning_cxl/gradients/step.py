@@ -539,8 +539,11 @@ class Adoption:
             yield
 
     def _add_and_show(self, optimizer: Optimizer, add: Callable[[Any], None], param_group: Any) -> None:
-        add(param_group)
-        self._show_model(optimizer)
+        self.adopt_joined()  # for torch, which looks whether a parameter is in a group already
+        try:
+            add(param_group)
+        finally:
+            self._show_model(optimizer)
 
     def _show_model(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:

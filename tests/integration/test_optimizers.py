@@ -293,6 +293,20 @@ def epochs(strategy, callbacks, count, *, optimizer="adamw", task=Trainable, **g
     return run(strategy, lambda: task(no_dropout(), optimizer), -1, **given)
 
 
+class AddsAgain(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        pass
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        optimizer.add_param_group({"params": list(pl_module.model.blocks[0].parameters())})
+
+
+@pytest.mark.parametrize("options", [{"master": "fp32"}, {}])
+def test_a_finetuning_callback_cannot_add_what_is_there(options):
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        epochs(options, [AddsAgain()], 1, precision="bf16-true")
+
+
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")  # it compares values, not objects
 @pytest.mark.parametrize(
     ("optimizer", "options", "precision"),

@@ -634,7 +634,7 @@ class _SameParameters(TorchFunctionMode):
     """Lets parameters be equal that are the same: torch refuses to compare values on the host and on a device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.equal and all(isinstance(each, nn.Parameter) for each in args):
+        if func is torch.equal and len(args) == 2 and all(isinstance(each, nn.Parameter) for each in args):
             return args[0] is args[1]
         return func(*args, **(kwargs or {}))
 
