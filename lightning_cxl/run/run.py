@@ -376,6 +376,7 @@ def place_weights(model: nn.Module, place: PlaceLike) -> tuple[str, ...]:
         moved = {key: (place(parameter, tensor), tensor.detach()) for key, tensor in tensors.items()}
         if any(memory is not None for memory, _ in moved.values()):
             show(module, parameter, {k: old if new is None else new.copy_(old) for k, (new, old) in moved.items()})
+        del tensors, moved  # the old memory goes before the next is taken
     return tuple(kept)
 
 

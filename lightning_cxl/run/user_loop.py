@@ -128,9 +128,9 @@ class UserLoop:
                 "training first: `accelerator.free_memory()`, `fabric.strategy.teardown()` or `trainer.end()`. A model "
                 "and all its optimizers belong in one call"
             )
-        own = {parameter: name for name, parameter in model.named_parameters()}
+        own = {id(parameter): name for name, parameter in model.named_parameters()}
         for optimizer in optimizers:
-            if strange := sum(p not in own for group in optimizer.param_groups for p in group["params"]):
+            if strange := sum(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
                 raise ConfigError(
                     f"{strange} parameters of the {type(optimizer).__name__} are not in the model "
                     f"{type(model).__name__}. If they are weights of a loss, register them there (`model.loss_weights "
@@ -139,7 +139,7 @@ class UserLoop:
                     "for each model"
                 )
         for other in (each.model for each in self._prepared.values() if each.model is not model):
-            if shared := [own[p] for p in peek(other) if p in own]:  # only one run can say where they are
+            if shared := [own[id(p)] for p in peek(other) if id(p) in own]:  # only one run can say where they are
                 raise UnsupportedError(
                     f"{type(model).__name__} shares {len(shared)} parameters, such as `{shared[0]}`, with "
                     f"{type(other).__name__}, which is prepared already: make one module that has both as its parts, "
