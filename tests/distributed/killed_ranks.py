@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_cxl
@@ -58,7 +59,9 @@ def main(folder: Path, steps: int, *, asynchronous: bool) -> None:
         enable_progress_bar=False, enable_model_summary=False, plugins=[AsyncCheckpointIO()] if asynchronous else [],
     )  # fmt: skip
     trainer.fit(module, DataLoader(TensorDataset(torch.arange(64))), ckpt_path="last")
-    weights = {name: value.full_tensor() for name, value in module.named_parameters()}
+    weights = {  # the gates have no dimensions: every process has all of them
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in module.named_parameters()
+    }
     if trainer.is_global_zero:
         torch.save(weights, folder / "weights.pt")
 
