@@ -152,8 +152,8 @@ def split_masters(
         ConfigError: an unknown state or overlap.
     """
     layout = dict(split_masters_layout(state))
-    if overlap not in ("none", "backward", "forward"):
-        raise ConfigError(f"overlap must be none, backward or forward, got {overlap!r}")
+    if overlap not in ("none", "backward", "forward", "both"):
+        raise ConfigError(f"overlap must be none, backward, forward or both, got {overlap!r}")
     if overlap == "backward":
         all_units = layout[TensorRole.COMPUTE_GRADS]
         waiting = min(1.0, _UNITS_OF_GRADIENTS / shape.num_layers)

@@ -20,7 +20,7 @@ from lightning_cxl.inventory.plan import list_tensors
 from lightning_cxl.inventory.tensors import Mesh, Workload
 from lightning_cxl.machine.speeds import Machine, MachineSsd, load_machine, machine_of, machine_without_speeds
 from lightning_cxl.machine.topology import TierKind, Topology
-from lightning_cxl.planning.decide import FreeMemory, settle_state
+from lightning_cxl.planning.decide import FreeMemory, settle_gradients, settle_state
 from lightning_cxl.planning.job import COLLECTIVES, Job, StepTime, model_job
 from lightning_cxl.planning.policies import (
     POLICIES,
@@ -138,11 +138,12 @@ class PlannedModel:
             compute_loss = loss_on_meta(model, load.batch, load.sequence, chunked=settings.loss == "chunked")
             self._measured[key] = measure(model, config, load, compute_loss)
         plan = list_tensors(model, None, config, load, measured=self._measured[key])
-        job = model_job(self.name, plan)
+        room = with_working_memory(model_job(self.name, plan), machine)
+        free = FreeMemory({tier.name: tier.capacity_bytes for tier in room.tiers}, room.memory_bytes).usable_bytes
+        plan = settle_gradients(plan, free)
         if machine.ssd is not None:
-            room = with_working_memory(job, machine)
-            free = FreeMemory({tier.name: tier.capacity_bytes for tier in room.tiers}, room.memory_bytes)
-            job = model_job(self.name, settle_state(plan, free.usable_bytes, machine.ssd, "spill"))
+            plan = settle_state(plan, free, machine.ssd, "spill")
+        job = model_job(self.name, plan)
         note = wide_experts(model)
         return replace(job, notes=(*job.notes, note)) if note else job
 

@@ -111,6 +111,66 @@ class GradientGroup:
             self.accumulate(self)
 
 
+@dataclass(slots=True, eq=False)
+class _WaitingUpdate:
+    order: int
+    num_groups: int
+    """Groups that were copied before: they are accumulated first."""
+    job: Callable[[], None]
+
+
+class HostWorker:
+    """One thread that accumulates groups and runs updates.
+
+    A group comes first once it has landed, in the order in which groups were copied. Else the update comes whose
+    weights the device needs first: behind a backward that is faster than updates are, those of the last units wait, and
+    the forward that follows meets only new weights or short waits.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor  # of one thread
+        self._lock = threading.Lock()
+        self._groups: deque[GradientGroup] = deque()
+        self._updates: list[_WaitingUpdate] = []
+        self._num_groups = self._num_accumulated = 0
+
+    def accumulate(self, group: GradientGroup) -> None:
+        group.result = Future()
+        with self._lock:
+            self._groups.append(group)
+            self._num_groups += 1
+        self._executor.submit(self._run_one)
+
+    def update(self, order: int, job: Callable[[], None], result: "Future[None]") -> None:
+        """Run a job that needs all gradients that were copied before it; of several, the one of the lowest order."""
+        with self._lock:
+            self._updates.append(_WaitingUpdate(order, self._num_groups, partial(_run, job, result)))
+        self._executor.submit(self._run_one)
+
+    def _run_one(self) -> None:
+        with self._lock:
+            ready = [each for each in self._updates if each.num_groups <= self._num_accumulated]
+            takes_group = bool(self._groups) and (not ready or self._groups[0].transfer.done())
+            group = self._groups.popleft() if takes_group else None
+            update = None if takes_group else min(ready, key=lambda each: each.order)
+            if update is not None:
+                self._updates.remove(update)
+        if update is not None:
+            update.job()
+        elif group is not None and group.result is not None:
+            _run(partial(group.accumulate, group), group.result)
+            self._num_accumulated += 1
+
+
+def _run(job: Callable[[], None], result: "Future[None]") -> None:
+    try:
+        job()
+    except BaseException as error:
+        result.set_exception(error)
+    else:
+        result.set_result(None)
+
+
 class GradientOffload:
     """Receives the gradients of adopted parameters. See [Note: Life of a gradient]."""
 
@@ -119,7 +179,7 @@ class GradientOffload:
         engine: TransferEngine,
         allocate_all: AllocateAll,
         meter: GradientMeter,
-        worker: Executor | None,
+        worker: HostWorker | None,
         release_units: Callable[[], None],
         streamed: Mapping[int, object],  # the unit of each parameter whose weights stream, by the parameter's id
         *,
@@ -350,7 +410,7 @@ class GradientOffload:
         pair_ids = frozenset(id(each.pair) for each in copied)
         started = GradientGroup(pair_ids, bool(staged), transfer, landed, self._accumulate)
         if self._worker is not None:
-            started.result = self._worker.submit(self._accumulate, started)
+            self._worker.accumulate(started)
         self._groups.append(started)
         while self._groups and self._groups[0].done():
             self._groups.popleft().wait()

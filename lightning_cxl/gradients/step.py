@@ -1,9 +1,9 @@
 """The step of an adopted optimizer: at once, or unit after unit behind what the device does."""
 
 import logging
-from collections import ChainMap, defaultdict, deque
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_cxl.gradients.guard import GradientMeter, OverflowGuard
-from lightning_cxl.gradients.offload import GradientOffload
+from lightning_cxl.gradients.offload import GradientOffload, HostWorker
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.cpu_adam import AdamStep, CPUAdam, Precisions, Update, written_by
 from lightning_cxl.optim.masters import MasterWeights, WeightPair
@@ -33,9 +33,11 @@ from lightning_cxl.torch_private import keeps_mark, mark_as_called, step_hooks
 # * Behind the next forward, always possible: at the time of the step all gradients are there, checked and clipped. What
 #   does not stream is updated at once, then each unit in the order of the forward, and the step returns.
 # * Behind the backward as well, if nothing can call the step off and nobody looks at gradients (`in_backward`): a unit
-#   is updated when its backward is over, with the gradients that have been started on their way. They never become
-#   ``p.grad``, and a few units' worth of them exist at a time: whoever is too far ahead waits. The masters of what
-#   stays on the device (embedding, head) are updated when their gradients come, and are copied to it by the step.
+#   is updated from the end of its backward on, with the gradients that have been started on their way, which never
+#   become ``p.grad``. The worker takes the unit that the next forward needs first, so where it is slower than the
+#   backward, the rest runs behind that forward. If memory has room for gradients of a few units only, a backward that
+#   is too far ahead waits. Masters of what stays on the device (embedding, head) come first of all, and are copied to
+#   it by the step.
 #
 # A step reads hyper-parameters when it begins, so schedulers may go on. Versions of the weights go up when an update is
 # started, by the thread that starts it: copies on the device are stale from then on. Until it is done the unit is
@@ -65,9 +67,10 @@ class Updates:
         masters: MasterWeights,
         grads: GradientOffload,
         streamer: ParamStreamer | None,
-        worker: Executor | None,
+        worker: HostWorker | None,
         *,
         in_backward: bool,
+        max_in_flight: int,
     ) -> None:
         self._units = units
         self._masters = masters
@@ -78,9 +81,11 @@ class Updates:
             grads.updates = self
         self._streamer = streamer
         self._in_backward = in_backward
+        self._max_in_flight = max_in_flight
+        self._order = {id(unit): index for index, unit in enumerate(units)}
         self._optimizer: CPUAdam | None = None  # whose closure runs, if updates may run behind its backward
         self._step: AdamStep | None = None  # of that closure, once a unit has been updated
-        self._started: deque[Future[None]] = deque()
+        self._started: list[Future[None]] = []
         self._is_last_backward = False  # of that closure
         self._residents: list[tuple[WeightPair, Future[None]]] = []  # updated, but the device has old weights
 
@@ -204,8 +209,8 @@ class Updates:
         written: list[torch.Tensor] = [pair.compute for pair in pairs]
         self.start(unit, written, self._updating(self._optimizer, pairs))
         self._masters.write_back([pair.master for pair in pairs], kernel_wrote=True)
-        while len(self._started) > MAX_UNITS_IN_FLIGHT:
-            wait([self._started.popleft()])  # an error is raised by the unit
+        while sum(not each.done() for each in self._started) > self._max_in_flight:
+            wait([each for each in self._started if not each.done()], return_when=FIRST_COMPLETED)
 
     def resident_has_come(self, pair: WeightPair) -> None:
         """Start the update of a master whose compute weights stay on the device, if it may start now.
@@ -215,11 +220,11 @@ class Updates:
         if self._optimizer is None or not self._is_last_backward or pair.may_be_written:
             return
         self._grads.hand_over([pair])  # a gradient that has landed was computed with what the master was copied to
-        update: Future[None] = Future()
         torch.autograd.graph.increment_version([pair.master])
+        update: Future[None] = Future()
         self._residents.append((pair, update))
         assert self._worker is not None
-        self._worker.submit(_run, self._updating(self._optimizer, [pair]), update)
+        self._worker.update(-1, self._updating(self._optimizer, [pair]), update)  # first of all: the step waits for it
 
     def _updating(self, optimizer: CPUAdam, pairs: list[WeightPair]) -> Callable[[], None]:
         if self._step is None:
@@ -235,8 +240,7 @@ class Updates:
 
     def start(self, unit: UnitWeights, written: Sequence[torch.Tensor], job: Callable[[], None]) -> None:
         """Let a job that writes parameters of `unit` run on the worker; they count as written from now on."""
-        while self._started and self._started[0].done():
-            self._started.popleft()
+        self._started = [each for each in self._started if not each.done()]
         update: Future[None] = Future()
         unit.begin_update(update)  # before its versions go up: nobody may take old weights for the new ones
         torch.autograd.graph.increment_version(written)
@@ -248,7 +252,7 @@ class Updates:
             unit.wait_for_readers()  # the end of another update may have fetched this unit before it was known as next
             job()
 
-        self._worker.submit(_run, run, update)
+        self._worker.update(self._order[id(unit)], run, update)
         self._started.append(update)
 
 
@@ -264,15 +268,6 @@ def why_after_backward(objection: str | None, optimizers: Sequence[Optimizer]) -
     if objection is None and any(map(has_step_hooks, optimizers)):
         return "there are hooks around the optimizer's step"
     return objection
-
-
-def _run(job: Callable[[], None], update: "Future[None]") -> None:
-    try:
-        job()
-    except BaseException as error:
-        update.set_exception(error)
-    else:
-        update.set_result(None)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -33,7 +33,6 @@ from lightning_cxl.inventory.tensors import (
     PlannedTensor,
     StreamedUnit,
     Workload,
-    gradients_at_once,
     grouped,
     of_machine,
     record_names,
@@ -220,8 +219,6 @@ class Plan:
     measured: DryRun
     """One micro-batch."""
     overlap: Overlap
-    reserves_all_gradients: bool
-    """Whether there must be room for the gradients of all streamed units at once."""
     record_of: Mapping[int, str]
     """Name of the record that the state of each parameter belongs to on the tier `ssd`, by the parameter's id."""
     placer: Placer | None = None
@@ -355,7 +352,7 @@ def list_tensors(
     all_on_host = workload.computes_on_host or workload.mesh.is_sharded  # with several ranks, shards of all weights
     overlap: Overlap = "none"
     if streamed and config.overlaps_step(workload.computes_on_host):
-        overlap = "backward" if workload.updates_in_backward else "forward"
+        overlap = "both" if workload.updates_in_backward else "forward"
     state = [
         each._replace(unit=unit_of.get(id(each.parameter), ""))
         for each in state_tensors(
@@ -366,11 +363,10 @@ def list_tensors(
             on_host=lambda p: all_on_host or id(p) in unit_of or is_sharded(p),
         )
     ]
-    reserves_all = overlap != "backward" or workload.num_arrivals > 1
     staged, staged_bytes = staged_gradients(state, workload)
     tensors = (
         *_weights(model, (*streamed, *gathered), is_updated, stays, all_on_host=all_on_host),
-        *(state if reserves_all else gradients_at_once(state)),
+        *state,
         *widened_gradients(state),
         *staged,
         *(_inputs(measured, units, asked) if optimizers else ()),
@@ -392,7 +388,6 @@ def list_tensors(
         staged_bytes=workload.mesh.machine_bytes(staged_bytes, trained),
         measured=measured,
         overlap=overlap,
-        reserves_all_gradients=reserves_all,
         record_of=record_of,
     )
 

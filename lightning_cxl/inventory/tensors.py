@@ -97,8 +97,8 @@ class Loop:
     """Somebody may write weights between steps through ``.data``, which leaves no trace."""
 
 
-Overlap = Literal["none", "backward", "forward"]
-"""The phase that hides the update: none, the backward it follows, or the next forward."""
+Overlap = Literal["none", "backward", "forward", "both"]
+"""The phase that hides the update: none, the backward it follows, the next forward, or both of these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_cxl.config import SSD, OffloadConfig, OnTierFull
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, SpillWarning, TierFullError
 from lightning_cxl.inventory.plan import Plan
-from lightning_cxl.inventory.tensors import PlannedRecord, records_of, slot_bytes, with_slots
+from lightning_cxl.inventory.tensors import PlannedRecord, gradients_at_once, records_of, slot_bytes, with_slots
 from lightning_cxl.machine.speeds import MachineSsd, check_split, machine_of, machine_without_speeds, with_new_tiers
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.host_memory import HostMemory, anonymous_bytes, is_ordinary
@@ -78,6 +78,19 @@ def settle_state(
         plan = _placed(plan, refused, None, "tier ssd is full", ssd.num_drives)
     chosen = _without_room(plan, memory_bytes, ssd, left_free)
     return _placed(plan, chosen, SSD, NO_ROOM, ssd.num_drives) if chosen else plan
+
+
+def settle_gradients(plan: Plan, memory_bytes: int) -> Plan:
+    """Return the plan with gradients of a few units at a time if updates run behind the backward and all have no room.
+
+    The backward then waits for updates where it is faster ([Note: Overlapped updates]). The same where weights lie on
+    SSD: memory is to have parts of the model only.
+    """
+    on_ssd = any(each.tier == SSD and each.role is TensorRole.COMPUTE_WEIGHTS for each in plan.tensors)
+    has_room = memory_bytes_of(plan) <= memory_bytes and not on_ssd
+    if plan.overlap != "both" or plan.workload.num_arrivals > 1 or has_room:
+        return plan
+    return replace(plan, tensors=tuple(gradients_at_once(plan.tensors)), overlap="backward")
 
 
 def check_on_ssd(plan: Plan, ssd: MachineSsd) -> None:

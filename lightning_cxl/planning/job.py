@@ -118,6 +118,7 @@ class Job:
     """Of state and weights on the tier `ssd`."""
     num_swaps: int = 0
     """Of these records to memory in one update, one after the other: what belongs to one unit comes together."""
+    num_micro_batches: int = 1
     num_tokens: int = 0
     """Of one optimizer step."""
     forward_flops: float = 0.0
@@ -242,6 +243,7 @@ def model_job(name: str, plan: Plan) -> Job:
         num_units=max(1, len(plan.units)),
         num_records=sum(not record.is_inputs for record in plan.ssd_records),
         num_swaps=len({each.owner for each in plan.ssd_records if each.is_updated}),
+        num_micro_batches=n,
         num_tokens=workload.batch * workload.sequence * n * mesh.num_ranks,
         forward_flops=run.forward_flops * n,
         backward_flops=run.backward_flops * n,
@@ -427,11 +429,16 @@ def _parts_of_rank(plan: Plan) -> dict[str, int]:
 # and the phase takes no less than either. So are reads of weights that lie there, in every forward and backward. The
 # traffic of memory for these transfers is left out.
 #
-# The update is a phase of its own (`Overlap` "none"), or it shares the resources of the backward or of the next
-# forward, except for one unit's part: the last unit's gradients are there only when the backward ends, and the first
-# unit's weights must be new before the forward starts. On a machine whose device is the host nothing is copied: the
-# CPUs read and write what would be. Several devices each do the job's copies and flops on an own link, and share tiers;
-# the update runs once, each rank that of its shards. A tier that another one backs uses that one's bandwidth.
+# The update is a phase of its own (`Overlap` "none"), or it shares the resources of the last micro-batch's backward, of
+# the first one's forward in the next step, or of both together, except for one unit's part: the last unit's gradients
+# are there only when the backward ends, and the first unit's weights must be new before the forward starts::
+#
+#     step = forward + backward + update / units
+#            + max(0, phase(what hides it + (1 - 1 / units) * update) - seconds of what hides it)
+#
+# On a machine whose device is the host nothing is copied: the CPUs read and write what would be. Several devices each
+# do the job's copies and flops on an own link, and share tiers; the update runs once, each rank that of its shards. A
+# tier that another one backs uses that one's bandwidth.
 #
 # A gather or a reduction takes as long as the busier of two ways, and its latencies::
 #
@@ -528,6 +535,8 @@ def _check_count(name: str, value: int) -> None:
 
 _PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
 _KINDS = ("h2d", "d2h", "cpu")
+_HIDING: Mapping[Overlap, tuple[int, ...]] = {"none": (), "forward": (0,), "backward": (1,), "both": (0, 1)}
+"""Places in `_PHASES` of those that hide the update: the last backward of a step, and the first forward of the next."""
 _NEAREST = 0
 # The load of one phase is a flat list. Its parts begin at these places: seconds of compute; bytes on the link, to and
 # from the device; bytes read from and written to drives; seconds of peer links and network for gathers, and for
@@ -557,8 +566,7 @@ class PhaseTime:
 class StepTime:
     """One optimizer step, phase by phase.
 
-    A phase that the update hides behind has the update's work in its resources, all but one unit's; ``update`` then is
-    that one unit's.
+    ``update`` has all work of the update, and the seconds of it that no other phase hides.
     """
 
     forward: PhaseTime
@@ -596,7 +604,8 @@ class StepTime:
         text = ", ".join(f"{name} {each.seconds:.2f} s ({each.bound_by})" for name, each in self.phases().items())
         if self.overlap == "none":
             return text
-        return f"{text}; the update overlaps the {self.overlap} and hides {self.hidden_seconds:.2f} s"
+        behind = "backward and the forward" if self.overlap == "both" else self.overlap
+        return f"{text}; the update overlaps the {behind} and hides {self.hidden_seconds:.2f} s"
 
 
 def predict_step(job: Job, splits: Mapping[TensorRole, Split], machine: Machine) -> StepTime:
@@ -620,7 +629,7 @@ class StepModel:
         self._machine = machine
         self._overlap = job.overlap
         self._units = max(1, job.num_units)
-        self._alone = 1.0 if job.overlap == "none" else 1 / self._units  # part of the update that nothing hides
+        self._micro_batches = job.num_micro_batches
         self._device = machine.device
         self._index = {name: machine.names.index(machine.tier(name).backed_by or name) for name in machine.names}
         self._speeds = [
@@ -658,17 +667,15 @@ class StepModel:
 
     def seconds(self, splits: Mapping[TensorRole, Split]) -> float:
         """Return the seconds of the whole step; see `predict_step`."""
-        work, update = self._work(splits)
-        return sum(map(self._seconds, work)) + self._alone * self._update_seconds(update)
+        *work, update = self._loads(splits)
+        return sum(map(self._seconds, work)) + self._left_of_update(work, update)
 
     def explain(self, splits: Mapping[TensorRole, Split]) -> StepTime:
         """Return the whole step, phase by phase; see `predict_step`."""
-        work, update = self._work(splits)
+        *work, update = self._loads(splits)
         forward, backward = (PhaseTime(self._seconds(load), self._resources(load)) for load in work)
-        part = {name: busy * self._alone for name, busy in self._resources(update).items()}
-        after = PhaseTime(self._alone * self._update_seconds(update), part)
-        *others, update = self._loads(splits)
-        serial = sum(map(self._seconds, others)) + self._update_seconds(update)
+        after = PhaseTime(self._left_of_update(work, update), self._resources(update))
+        serial = forward.seconds + backward.seconds + self._update_seconds(update)
         return StepTime(forward, backward, after, self._overlap, serial)
 
     def _exchange(self, job: Job) -> list[float]:
@@ -694,14 +701,14 @@ class StepModel:
             self._fixed[phase][way + 1] += network
         return through_host
 
-    def _work(self, splits: Mapping[TensorRole, Split]) -> tuple[list[list[float]], list[float]]:
-        """Return the loads of forward and backward as they overlap with the update, and the update."""
-        *loads, update = self._loads(splits)
-        if self._overlap != "none":
-            host = _PHASES.index(self._overlap)
-            part = 1 - self._alone
-            loads[host] = [own + part * extra for own, extra in zip(loads[host], update, strict=True)]
-        return loads, update
+    def _left_of_update(self, work: list[list[float]], update: list[float]) -> float:
+        """Return the seconds of the update that no other phase hides."""
+        hiding = [work[phase] for phase in _HIDING[self._overlap]]
+        window = [sum(loads) / self._micro_batches for loads in zip(*hiding, strict=True)] or [0.0] * len(update)
+        alone = 1 / self._units if hiding else 1.0
+        together = [own + (1 - alone) * extra for own, extra in zip(window, update, strict=True)]
+        hidden_in = sum(map(self._seconds, hiding)) / self._micro_batches
+        return alone * self._update_seconds(update) + max(0.0, self._seconds(together) - hidden_in)
 
     def _loads(self, splits: Mapping[TensorRole, Split]) -> list[list[float]]:
         loads = [list(each) for each in self._fixed]

@@ -29,8 +29,8 @@ from lightning_cxl.config import SSD, OffloadConfig
 from lightning_cxl.devices.transfer import TransferEngine, make_engine
 from lightning_cxl.errors import LightningCXLError, LightningCXLWarning, SpillWarning, TierFullError
 from lightning_cxl.gradients.guard import GradientMeter, OverflowGuard
-from lightning_cxl.gradients.offload import GradientOffload, attach_zero_grad, detach_zero_grad
-from lightning_cxl.gradients.step import Adoption, Updates, describe_optimizer, why_after_backward
+from lightning_cxl.gradients.offload import GradientOffload, HostWorker, attach_zero_grad, detach_zero_grad
+from lightning_cxl.gradients.step import MAX_UNITS_IN_FLIGHT, Adoption, Updates, describe_optimizer, why_after_backward
 from lightning_cxl.inventory.plan import AskedTiers, Plan, list_tensors, precisions_of
 from lightning_cxl.inventory.tensors import SLOTS_OWNER, Loop, StreamedUnit, Workload
 from lightning_cxl.machine.binding import RankBinding
@@ -51,7 +51,7 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.kernels import kernel_threads
 from lightning_cxl.optim.masters import MasterWeights
-from lightning_cxl.planning.decide import RunPolicy, decide, free_for, settle_state
+from lightning_cxl.planning.decide import RunPolicy, decide, free_for, settle_gradients, settle_state
 from lightning_cxl.planning.policies import PlanningPolicy
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.sharding.fsdp import place_shards, pooled_exchanges
@@ -279,9 +279,10 @@ class Host:
         plan = list_tensors(model, optimizers, self.config, workload, asked=AskedTiers(model, tiers))
         if optimizers and plan.overlap == "forward":
             log.info(f"the optimizer's step runs behind the next forward, not behind the backward: {objection}")
+        room = free_for(model, self.memory).usable_bytes
+        plan = settle_gradients(plan, room)
         if self.ssd is not None:
             _warn_of_weights_that_stay(plan)
-            room = free_for(model, self.memory).usable_bytes
             plan = settle_state(plan, room, self.ssd, self.config.on_tier_full)
             if plan.ssd_records and plan.units and not self.config.batch_tokens:
                 log.info("no memory is kept for activations: with `batch_tokens`, more goes to the tier ssd instead")
@@ -498,7 +499,8 @@ class Run:
             )
             streamer = self._streamer = ParamStreamer(engine, units, lambda: activations.phase) if units else None
             overlaps = streamer is not None and plan.overlap != "none"
-            worker = ThreadPoolExecutor(1, "lightning_cxl", engine.use_in_this_thread) if overlaps else None
+            executor = ThreadPoolExecutor(1, "lightning_cxl", engine.use_in_this_thread) if overlaps else None
+            worker = None if executor is None else HostWorker(executor)
             self._grads = GradientOffload(
                 engine,
                 self._placed.like_all,
@@ -507,11 +509,17 @@ class Run:
                 (lambda: None) if streamer is None else streamer.release,  # [Note: Which hooks stay]
                 {id(place.parameter): unit for unit in units for place in unit.places},
                 half_sums=config.accumulate == "bf16",
-                reserves_streamed=plan.reserves_all_gradients,
+                reserves_streamed=plan.overlap != "backward",
                 are_read_early=loop.reads_gradients,
             )
             self._updates = Updates(
-                units, self.masters, self._grads, streamer, worker, in_backward=plan.overlap == "backward"
+                units,
+                self.masters,
+                self._grads,
+                streamer,
+                worker,
+                in_backward=plan.overlap in ("backward", "both"),
+                max_in_flight=MAX_UNITS_IN_FLIGHT if plan.overlap == "backward" else len(units),
             )
             cleanup.callback(self._grads.close)
             if streamer is not None:
@@ -531,8 +539,8 @@ class Run:
                 None if self.on_ssd is None else self.on_ssd.state,
             )
             cleanup.callback(self._end, self._adoption.release)
-            if worker is not None:
-                cleanup.callback(worker.shutdown)
+            if executor is not None:
+                cleanup.callback(executor.shutdown)
             self._cleanup = cleanup.pop_all()
 
     def activate(self) -> AbstractContextManager[Any]:

@@ -1,14 +1,14 @@
 """What applies updates: unit after unit when backward is over, or while it runs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 from simulation.engine import SimulatedEngine
 
 from lightning_cxl.gradients.guard import GradientMeter
-from lightning_cxl.gradients.offload import GradientOffload
+from lightning_cxl.gradients.offload import GradientOffload, HostWorker
 from lightning_cxl.gradients.step import Updates
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights
@@ -57,10 +57,11 @@ class DuringBackward:
     """
 
     def __init__(self, rig: Rig, traffic: Mapping[str, UnitTraffic]) -> None:
-        self._worker = ThreadPoolExecutor(max_workers=1)
+        self._executor = ThreadPoolExecutor(max_workers=1)
+        worker = HostWorker(self._executor)
         masters = MasterWeights({}, rig.allocate_like)
-        self._grads = _gradients(rig, self._worker)
-        self._updates = _PacedUpdates(rig, traffic, masters, self._worker, self._grads)
+        self._grads = _gradients(rig, worker)
+        self._updates = _PacedUpdates(rig, traffic, masters, worker, self._grads)
         self._grads.watch([masters.adopt(parameter, "split") for parameter in rig.model.parameters()])
         self._optimizer = CPUAdam(rig.model.parameters(), **_OPTIONS)
         rig.streamer.attach(self._grads)
@@ -77,7 +78,7 @@ class DuringBackward:
         self._optimizer.zero_grad()
 
     def close(self) -> None:
-        self._worker.shutdown()
+        self._executor.shutdown()
         self._grads.close()
 
 
@@ -89,10 +90,12 @@ class _PacedUpdates(Updates):
         rig: Rig,
         traffic: Mapping[str, UnitTraffic],
         masters: MasterWeights,
-        worker: Executor,
+        worker: HostWorker,
         grads: GradientOffload,
     ) -> None:
-        super().__init__(rig.units, masters, grads, rig.streamer, worker, in_backward=True)
+        super().__init__(
+            rig.units, masters, grads, rig.streamer, worker, in_backward=True, max_in_flight=len(rig.units)
+        )
         self._engine: SimulatedEngine = rig.engine
         self._traffic = traffic
 
@@ -104,5 +107,5 @@ class _PacedUpdates(Updates):
             job()
 
 
-def _gradients(rig: Rig, worker: Executor | None) -> GradientOffload:
+def _gradients(rig: Rig, worker: HostWorker | None) -> GradientOffload:
     return GradientOffload(rig.engine, rig.allocate_all, GradientMeter(1), worker, rig.bring_home, rig.unit_of)

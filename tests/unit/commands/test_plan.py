@@ -126,7 +126,7 @@ def test_options_change_the_bytes(plan):
     long = ["--seq", "8192"]
     assert plan(*long, "--loss", "chunked")[2]["device_bytes"] < plan(*long)[2]["device_bytes"]
     overlaps = {name: plan("--overlap", name)[2]["overlap"] for name in ("auto", "none", "backward", "forward")}
-    assert overlaps == {"auto": "forward", "none": "none", "backward": "backward", "forward": "forward"}
+    assert overlaps == {"auto": "forward", "none": "none", "backward": "both", "forward": "forward"}
 
 
 def test_a_job_that_does_not_fit_the_host_says_what_would(plan):
@@ -198,7 +198,7 @@ def test_the_cpu_as_device(plan):
     assert data["overlap"] == "none"
     with pytest.raises(ConfigError, match="needs weights that stream"):
         plan("--overlap", "backward", is_host="true")
-    assert plan("--overlap", "backward", "--stream-weights", is_host="true")[2]["overlap"] == "backward"
+    assert plan("--overlap", "backward", "--stream-weights", is_host="true")[2]["overlap"] == "both"
 
 
 def test_the_programme_exits_with_the_status_and_one_line_of_error(model, tmp_path):

@@ -122,7 +122,7 @@ def cases(draw):
         )
     )
     options = {
-        "overlap": draw(st.sampled_from(["none", "backward", "forward"])),
+        "overlap": draw(st.sampled_from(["none", "backward", "forward", "both"])),
         "forward_flops": draw(st.floats(0, 1e12)),
         "backward_flops": draw(st.floats(0, 1e12)),
     }

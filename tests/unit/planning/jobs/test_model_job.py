@@ -1,5 +1,6 @@
 """Planned bytes against what the report of a real run says, role by role."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from lightning_cxl.inventory.plan import AskedTiers, list_tensors
 from lightning_cxl.inventory.tensors import Mesh, Workload
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.placement import TensorRole, resolve
+from lightning_cxl.planning.decide import settle_gradients
 from lightning_cxl.planning.job import Move, model_job
 from tests.cases import every_value
 from tests.integration.llama import LlamaTask, tiny_llama
@@ -36,7 +38,9 @@ def measured_roles(precision, length, options, *, num_layers=3, accumulate=1):
     return {role: sum(tiers.values()) for role, tiers in strategy.report()["peak_roles"].items()}
 
 
-def planned(precision, length, options, *, num_layers=3, accumulate=1, computes_on_host=True, tier_of=None):
+def planned(
+    precision, length, options, *, num_layers=3, accumulate=1, computes_on_host=True, tier_of=None, room=math.inf
+):
     model = llama(num_layers).to("meta", PRECISIONS[precision])
     ids = torch.zeros(BATCH, length, dtype=torch.long, device="meta")
     load = Workload(
@@ -52,7 +56,8 @@ def planned(precision, length, options, *, num_layers=3, accumulate=1, computes_
     asked = None
     if tier_of is not None:
         asked = SimpleNamespace(names={}, lookup=lambda owner, role, **_: (tier_of(owner, role), ""))
-    return model_job("llama", list_tensors(model, None, config, load, asked=asked, measured=seen))
+    found = list_tensors(model, None, config, load, asked=asked, measured=seen)
+    return model_job("llama", settle_gradients(found, room))
 
 
 def job_of(name, model, config, load, compute_loss):
@@ -97,14 +102,14 @@ def test_sums_of_several_micro_batches(options):
     assert roles["compute_grads"] == roles["compute_weights"] * (1 if options else 2) + widened
 
 
-def test_updates_behind_the_backward_plan_gradients_of_four_units():
+def test_updates_behind_the_backward_plan_gradients_of_four_units_where_all_have_no_room():
     options = {"stream_weights": True, "overlap_step": True, "on_overflow": "ignore"}
-    plan = planned("bf16-true", 128, options, num_layers=12)
-    everything = planned("bf16-true", 128, {**options, "on_overflow": "skip"}, num_layers=12)
-    real = measured_roles("bf16-true", 128, options, num_layers=12)
-    assert plan.overlap == "backward" and everything.overlap == "forward"
+    everything = planned("bf16-true", 128, options, num_layers=12)
+    nbytes = sum(roles_of(everything).values())
+    plan = planned("bf16-true", 128, options, num_layers=12, room=nbytes - 1)
+    assert planned("bf16-true", 128, options, num_layers=12, room=nbytes) == everything
+    assert plan.overlap == "backward" and everything.overlap == "both"
     role = "compute_grads"
-    assert real[role] <= roles_of(plan)[role] < roles_of(everything)[role]
     block = sum(parameter.nbytes for parameter in llama(1).bfloat16().model.layers[0].parameters())
     assert roles_of(everything)[role] - roles_of(plan)[role] == 8 * block
 

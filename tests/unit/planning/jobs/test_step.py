@@ -128,14 +128,14 @@ def test_the_update_is_done_on_all_tiers_at_once():
     assert time.update.bound_by == "tier dram0"
 
 
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
+@pytest.mark.parametrize("overlap", ["backward", "forward", "both"])
 def test_an_update_hides_behind_the_phase_it_overlaps_but_for_one_unit(overlap):
     job = job_of(WEIGHTS, GRADS, MOMENTUM, forward=20, backward=20, overlap=overlap)
     splits = {R.COMPUTE_WEIGHTS: DRAM, R.COMPUTE_GRADS: DRAM, R.MOMENTUM: DRAM}
     time = predict_step(job, splits, MACHINE)
     # 400 / 100 = 4 s of update, of which 3 s fit beside 20 s of compute
-    assert time.phases()[overlap].seconds == pytest.approx({"forward": 22, "backward": 23}[overlap])
-    assert time.phases()[overlap].resources["tier dram0"] >= 3
+    assert (time.forward.seconds, time.backward.seconds) == pytest.approx((22, 23))
+    assert time.update.resources["tier dram0"] == 4
     assert time.update.seconds == pytest.approx(1)
     assert time.update.bound_by == "tier dram0"
     assert time.serial_seconds == pytest.approx(22 + 23 + 4)
@@ -240,7 +240,7 @@ def jobs(draw):
     batch, sequence = draw(st.integers(1, 4)), draw(st.integers(1, 32768))
     if draw(st.booleans()):
         return zero_offload(shape, batch, sequence)
-    overlap = draw(st.sampled_from(["none", "backward", "forward"]))
+    overlap = draw(st.sampled_from(["none", "backward", "forward", "both"]))
     return split_masters(shape, batch, sequence, overlap=overlap)
 
 
@@ -257,8 +257,9 @@ def draw_splits(data, job, machine):
 def test_no_phase_is_faster_than_any_of_its_resources(machine, job, data):
     model, splits = StepModel(job, machine), draw_splits(data, job, machine)
     time = model.explain(splits)
-    for phase in time.phases().values():
+    for phase in (time.forward, time.backward):
         assert phase.seconds >= max(phase.resources.values()) * (1 - 1e-9)
+    assert time.seconds >= max(time.update.resources.values()) * (1 - 1e-9)
     assert model.seconds(splits) == pytest.approx(time.seconds)
     assert time.seconds == pytest.approx(predict_step(job, splits, machine).seconds)
 
@@ -326,17 +327,26 @@ def test_records_are_read_updated_and_written_in_a_pipeline():
     assert one.update.seconds == pytest.approx(10 + 4 + 20)
 
 
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
-def test_reads_and_writes_hide_behind_what_the_device_does(overlap):
+@pytest.mark.parametrize(("overlap", "window"), [("backward", 40), ("forward", 40), ("both", 80)])
+def test_reads_and_writes_hide_behind_what_the_device_does(overlap, window):
     job = job_on_ssd(forward=40, backward=40, overlap=overlap, units=4)
     time = predict_step(job, {}, on_ssd(20, 10))
     assert time.forward.seconds == time.backward.seconds == pytest.approx(40)  # 3/4 of 20 s are less
     assert time.update.seconds == pytest.approx(((10 + 4 + 20) / 5 + 4 / 5 * 20) / 4)
     assert time.serial_seconds == pytest.approx(40 + 40 + (10 + 4 + 20) / 5 + 4 / 5 * 20)
-    slow = predict_step(job, {}, on_ssd(20, 2))  # 100 s of writes
-    phase = getattr(slow, overlap)
-    assert phase.seconds == pytest.approx(75)
-    assert phase.bound_by == "ssd write"
+    slow = predict_step(job, {}, on_ssd(20, 1))  # 200 s of writes, of which the last unit's 50 s are alone
+    alone = (sum((10, 4, 200)) / 5 + 4 / 5 * 200) / 4
+    assert slow.update.seconds == pytest.approx(150 - window + alone)
+    assert slow.update.bound_by == "ssd write"
+
+
+def test_an_update_hides_behind_the_last_micro_batch_s_backward_and_the_first_one_s_forward():
+    splits = {R.MOMENTUM: DRAM}
+    # all but one unit's time of each: while it computes, memory rests
+    for overlap, hidden in (("backward", 7.5), ("forward", 3.75), ("both", 11.25), ("none", 0)):
+        job = job_of((R.MOMENTUM, Move("update", "cpu", 4000)), forward=20, backward=40, overlap=overlap)
+        time = predict_step(replace(job, num_micro_batches=4), splits, MACHINE)
+        assert time.hidden_seconds == pytest.approx(hidden)
 
 
 def test_drives_of_unknown_speed_take_no_time():
@@ -345,7 +355,7 @@ def test_drives_of_unknown_speed_take_no_time():
     assert StepModel(job_on_ssd(), MACHINE).seconds({}) == known.seconds
 
 
-@given(read=st.floats(1, 1e4), write=st.floats(1, 1e4), overlap=st.sampled_from(["none", "backward", "forward"]))
+@given(st.floats(1, 1e4), st.floats(1, 1e4), st.sampled_from(["none", "backward", "forward", "both"]))
 def test_a_step_takes_no_less_than_reads_or_writes_and_no_more_than_all_in_turn(read, write, overlap):
     job = job_on_ssd(WEIGHTS, GRADS, forward=20, backward=60, overlap=overlap)
     splits = {R.COMPUTE_WEIGHTS: DRAM, R.COMPUTE_GRADS: DRAM}
