@@ -61,12 +61,8 @@ def read_ssd_options(value: object) -> SsdOptions:
     checkpoint = value.get("checkpoint", "copy")
     if checkpoint not in ("copy", "reference"):
         raise ConfigError(f'tiers: checkpoint of "ssd" must be "copy" or "reference", got {checkpoint!r}')
-    budget = value.get("budget")
-    try:
-        nbytes = None if budget is None else parse_bytes(budget)
-    except ValueError as error:
-        raise ConfigError(f'tiers: the budget of "ssd": {error}') from None
-    return SsdOptions(_paths(value["path"]), nbytes, checkpoint)
+    budget = None if value.get("budget") is None else _budget(SSD, value["budget"])
+    return SsdOptions(_paths(value["path"]), budget, checkpoint)
 
 
 def _paths(value: object) -> tuple[Path, ...]:

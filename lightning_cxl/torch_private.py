@@ -163,7 +163,7 @@ def caches_weights(module: nn.Module) -> bool:
 plain_grad: Callable[[Tensor], Tensor | None] = find("torch", "Tensor.grad.__get__", "see what autograd has made")
 set_plain_grad: Callable[[Tensor, Tensor | None], None] = find("torch", "Tensor.grad.__set__", "take gradients away")
 plain_data: Callable[[Tensor], Tensor] = find("torch", "Tensor.data.__get__", "look at weights without autograd")
-set_plain_data: Callable[[Tensor, Tensor], None] = find("torch", "Tensor.data.__set__", "let weights visit a device")
+set_plain_data: Callable[[Tensor, Tensor], None] = find("torch", "Tensor.data.__set__", "let weights move to a device")
 
 
 # --- operators
@@ -208,19 +208,12 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 # --- trees of arguments and results
 
 PYTREE_NODES: dict[type, Any] = find("torch.utils._pytree", "SUPPORTED_NODES", "find and replace inputs of units")
-tree_leaves: Callable[[Any], list[Any]] = find(
-    "torch.utils._pytree", "tree_leaves", "find tensors in what a unit returns"
-)
-
-tree_map: Callable[[Callable[[Any], Any], Any], Any] = find(
-    "torch.utils._pytree", "tree_map", "replace tensors in arguments"
-)
+tree_leaves: Callable[[Any], list[Any]] = find("torch.utils._pytree", "tree_leaves", "find tensors in results")
+tree_map: Callable[[Callable[[Any], Any], Any], Any] = find("torch.utils._pytree", "tree_map", "replace arguments")
 
 # --- tensors of a class of their own, and hooks of modules
 
-make_wrapper: Callable[..., Any] = find(
-    "torch", "Tensor._make_wrapper_subclass", "stand for tensors whose bytes are elsewhere, or not there yet"
-)
+make_wrapper: Callable[..., Any] = find("torch", "Tensor._make_wrapper_subclass", "stand for tensors elsewhere")
 no_torch_function = find("torch", "_C._disabled_torch_function_impl", "see operators on shards behind autograd")
 plain_tensor_functions: Callable[[], AbstractContextManager[Any]] = find(
     "torch", "_C.DisableTorchFunctionSubclass", "ask such a stand-in for its shape"
@@ -436,9 +429,7 @@ def set_timeout_s(group: Any, seconds: float | None) -> None:
 
 # --- the compiler
 
-set_compiler: Callable[[Any], Any] = find(
-    "torch._C._dynamo.eval_frame", "set_eval_frame", "set the compiler aside while a unit's weights and inputs move"
-)
+set_compiler: Callable[[Any], Any] = find("torch._C._dynamo.eval_frame", "set_eval_frame", "set the compiler aside")
 """Make this thread's frames go to a compiler (None for none), and return the one before."""
 
 

@@ -1,7 +1,7 @@
-"""Devices: `DeviceType`, the seam to one kind of them, and copies between a device and host memory.
+"""Devices: `CudaDevices`, what differs between kinds of them, and copies between a device and host memory.
 
-A device type that torch knows needs one such object to be offloaded from; `register_device_type` adds it. Everything
-else speaks to devices through `torch.accelerator`. No other module has copy streams and events.
+Another kind that torch knows needs an object with the same methods; `register_device_type` adds it. Everything else
+speaks to devices through `torch.accelerator`. No other module has copy streams and events.
 
 [Note: Copies and streams]
 Two copy streams, one per direction, so that neither direction waits for the other.
@@ -46,24 +46,29 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the proces
 
 
 class CudaDevices:
-    """The seam to CUDA; see `DeviceType`."""
+    """The operations that differ between kinds of devices, for CUDA."""
 
     name = "cuda"
+    """The type of ``torch.device``."""
 
     def num_devices(self) -> int:
+        """Return how many devices this process can use; 0 where torch or the machine has none."""
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def describe(self, index: int) -> tuple[str, int]:
+        """Return the name of a device and its memory in bytes."""
         properties = torch.cuda.get_device_properties(index)
         return properties.name, properties.total_memory
 
     def pci_address(self, index: int) -> str | None:
+        """Return where a device is on the machine's PCI buses, as in ``"0000:dc:00.0"``; None where it is on none."""
         properties = torch.cuda.get_device_properties(index)
         # torch's annotations leave these out
         domain, bus, device = (int(getattr(properties, f"pci_{part}_id")) for part in ("domain", "bus", "device"))
         return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
     def register(self, address: int, nbytes: int) -> None:
+        """Page-lock ``[address, address + nbytes)`` and let the driver of every device copy from and to it directly."""
         try:
             code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
         except (RuntimeError, AssertionError) as error:  # torch without CUDA, or no driver
@@ -76,6 +81,7 @@ class CudaDevices:
         raise PinnedMemoryError(f"cudaHostRegister of {format_bytes(nbytes)} failed with CUDA error {code}")
 
     def unregister(self, address: int) -> None:
+        """Undo `register`. Never raises: it runs while buffers die, when the driver may be gone already."""
         with contextlib.suppress(Exception):
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
@@ -86,37 +92,14 @@ class DeviceInfo(NamedTuple):
     memory_bytes: int
 
 
-class DeviceType(Protocol):
-    """The operations that differ between kinds of devices."""
-
-    @property
-    def name(self) -> str:
-        """The type of ``torch.device``, such as ``"cuda"``."""
-
-    def num_devices(self) -> int:
-        """Return how many devices this process can use; 0 where torch or the machine has none."""
-
-    def describe(self, index: int) -> tuple[str, int]:
-        """Return the name of a device and its memory in bytes."""
-
-    def pci_address(self, index: int) -> str | None:
-        """Return where a device is on the machine's PCI buses, as in ``"0000:dc:00.0"``; None where it is on none."""
-
-    def register(self, address: int, nbytes: int) -> None:
-        """Page-lock ``[address, address + nbytes)`` and let the driver of every device copy from and to it directly."""
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`. Never raises: it runs while buffers die, when the driver may be gone already."""
+_known: dict[str, CudaDevices] = {"cuda": CudaDevices()}
 
 
-_known: dict[str, DeviceType] = {"cuda": CudaDevices()}
-
-
-def register_device_type(device_type: DeviceType) -> None:
+def register_device_type(device_type: CudaDevices) -> None:
     _known[device_type.name] = device_type
 
 
-def device_type_of(device: torch.device) -> DeviceType:
+def device_type_of(device: torch.device) -> CudaDevices:
     if device.type not in _known:
         names = ", ".join(f"`{name}`" for name in ("cpu", *_known))
         raise UnsupportedError(
@@ -127,7 +110,7 @@ def device_type_of(device: torch.device) -> DeviceType:
     return _known[device.type]
 
 
-def process_device_type() -> DeviceType:
+def process_device_type() -> CudaDevices:
     """Return the kind of this process's accelerator; without one CUDA's, whose errors then say what is missing."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return _known.get("" if accelerator is None else accelerator.type, _known["cuda"])

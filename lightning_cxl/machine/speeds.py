@@ -10,11 +10,11 @@ import json
 import math
 import os
 import platform
-import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -29,23 +29,15 @@ from lightning_cxl.native import _cpu
 from lightning_cxl.text import format_bytes, parse_bytes
 
 # ----------------------------------------------------------------------------------------------------
-# The speeds and capacities that plans need of a machine: `Machine`, and its YAML files.
+# What plans need to know of a machine: `Machine`, and its YAML files. Every speed is that of streaming
+# work in the steady state, not a data sheet's peak.
 #
-# Every speed is that of streaming work in the steady state, not a data sheet's peak. `lightning_cxl.machine.speeds`
-# makes the `Machine` of the hardware at hand.
-#
-# A file has the fields of `Machine`: ``tiers`` is a list with the fields of `MachineTier`, ``device`` has those of
-# `Device`, ``cache`` those of `Cache`, ``ssd`` those of `MachineSsd`, ``links`` those of `MachineLinks`. Sizes may be
-# written as ``128GiB``, bytes per second as ``51.8 GiB/s``. The annotations of a dataclass say what a file may give for
-# its fields: text, true or false, whole numbers, numbers, a word of an enum, another dataclass, a list of dataclasses,
-# and null where the annotation has ``| None``.
+# A file has the fields of `Machine` and of the dataclasses in it. Annotations say what it may give for a field: text,
+# true or false, numbers, a word of an enum, another dataclass, a list of dataclasses, and null where it has ``| None``.
 
-Size = Annotated[int, "bytes"]
-"""Bytes; a file may say ``128GiB``."""
-Rate = Annotated[float, "bytes per second"]
-"""Bytes per second; a file may say ``51.8 GiB/s``."""
+Size = Annotated[int, "bytes"]  # a file may say ``128GiB``
+Rate = Annotated[float, "bytes per second"]  # a file may say ``51.8 GiB/s``
 Positive = Annotated[float, "positive"]
-"""A number above zero."""
 Count = Annotated[int, "at least 1"]
 _T = TypeVar("_T")
 _NO_LONGER_READ = ("sockets", "socket_bytes_per_s")  # keys of `links` in earlier files
@@ -66,14 +58,16 @@ def read(kind: type[_T], content: object, where: str) -> _T:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def read_fields(kind: type, content: object, where: str) -> dict[str, Any]:
+def read_fields(kind: type, content: object, where: str, *, partly: bool = False) -> dict[str, Any]:
+    """Return the values by field; `partly`: those of dataclasses inside as such dicts, too, which may lack fields."""
     if not isinstance(content, Mapping):
         raise ConfigError(f"{where} must map {_names(kind)} to values, got {content!r}")
     types = _types(kind)
     unknown = [key for key in content if key not in types and key not in _NO_LONGER_READ]
     if unknown:
         raise ConfigError(f"{where} has the unknown key {', '.join(map(repr, unknown))}; its keys are: {_names(kind)}")
-    values = {name: _value(types[name], content[name], f"{where}: {name}") for name in types if name in content}
+    given = [name for name in types if name in content]
+    values = {name: _value(types[name], content[name], f"{where}: {name}", partly) for name in given}
     _check_numbers(kind, values, where)
     return values
 
@@ -86,17 +80,18 @@ def _types(kind: type) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
 
 
-def _value(hint: Any, value: object, where: str) -> Any:
+def _value(hint: Any, value: object, where: str, partly: bool) -> Any:
     arguments = get_args(hint)
     if type(None) in arguments:
-        return None if value is None else _value(arguments[0], value, where)
+        return None if value is None else _value(arguments[0], value, where, partly)
+    inner: Callable[[Any, object, str], Any] = partial(read_fields, partly=True) if partly else read
     if get_origin(hint) is tuple:
         if not isinstance(value, list):
             raise ConfigError(f"{where} must be a list, each entry with {_names(arguments[0])}")
         entry = where.rpartition(" ")[2].removesuffix("s")  # "tiers" has a "tier 1 of 2"
-        return tuple(read(arguments[0], each, f"{entry} {i} of {len(value)}") for i, each in enumerate(value, 1))
+        return tuple(inner(arguments[0], each, f"{entry} {i} of {len(value)}") for i, each in enumerate(value, 1))
     if isinstance(hint, type) and is_dataclass(hint):
-        return read(hint, value, where)
+        return inner(hint, value, where)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         words = [each.value for each in hint]
         if value not in words:
@@ -418,28 +413,19 @@ def load_overrides(path: str | os.PathLike[str]) -> Overrides:
     """
     content = _load(path, "speeds from")
     try:
-        parts = {"tiers", "device", "cache", "ssd"}
-        content = {} if content is None else content
-        top = {key: content[key] for key in content if key not in parts} if isinstance(content, Mapping) else content
-        machine = read_fields(Machine, top, "the file")
-        assert isinstance(content, Mapping)  # else refused
-        tiers: dict[str, dict[str, Any]] = {}
-        rows = content.get("tiers", [])
-        if not isinstance(rows, list):
-            raise ConfigError(f"tiers must be a list, each entry with a name and what is known of it, got {rows!r}")
+        given = read_fields(Machine, {} if content is None else content, "the file", partly=True)
+        rows = given.pop("tiers", ())
         for number, row in enumerate(rows, 1):
-            where = f"tier {number} of {len(rows)}"
-            values = read_fields(MachineTier, row, where)
-            if "name" not in values:
-                raise ConfigError(f"{where} needs a name")
-            tiers[values["name"]] = {name: values[name] for name in values if name not in _OF_THE_HARDWARE}
-        device = read_fields(Device, content.get("device", {}), "device")
-        device.pop("is_host", None)
-        cache = read_fields(Cache, content.get("cache", {}), "cache")
-        ssd = read_fields(MachineSsd, content.get("ssd") or {}, "ssd")
+            if "name" not in row:
+                raise ConfigError(f"tier {number} of {len(rows)} needs a name")
+        if "links" in given:
+            given["links"] = MachineLinks(**given["links"])
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    return Overrides(tiers, device, cache, {name: ssd[name] for name in ssd if name in _OF_THE_DRIVES}, machine)
+    device, cache, ssd = given.pop("device", {}), given.pop("cache", {}), given.pop("ssd", None) or {}
+    device.pop("is_host", None)
+    tiers = {row["name"]: {name: row[name] for name in row if name not in _OF_THE_HARDWARE} for row in rows}
+    return Overrides(tiers, device, cache, {name: ssd[name] for name in ssd if name in _OF_THE_DRIVES}, given)
 
 
 def _load(path: str | os.PathLike[str], what: str) -> object:
@@ -552,10 +538,6 @@ class Calibration(_Checked):
     def node(self, node_id: int) -> NodeSpeeds | None:
         return next((node for node in self.nodes if node.node_id == node_id), None)
 
-    def device(self, kind: str, index: int = 0) -> DeviceSpeeds | None:
-        found = [device for device in self.devices if device.kind == kind]
-        return found[index] if index < len(found) else None
-
 
 def calibration_path(topology: Topology, devices: Sequence[str]) -> Path:
     description = json.dumps(describe_machine(topology, devices), sort_keys=True)
@@ -567,14 +549,12 @@ def save_calibration(calibration: Calibration, topology: Topology, devices: Sequ
     path = calibration_path(topology, devices)
     content = {"version": _VERSION, "machine": describe_machine(topology, devices), "speeds": asdict(calibration)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=".unfinished-")
+    unfinished = path.with_suffix(f".{os.getpid()}-unfinished")
     try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file, indent=1)
+        unfinished.write_text(json.dumps(content, indent=1))
         os.replace(unfinished, path)
-    except BaseException:
-        os.unlink(unfinished)
-        raise
+    finally:
+        unfinished.unlink(missing_ok=True)
     return path
 
 
@@ -590,8 +570,6 @@ def load_calibration(topology: Topology, devices: Sequence[str]) -> Calibration 
         content = json.loads(path.read_text())
         if content["version"] != _VERSION:
             raise ValueError(f"its version is {content['version']}, this program writes {_VERSION}")
-        if content["machine"] != describe_machine(topology, devices):
-            raise ValueError("it is of another machine")
         return read(Calibration, content["speeds"], "what was measured")
     except FileNotFoundError:
         return None
@@ -610,27 +588,19 @@ def ssd_of(
 ) -> MachineSsd | None:
     """Return the tier `ssd` of a topology; None where it has none.
 
-    Speeds are those of a user's file, else those that ``calibrate --ssd`` has measured in the tier's folders, or
-    elsewhere on the same drives. Parts of a record are read and written on all drives at once, so the slowest drive
-    decides. No speed is known as long as one drive was not measured.
+    Speeds are those of a user's file, else those that ``calibrate --ssd`` has measured last on the tier's drives. Parts
+    of a record are read and written on all drives at once, so the slowest drive decides. No speed is known as long as
+    one drive was not measured.
     """
     tier, overrides = topology.ssd, overrides or Overrides()
     if tier is None:
         return None
-    measured = () if calibration is None else calibration.ssds
-    drives = [drive_of(existing_folder(folder)) for folder in tier.folders]
-    sharing = Counter(drives)
-    speeds = []  # read and written by each folder, where something on its drive was measured
-    for folder, drive in zip(tier.folders, drives, strict=True):
-        there = [each for each in measured if Path(each.folder).is_dir() and drive_of(Path(each.folder)) == drive]
-        there.sort(key=lambda each: Path(each.folder) != folder.resolve())
-        speeds += [
-            (each.read_bytes_per_s / sharing[drive], each.write_bytes_per_s / sharing[drive]) for each in there[:1]
-        ]
+    folders = [(Path(each.folder), each) for each in (calibration.ssds if calibration is not None else ())]
+    measured = {drive_of(folder): speeds for folder, speeds in folders if folder.is_dir()}
+    drives = Counter(drive_of(existing_folder(folder)) for folder in tier.folders)
     values: dict[str, Any] = {}
-    if len(speeds) == len(drives):
-        read, written = zip(*speeds, strict=True)
-        values = {"read_bytes_per_s": len(drives) * min(read), "write_bytes_per_s": len(drives) * min(written)}
+    for name in ("read_bytes_per_s", "write_bytes_per_s") if measured.keys() >= drives.keys() else ():
+        values[name] = drives.total() * min(getattr(measured[drive], name) / num for drive, num in drives.items())
     values |= overrides.ssd
     values["capacity_bytes"] = min(tier.capacity_bytes, overrides.ssd.get("capacity_bytes", tier.capacity_bytes))
     return MachineSsd(num_drives=len(tier.folders), versions=tier.versions, **values)
@@ -651,10 +621,8 @@ _NEEDED = ("adam_bytes_per_s", "device_read_bytes_per_s", "device_write_bytes_pe
 
 
 class TierSpeeds(NamedTuple):
-    values: Mapping[str, Any]
-    """The known fields of `MachineTier`."""
-    origin: str
-    """Source of the speeds that a prediction needs, such as ``"file and firmware"``, or ``"unknown"``."""
+    values: Mapping[str, Any]  # known fields of `MachineTier`
+    origin: str  # source of the speeds that a prediction needs, such as "file and firmware", or "unknown"
 
 
 def machine_of(
@@ -691,11 +659,10 @@ def machine_of(
     source = "; ".join(f"{name}: {origin}" for name, origin in {**origins, computing.name: device_origin}.items())
     fields: dict[str, Any] = {"name": cpu_model(topology.root or Path("/")), **overrides.machine}
     fields["source"] = f"{source} ({fields['source']})" if "source" in fields else source
-    cache: dict[str, Any] = {}
+    cache = Cache()
     if calibration is not None and calibration.cache_bytes_per_s is not None:
-        cache = {"nbytes": calibration.cache_bytes, "bytes_per_s": calibration.cache_bytes_per_s}
-    cache.update(overrides.cache)
-    return Machine(tiers=tiers, device=computing, cache=Cache(**cache), ssd=ssd, **fields)
+        cache = Cache(nbytes=calibration.cache_bytes, bytes_per_s=calibration.cache_bytes_per_s)
+    return Machine(tiers=tiers, device=computing, cache=replace(cache, **overrides.cache), ssd=ssd, **fields)
 
 
 def machine_without_speeds(topology: Topology, device: torch.device | str = "cpu") -> Machine:
@@ -703,8 +670,7 @@ def machine_without_speeds(topology: Topology, device: torch.device | str = "cpu
     placeholders = TierSpeeds(dict.fromkeys(_NEEDED, 1.0), "")
     tiers = tuple(_tier(topology, tier, placeholders, {}) for tier in topology.tiers)
     computing, _ = _device(torch.device(device), tiers[0], None, Overrides())
-    has_ssd = topology.ssd is not None
-    calibration = load_calibration(topology, [each.name for each in devices_apart()]) if has_ssd else None
+    calibration = None if topology.ssd is None else load_calibration(topology, [each.name for each in devices_apart()])
     return Machine(
         name=cpu_model(topology.root or Path("/")),
         tiers=tiers,
@@ -815,10 +781,11 @@ def _device(
         if (index := device.index or 0) < len(found):
             info = found[index]
             values.update(name=info.name, memory_bytes=info.memory_bytes, count=len(found))
-    speeds = None if calibration is None else calibration.device(device.type, device.index or 0)
-    if calibration is not None and speeds is not None:
+    alike = [each for each in (calibration.devices if calibration is not None else ()) if each.kind == device.type]
+    if calibration is not None and (device.index or 0) < len(alike):
+        speeds = asdict(alike[device.index or 0])
         measured = ("flops", "h2d_bytes_per_s", "d2h_bytes_per_s", "copy_latency_s")
-        values.update({name: getattr(speeds, name) for name in measured if getattr(speeds, name) is not None})
+        values.update({name: speeds[name] for name in measured if speeds[name] is not None})
         origin = f"{calibration.origin}, flops of bf16 matrix products"
     if overrides.device:
         values.update(overrides.device)

@@ -1,6 +1,5 @@
 """The host's memory tiers: what there is (`Tier`, `Topology`) and how much of it is free."""
 
-import contextlib
 import enum
 import logging
 import os
@@ -206,17 +205,6 @@ def cgroup_limits(root: Path) -> tuple[MemoryLimit, ...]:
     return tuple(limits)
 
 
-def host_limit_bytes(root: Path) -> int:
-    """Return the most host memory that this process can ever use: physical memory, or less by a control group."""
-    return min([read_meminfo(root / "proc/meminfo").get("MemTotal", 0), *(c.limit_bytes for c in cgroup_limits(root))])
-
-
-def host_available_bytes(root: Path) -> int:
-    """Return the host memory that this process can still take now without being killed for it."""
-    available = read_meminfo(root / "proc/meminfo").get("MemAvailable", 0)
-    return min([available, *(max(0, c.limit_bytes - c.used_bytes) for c in cgroup_limits(root))])
-
-
 # ----------------------------------------------------------------------------------------------------
 # How much the tier `ssd` may hold: its budget, or what is free on its drives.
 
@@ -224,7 +212,6 @@ log = logging.getLogger(__name__)
 
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 _ON_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "fuse")
-_BLOCKS = Path("/sys/dev/block")
 _USED = 0.98  # of what is free: a file system needs some for itself, and slows down when it is full
 
 
@@ -246,8 +233,6 @@ def ssd_capacity_bytes(options: SsdOptions) -> int:
             log.warning(
                 f"tier ssd: `{folder}` is on {kind}: all state goes through it in every step; use a local drive"
             )
-        if speed := _rotations_per_minute(folder):
-            log.warning(f"tier ssd: `{folder}` is on a disk that rotates ({speed} rpm): every step waits for it")
     if options.budget_bytes is not None:
         return options.budget_bytes
     drives, free = Counter(map(drive_of, folders)), [os.statvfs(folder) for folder in folders]
@@ -273,28 +258,12 @@ def existing_folder(path: Path) -> Path:
 
 def filesystem_of(folder: Path) -> str:
     """Return the type of the filesystem that a folder lies on, such as ``"ext4"``; empty where it is not known."""
-    number = _device_numbers(drive_of(folder))
+    drive = drive_of(folder)
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         of_mount, _, of_filesystem = line.partition(" - ")
-        if of_mount.split()[2] == number:
+        if of_mount.split()[2] == f"{os.major(drive)}:{os.minor(drive)}":
             return of_filesystem.split()[0]
     return ""
-
-
-def _rotations_per_minute(folder: Path) -> int:
-    """Return how fast a disk says that it rotates; 0 where it does not: for Linux virtual ones rotate, too."""
-    block = (_BLOCKS / _device_numbers(drive_of(folder))).resolve()
-    slaves = (*block.glob("slaves/*"), *block.glob("slaves/*/slaves/*"))  # of LVM, RAID and encryption
-    below = [each.resolve() for each in slaves]
-    speeds = [0]
-    for disk in (disk for each in (block, *below) for disk in (each, each.parent)):  # of a partition
-        with contextlib.suppress(OSError):
-            speeds.append(int.from_bytes((disk / "device/vpd_pgb1").read_bytes()[4:6]))
-    return max(speed for speed in speeds if speed == 0 or 0x400 < speed < 0xFFFF)
-
-
-def _device_numbers(drive: int) -> str:
-    return f"{os.major(drive)}:{os.minor(drive)}"
 
 
 __all__ = ["Node", "Tier", "TierKind", "Topology"]
@@ -310,6 +279,11 @@ class TierKind(enum.Enum):
     DRAM = "dram"
     CXL = "cxl"
     SSD = "ssd"
+
+
+def _combined(ratings: Sequence[float | None], combine: Callable[[list[float]], float]) -> float | None:
+    known = [rating for rating in ratings if rating is not None]
+    return combine(known) if known and len(known) == len(ratings) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,22 +322,17 @@ class Tier:
     @property
     def read_bytes_per_s(self) -> float | None:
         """Rated read bandwidth of the near nodes together; None when the firmware leaves out one of them."""
-        return self._rating([node.read_bytes_per_s for node in self.near_nodes], sum)
+        return _combined([node.read_bytes_per_s for node in self.near_nodes], sum)
 
     @property
     def write_bytes_per_s(self) -> float | None:
         """Rated write bandwidth of the near nodes together; None when the firmware leaves out one of them."""
-        return self._rating([node.write_bytes_per_s for node in self.near_nodes], sum)
+        return _combined([node.write_bytes_per_s for node in self.near_nodes], sum)
 
     @property
     def read_latency_ns(self) -> float | None:
         """Rated read latency of the slowest near node; None when the firmware leaves out one of them."""
-        return self._rating([node.read_latency_ns for node in self.near_nodes], max)
-
-    @staticmethod
-    def _rating(of_nodes: Sequence[float | None], combine: Callable[[list[float]], float]) -> float | None:
-        known = [rating for rating in of_nodes if rating is not None]
-        return combine(known) if known and len(known) == len(of_nodes) else None
+        return _combined([node.read_latency_ns for node in self.near_nodes], max)
 
     def describe(self) -> str:
         """Return one line, e.g. ``"cxl: 2.0 GiB on nodes 1, 2 (57.3 GB/s read, 250 ns)"``."""
@@ -471,15 +440,9 @@ class Topology:
         Raises:
             ConfigError: a path is no folder.
         """
-        tier = Tier(
-            SSD,
-            TierKind.SSD,
-            (),
-            folders=options.paths,
-            file_bytes=ssd_capacity_bytes(options),
-            versions=options.versions,
-        )
-        return replace(self, ssd=tier)
+        capacity = ssd_capacity_bytes(options)
+        ssd = Tier(SSD, TierKind.SSD, (), folders=options.paths, file_bytes=capacity, versions=options.versions)
+        return replace(self, ssd=ssd)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -541,15 +504,21 @@ class Topology:
             raise ConfigError(f"there is no usable node {node_id}; this machine has nodes {known}")
         if self.root is None:
             return capacity
-        return min(node_free_bytes(self.root, node_id, capacity), host_available_bytes(self.root))
+        return min(node_free_bytes(self.root, node_id, capacity), self.host_available_bytes())
 
     def host_limit_bytes(self) -> int:
         """Return the most host memory this process can ever use: physical memory or a control group's limit."""
-        return self._real_capacity_bytes() if self.root is None else host_limit_bytes(self.root)
+        if self.root is None:
+            return self._real_capacity_bytes()
+        limits = [limit.limit_bytes for limit in cgroup_limits(self.root)]
+        return min([read_meminfo(self.root / "proc/meminfo").get("MemTotal", 0), *limits])
 
     def host_available_bytes(self) -> int:
         """Return the host memory this process can take now: MemAvailable or what a control group leaves of it."""
-        return self._real_capacity_bytes() if self.root is None else host_available_bytes(self.root)
+        if self.root is None:
+            return self._real_capacity_bytes()
+        left = [max(0, limit.limit_bytes - limit.used_bytes) for limit in cgroup_limits(self.root)]
+        return min([read_meminfo(self.root / "proc/meminfo").get("MemAvailable", 0), *left])
 
     def describe(self) -> str:
         """Return the tiers and notes, one line each."""

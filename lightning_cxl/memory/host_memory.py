@@ -729,18 +729,16 @@ def has_private_pages(address: int, nbytes: int) -> bool:
     """Return whether pages of a private mapping of a file are no longer those of the file."""
     first, last = address // mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE)
     try:
-        fd = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with open(_PAGEMAP, "rb", buffering=0) as pagemap:
             for start in range(first, last, _CHUNK_ENTRIES):
-                count = min(_CHUNK_ENTRIES, last - start)
-                entries = os.pread(fd, count * _ENTRY_BYTES, start * _ENTRY_BYTES)
-                if len(entries) != count * _ENTRY_BYTES:
-                    raise OSError(0, f"{len(entries)} bytes came instead of {count * _ENTRY_BYTES}")
+                nbytes = min(_CHUNK_ENTRIES, last - start) * _ENTRY_BYTES
+                pagemap.seek(start * _ENTRY_BYTES)
+                entries = pagemap.read(nbytes)
+                if len(entries) != nbytes:
+                    raise OSError(0, f"{len(entries)} bytes came instead of {nbytes}")
                 flags = (torch.frombuffer(bytearray(entries), dtype=torch.int64) >> _FLAGS_SHIFT) & 7
                 if bool(((flags != 0) & (flags & 1 == 0)).any()):
                     return True
-        finally:
-            os.close(fd)
     except OSError as error:
         raise StorageError(
             f"`{_PAGEMAP}` does not say which pages were written to: {error.strerror}. Weights on tier `ssd` need it; "

@@ -73,19 +73,15 @@ class MemoryResource:
         """Take the bytes of a dying buffer back. See [Note: Life of a Buffer]."""
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Buffer:
     """One contiguous range of host memory, covered by its spans in order; keeps alive what it was cut from."""
 
-    __slots__ = ("__weakref__", "address", "nbytes", "parent", "resource", "spans")
-
-    def __init__(
-        self, address: int, nbytes: int, spans: tuple[Span, ...], resource: MemoryResource | None, parent: object = None
-    ) -> None:
-        self.address = address
-        self.nbytes = nbytes
-        self.spans = spans
-        self.resource = resource
-        self.parent = parent
+    address: int
+    nbytes: int
+    spans: tuple[Span, ...]
+    resource: MemoryResource | None
+    parent: object = None
 
     def __del__(self, _finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Hand the bytes back to the resource they came from; while the interpreter ends, leave that to the OS."""
@@ -294,11 +290,9 @@ class StripedResource(PageSource):
 
     The kernel's own weighted interleave needs root and one system-wide set of weights; preferring a node for each
     stripe needs neither, but each border costs the kernel an entry of a limited table (see `stripe_bytes_for`). The
-    children's shares run on from one range to the next, so small ranges are spread too.
-
-    Args:
-        strict: raise `ShareFullError` where a child has no room for its share. Otherwise the others take its share.
-        turns: a number for each child: those with a higher one get a stripe when all with a lower one are full.
+    children's shares run on from one range to the next, so small ranges are spread too. Where a child has no room for
+    its share, the others take it, or with `strict` `ShareFullError` is raised. Children with a higher number in `turns`
+    get a stripe when all with a lower one are full.
     """
 
     def __init__(
@@ -309,10 +303,6 @@ class StripedResource(PageSource):
         strict: bool = False,
         turns: Sequence[int] | None = None,
     ) -> None:
-        if not children or any(not weight > 0 for _, weight in children):
-            raise ValueError("a StripedResource needs at least one child, and weights above zero")
-        if stripe_bytes < HUGE_PAGE_BYTES or stripe_bytes % HUGE_PAGE_BYTES:
-            raise ValueError(f"stripe_bytes must be a multiple of {HUGE_PAGE_BYTES}, got {stripe_bytes}")
         self._children = [child for child, _ in children]
         self._of_tier = {child.tier_name: child for child in self._children}
         self.tier_name = "` and `".join(self._of_tier)
@@ -537,7 +527,7 @@ class PinnedResource(MemoryResource):
 
 
 # ----------------------------------------------------------------------------------------------------
-# Which parts of one or more address ranges are free: the book-keeping of pools and arenas, no memory involved.
+# Pools, and which parts of their address ranges are free.
 
 _GRANULE_BYTES = 64  # a cache line; without it gaps of a few bytes would pile up between blocks
 
@@ -610,10 +600,6 @@ class BlockList:
         del self._by_size[bisect_left(self._by_size, (nbytes, offset))]
         del self._size_at[offset]
         del self._start_of[offset + nbytes]
-
-
-# ----------------------------------------------------------------------------------------------------
-# The pool.
 
 
 class _Slabs(BlockList):

@@ -32,6 +32,7 @@ class System:
     """The system calls of storage: tests put an object in its place whose calls fail on purpose."""
 
     close = staticmethod(os.close)
+    sync = staticmethod(os.fsync)
     preadv = staticmethod(os.preadv)
     pwritev = staticmethod(os.pwritev)
     allocate = staticmethod(os.posix_fallocate)
@@ -45,9 +46,6 @@ class System:
     def open(self, path: Path, flags: int) -> int:
         """Return a descriptor; a file that is made is for its owner alone."""
         return os.open(path, flags, 0o600)
-
-    def sync(self, fd: int) -> None:
-        os.fsync(fd)
 
     def make_folder(self, path: Path) -> None:
         os.mkdir(path, 0o700)
@@ -177,22 +175,10 @@ class Drive(_Opened):
             raise StorageError(f"`{self.path}` is another file than the one that was opened", path=self.path)
 
     def read(self, views: Views, offset: int) -> None:
-        self._move("read", self._system.preadv, views, offset)
+        _move("read", self.path, self._system.preadv, self.fd, views, offset)
 
     def write(self, views: Views, offset: int) -> None:
-        self._move("write", self._system.pwritev, views, offset)
-
-    def _move(self, what: str, call: Callable[[int, Views, int], int], views: Views, offset: int) -> None:
-        left: Sequence[memoryview] = views
-        while left:
-            try:
-                moved = call(self.fd, left, offset)
-                if moved <= 0:
-                    raise OSError(errno.EIO, "the file ends there" if what == "read" else "no byte was written")
-            except OSError as error:
-                raise storage_error(what, self.path, error, offset) from None
-            offset += moved
-            left = _after(left, moved)
+        _move("write", self.path, self._system.pwritev, self.fd, views, offset)
 
     def grow(self, end: int) -> None:
         """Take space on the disk for the file up to `end`, now and not when it is written."""
@@ -211,12 +197,20 @@ class Drive(_Opened):
             self._system.datasync(self.fd)
 
 
-def _after(views: Sequence[memoryview], nbytes: int) -> Sequence[memoryview]:
-    for index, view in enumerate(views):
-        if nbytes < view.nbytes:
-            return [view[nbytes:], *views[index + 1 :]]
-        nbytes -= view.nbytes
-    return ()
+def _move(what: str, path: Path, call: Callable[..., int], fd: int, views: Views, offset: int = 0) -> None:
+    left = [view for view in views if view.nbytes]
+    while left:
+        try:
+            moved = call(fd, left, offset)
+            if moved <= 0:
+                raise OSError(errno.EIO, "the file ends there" if what == "read" else "no byte was written")
+        except OSError as error:
+            raise storage_error(what, path, error, offset) from None
+        offset += moved
+        while left and moved >= left[0].nbytes:
+            moved -= left.pop(0).nbytes
+        if left:
+            left[0] = left[0][moved:]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -273,10 +267,9 @@ class Folder(_Opened):
             except FileNotFoundError:
                 return None
             try:
-                contents, position = bytearray(self._system.stat(fd).st_size), 0
-                while count := self._system.preadv(fd, [memoryview(contents)[position:]], position):
-                    position += count
-                return bytes(contents[:position])
+                contents = bytearray(self._system.stat(fd).st_size)
+                _move("read", path, self._system.preadv, fd, [memoryview(contents)])
+                return bytes(contents)
             finally:
                 self._system.close(fd)
 
@@ -286,12 +279,7 @@ class Folder(_Opened):
         with _reported("write", path):
             fd = self._system.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             try:
-                position, view = 0, memoryview(contents)
-                while position < len(contents):
-                    count = self._system.pwritev(fd, [view[position:]], position)
-                    if count <= 0:
-                        raise OSError(errno.EIO, "no byte was written")
-                    position += count
+                _move("write", path, self._system.pwritev, fd, [memoryview(contents)])
                 self._system.sync(fd)
             finally:
                 self._system.close(fd)
@@ -387,9 +375,6 @@ class StorageTransfer:
         self._callbacks: list[Callable[[], None]] = []
         self.error: BaseException | None = None  # why it failed, once it is done
         self._event = threading.Event()
-
-    def wait(self) -> None:
-        self.wait_host()  # no device takes part
 
     def wait_host(self) -> None:
         """Wait until the transfer is done; the memory may then be used. Raises its error."""

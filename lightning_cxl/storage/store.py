@@ -82,26 +82,22 @@ class Manifest:
 
 
 def decode(contents: bytes, path: Path) -> Manifest:
-    def damaged(why: str) -> CheckpointError:
-        return CheckpointError(
-            f"the manifest `{path}` is damaged: {why}. Without it nothing in the folder can be read: put it back from "
-            "a backup, or use another folder and a checkpoint with checkpoint='copy'. Delete this one when none refers "
-            "to it"
-        )
-
     try:
         outer = json.loads(contents)
-        version, crc, body = outer["format"], outer["crc"], outer["body"]
-        is_damaged = version == FORMAT and zlib.crc32(body.encode()) != crc
+        version, body = outer["format"], outer["body"]
+        if version == FORMAT and zlib.crc32(body.encode()) != outer["crc"]:
+            raise ValueError("its checksum does not match")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(f"it is not what a manifest looks like ({error})") from None
+        raise CheckpointError(
+            f"the manifest `{path}` is damaged: {error}. Without it nothing in the folder can be read: put it back "
+            "from a backup, or use another folder and a checkpoint with checkpoint='copy'. Delete this one when none "
+            "refers to it"
+        ) from None
     if version != FORMAT:
         raise CheckpointError(
             f"`{path}` has format {version}, this version of lightning_cxl reads format {FORMAT}: use the version "
             f"that wrote it, or another folder"
         )
-    if is_damaged:
-        raise damaged("its checksum does not match")
     fields = json.loads(body)
     generations = []
     for each in fields["generations"]:
@@ -227,13 +223,12 @@ class Record:
         return None if self.present is None else self.entries[self.present]
 
     def becomes(self, entry: Entry | None) -> None:
-        """Say that its bytes are those of `entry` from now on; None: it was never written."""
         self.present = self.target = None
         if entry is not None:
             self.present, self.target = entry.version, entry.version
             self.entries[entry.version] = entry
         self.last_whole = self.num_begun
-        self.show()
+        self.show_in(self.window)
 
     def pieces(self, version: int, memory: Buffer) -> list[Piece]:
         if memory.address % BLOCK_BYTES or memory.nbytes < self.padded_nbytes:
@@ -252,15 +247,13 @@ class Record:
             return StorageError(f"{message}. What failed: {cause}", cause.path, cause.offset, cause.errno)
         return StorageError(message if cause is None else f"{message}. What failed: {cause!r}")
 
-    def show(self) -> None:
-        """Let the window show the present version; private pages are dropped."""
-        if self.window is None:
-            return
+    def show_in(self, window: Window | None) -> None:
+        """Let a window show the present version; private pages are dropped."""
         entry = self.entry()
-        if entry is None:
-            self.window.hide()
-        else:
-            self.window.show(self.versions[entry.version])
+        if window is not None and entry is None:
+            window.hide()
+        elif window is not None and entry is not None:
+            window.show(self.versions[entry.version])
 
 
 def part_nbytes(nbytes: int, num_drives: int) -> int:
@@ -307,10 +300,6 @@ class Store:
         system: System | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        if chunk_bytes < 1 or chunk_bytes % BLOCK_BYTES:
-            raise ValueError(f"chunk_bytes must be a multiple of {BLOCK_BYTES}, got {chunk_bytes}")
-        if not paths:
-            raise ConfigError("storage needs at least one path: a folder on a drive")
         if len({Path(path).resolve() for path in paths}) < len(paths):
             raise ConfigError(f"each path is used once, got {', '.join(f'`{path}`' for path in paths)}")
         self._budget_bytes = budget_bytes
@@ -462,14 +451,7 @@ class Store:
         that fails while someone reads ends the process (SIGBUS).
         """
         with self._lock:
-            if record.window is None:
-                self._check_open()
-                try:
-                    record.window = Window(self._drives, record.part_nbytes, record.padded_nbytes)
-                    record.show()
-                except BaseException:
-                    record.window = None
-                    raise
+            record.window = record.window or self._window(record)
             return record.window.buffer
 
     def view(self, record: Record) -> Buffer:
@@ -478,12 +460,13 @@ class Store:
         What is written to it becomes memory of the process. It does not follow later writes, which may change it.
         """
         with self._lock:
-            self._check_open()
-            window = Window(self._drives, record.part_nbytes, record.padded_nbytes)
-            entry = record.entry()
-            if entry is not None:
-                window.show(record.versions[entry.version])
-            return window.buffer
+            return self._window(record).buffer
+
+    def _window(self, record: Record) -> Window:
+        self._check_open()
+        window = Window(self._drives, record.part_nbytes, record.padded_nbytes)
+        record.show_in(window)
+        return window
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -526,7 +509,7 @@ class Store:
                     record.present, record.entries[version] = version, Entry(version, checksum)
                     if record.keeps:
                         self._unsynced.add(record)
-                    record.show()
+                    record.show_in(record.window)
                     record.last_whole = write
 
             after = [*record.reads, *([] if record.last_write is None else [record.last_write])]

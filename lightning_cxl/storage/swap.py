@@ -238,13 +238,10 @@ class Swapper:
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
+    @uninterrupted
     def submit(self, nbytes: int, job: BufferJob) -> None:
         """Run a job in a thread of the swapper once there is a buffer for it; jobs get buffers in this order."""
         self.check_process()
-        self._submit(nbytes, job)
-
-    @uninterrupted
-    def _submit(self, nbytes: int, job: BufferJob) -> None:
         with self._changed:
             if len(self._threads) < _MAX_THREADS:
                 thread = threading.Thread(target=self._work, name=f"swap {len(self._threads)}", daemon=True)

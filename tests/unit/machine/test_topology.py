@@ -17,8 +17,6 @@ from lightning_cxl.machine.topology import (
     TierKind,
     Topology,
     cgroup_limits,
-    host_available_bytes,
-    host_limit_bytes,
     node_free_bytes,
     read_nodes,
     ssd_capacity_bytes,
@@ -206,7 +204,8 @@ def limited(machine):
 
     def limits(files):
         root = machine("2node", {"proc/meminfo": "MemTotal: 4194304 kB\nMemAvailable: 3145728 kB\n", **files})
-        return host_limit_bytes(root), host_available_bytes(root), len(cgroup_limits(root))
+        topology = Topology.detect(root)
+        return topology.host_limit_bytes(), topology.host_available_bytes(), len(cgroup_limits(root))
 
     return limits
 
@@ -326,25 +325,3 @@ def test_a_folder_in_memory_is_refused_and_one_on_a_network_is_warned_of(tmp_pat
         monkeypatch.setattr(disk_space, "filesystem_of", lambda folder, kind=kind: kind)
         assert ssd_capacity_bytes(options) == 1 << 30
         assert (f"is on {kind}:" in caplog.text) is is_said
-
-
-@pytest.mark.parametrize("place", ["disk", "partition", "slave", "slave of a slave"])
-def test_a_disk_that_says_that_it_rotates_is_warned_of(tmp_path, monkeypatch, caplog, place):
-    options, blocks, devices = SsdOptions((tmp_path,), 1 << 30), tmp_path / "dev/block", tmp_path / "devices"
-    disk = devices / "sda"
-    block = {"disk": disk, "partition": disk / "sda1"}.get(place, devices / "dm-0")
-    for folder in (disk / "device", disk / "sda1", block / "slaves", devices / "dm-1/slaves", blocks):
-        folder.mkdir(parents=True, exist_ok=True)
-    (devices / "dm-1/slaves/sda1").symlink_to(disk / "sda1")
-    if place.startswith("slave"):
-        below = disk / "sda1" if place == "slave" else devices / "dm-1"
-        (block / "slaves" / below.name).symlink_to(below)
-    drive = disk_space.drive_of(tmp_path)
-    (blocks / f"{os.major(drive)}:{os.minor(drive)}").symlink_to(block)
-    monkeypatch.setattr(disk_space, "_BLOCKS", blocks)
-    for page, is_said in ((None, False), ("00b1003c0001", False), ("00b1003c0000", False), ("00b1003c1c20", True)):
-        if page is not None:
-            (disk / "device/vpd_pgb1").write_bytes(bytes.fromhex(page))
-        caplog.clear()
-        assert ssd_capacity_bytes(options) == 1 << 30
-        assert ("rotates (7200 rpm)" in caplog.text) is is_said

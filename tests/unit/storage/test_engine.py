@@ -207,7 +207,7 @@ def test_finish_comes_before_done_and_its_error_is_the_transfers(engine):
     started.set()
     for _ in range(2):
         with pytest.raises(ValueError, match="not this one"):
-            transfers[0].wait()
+            transfers[0].wait_host()
     assert seen == [False]
 
 
