@@ -255,9 +255,8 @@ def _machine(options: argparse.Namespace) -> Machine:
     topology = Topology.detect() if ssd is None else Topology.detect().with_ssd(ssd)
     device = next((each.device.type for each in devices_apart()), "cpu")
     free = {tier.name: sum(topology.node_free_bytes(node) for node in tier.node_ids) for tier in topology.tiers}
-    machine = machine_of(topology, device, capacity_bytes=free)
-    machine = machine or machine_without_speeds(topology, device).with_capacity(free)
-    return machine.with_capacity({}, topology.host_available_bytes())  # tiers may share memory or a limit
+    machine = machine_of(topology, device) or machine_without_speeds(topology, device)
+    return machine.with_capacity(free, topology.host_available_bytes())  # tiers may share memory or a limit
 
 
 def _host_bytes(job: Job, machine: Machine) -> int:

@@ -35,7 +35,7 @@ from lightning_cxl.machine.topology import (
     node_cpus,
     node_distances,
     online_node_ids,
-    parse_id_list,
+    read_ids,
     read_text,
     ssd_capacity_bytes,
 )
@@ -81,7 +81,7 @@ class HostCpus:
 
 def read_host_cpus(root: Path, allowed: Sequence[int]) -> HostCpus:
     """Return the CPUs of a machine. A kernel without NUMA shows as node 0; without files, with the `allowed` CPUs."""
-    online = parse_id_list(read_text(root / _CPUS / "online") or "")
+    online = read_ids(root / _CPUS / "online")
     node_ids = online_node_ids(root)
     nodes = node_cpus(root, node_ids)
     if not any(nodes.values()):
@@ -95,7 +95,7 @@ def read_host_cpus(root: Path, allowed: Sequence[int]) -> HostCpus:
         text = read_text(root / _CPUS / f"cpu{cpus[0]}/topology/physical_package_id")
         sockets[node] = int(text) if text and int(text) >= 0 else node
         for cpu in cpus:
-            siblings = parse_id_list(read_text(root / _CPUS / f"cpu{cpu}/topology/thread_siblings_list") or "")
+            siblings = read_ids(root / _CPUS / f"cpu{cpu}/topology/thread_siblings_list")
             cores[cpu] = min(siblings, default=cpu)
     return HostCpus(nodes=nodes, sockets=sockets, cores=cores, distances=node_distances(root, node_ids))
 

@@ -445,12 +445,10 @@ def cpu_model(root: Path = Path("/")) -> str:
 
 
 def describe_machine(topology: Topology, devices: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what speeds depend on, as JSON: CPUs, nodes with the CPUs this process may use, memory, devices.
-
-    Capacities have two digits: kernels keep some memory for themselves, each another amount.
-    """
+    """Return what speeds depend on, as JSON: CPUs, nodes with the CPUs this process may use, memory, devices."""
     root = topology.root or Path("/")
     cpus = usable_cpus(root, topology.measured_on)
+    # capacities have two digits: kernels keep some memory for themselves, each another amount
     nodes = sorted({node.node_id: node for tier in topology.tiers for node in tier.nodes}.items())
     return {
         "cpu": cpu_model(root),
@@ -559,10 +557,7 @@ def save_calibration(calibration: Calibration, topology: Topology, devices: Sequ
 
 
 def load_calibration(topology: Topology, devices: Sequence[str]) -> Calibration | None:
-    """Return what was measured on this very machine; None when nothing was, or the machine is invented.
-
-    A file that cannot be used is left out with a warning.
-    """
+    """Return what was measured on this very machine; None when nothing was, or it cannot be used (with a warning)."""
     if topology.root is None:
         return None
     path = calibration_path(topology, devices)
@@ -626,28 +621,18 @@ class TierSpeeds(NamedTuple):
 
 
 def machine_of(
-    topology: Topology,
-    device: torch.device | str = "cpu",
-    *,
-    file: str | Path | None = None,
-    capacity_bytes: Mapping[str, int] | None = None,
+    topology: Topology, device: torch.device | str = "cpu", *, file: str | Path | None = None
 ) -> Machine | None:
-    """Return the machine of a topology; None when a tier has no speeds from any source.
-
-    Args:
-        topology: what was detected; an invented one has no calibration and no ratings.
-        capacity_bytes: what a job may use, by tier: budgets, or what is free. Otherwise the file's, or the physical
-            capacity; of both, the smaller.
-    """
+    """Return the machine of a topology; None when a tier has no speeds from any source."""
     device = torch.device(device)
     overrides = Overrides() if file is None else load_overrides(file)
-    for name in (*overrides.tiers, *(capacity_bytes or ())):
+    for name in overrides.tiers:
         topology.tier(name)
     calibration = load_calibration(topology, [each.name for each in devices_apart()])
     speeds = {tier.name: tier_speeds(tier, calibration, overrides) for tier in topology.tiers}
     if any(each.origin == "unknown" for each in speeds.values()):
         return None
-    tiers = tuple(_tier(topology, tier, speeds[tier.name], capacity_bytes or {}) for tier in topology.tiers)
+    tiers = tuple(_tier(topology, tier, speeds[tier.name].values) for tier in topology.tiers)
     computing, device_origin = _device(device, tiers[0], calibration, overrides)
     ssd = ssd_of(topology, calibration, overrides)
     origins = {name: each.origin for name, each in speeds.items()}
@@ -667,8 +652,7 @@ def machine_of(
 
 def machine_without_speeds(topology: Topology, device: torch.device | str = "cpu") -> Machine:
     """Return a machine for policies that look at capacities and kinds only: `Machine.has_speeds` is False."""
-    placeholders = TierSpeeds(dict.fromkeys(_NEEDED, 1.0), "")
-    tiers = tuple(_tier(topology, tier, placeholders, {}) for tier in topology.tiers)
+    tiers = tuple(_tier(topology, tier, dict.fromkeys(_NEEDED, 1.0)) for tier in topology.tiers)
     computing, _ = _device(torch.device(device), tiers[0], None, Overrides())
     calibration = None if topology.ssd is None else load_calibration(topology, [each.name for each in devices_apart()])
     return Machine(
@@ -746,18 +730,10 @@ def _of_stripes(
     return found
 
 
-def _tier(topology: Topology, tier: Tier, speeds: TierSpeeds, capacity_bytes: Mapping[str, int]) -> MachineTier:
-    values = dict(speeds.values)
-    limits = (values.pop("capacity_bytes", None), capacity_bytes.get(tier.name))
+def _tier(topology: Topology, tier: Tier, values: Mapping[str, Any]) -> MachineTier:
     backing = topology.node_tier(tier.node_ids[0]) if tier.emulated else None
-    return MachineTier(
-        name=tier.name,
-        kind=tier.kind,
-        capacity_bytes=min((limit for limit in limits if limit is not None), default=tier.capacity_bytes),
-        num_nodes=len(tier.near_nodes),
-        backed_by=None if backing is None else backing.name,
-        **values,
-    )
+    fields = {"capacity_bytes": tier.capacity_bytes, "num_nodes": len(tier.near_nodes), **values}
+    return MachineTier(name=tier.name, kind=tier.kind, backed_by=None if backing is None else backing.name, **fields)
 
 
 def _device(

@@ -57,6 +57,10 @@ def read_text(path: Path) -> str | None:
         return None
 
 
+def read_ids(path: Path) -> tuple[int, ...]:
+    return parse_id_list(read_text(path) or "")
+
+
 def read_meminfo(path: Path) -> dict[str, int]:
     """Return the bytes of every field of a meminfo file, the machine's or one node's."""
     fields: dict[str, int] = {}
@@ -77,7 +81,7 @@ def allowed_node_ids(root: Path) -> frozenset[int] | None:
 
 def read_nodes(root: Path) -> tuple[Node, ...]:
     """Return every online node that has memory, by id. A kernel without NUMA shows as node 0 with CPUs."""
-    node_ids = _memory_node_ids(root)
+    node_ids = read_ids(root / _NODES / "has_memory")
     base = root / _NODES
     machine = read_meminfo(root / "proc/meminfo").get("MemTotal", 0)
     if not node_ids:
@@ -111,7 +115,7 @@ def node_free_bytes(root: Path, node_id: int, capacity_bytes: int) -> int:
     # free memory and the file cache that the kernel gives up under pressure, less head-room for the kernel and others;
     # on a machine with a single node the kernel's own estimate, MemAvailable
     headroom = min(max(capacity_bytes // 64, _HEADROOM_MIN_BYTES), _HEADROOM_MAX_BYTES)
-    if len(_memory_node_ids(root)) > 1:
+    if len(read_ids(root / _NODES / "has_memory")) > 1:
         fields = read_meminfo(root / _NODES / f"node{node_id}/meminfo")
         free = fields.get("MemFree", 0) + fields.get("Active(file)", 0) + fields.get("Inactive(file)", 0)
     else:
@@ -119,16 +123,12 @@ def node_free_bytes(root: Path, node_id: int, capacity_bytes: int) -> int:
     return max(0, free - headroom)
 
 
-def _memory_node_ids(root: Path) -> tuple[int, ...]:
-    return parse_id_list(read_text(root / _NODES / "has_memory") or "")
-
-
 def online_node_ids(root: Path) -> tuple[int, ...]:
-    return parse_id_list(read_text(root / _NODES / "online") or "")
+    return read_ids(root / _NODES / "online")
 
 
 def node_cpus(root: Path, node_ids: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    return {node: parse_id_list(read_text(root / _NODES / f"node{node}/cpulist") or "") for node in node_ids}
+    return {node: read_ids(root / _NODES / f"node{node}/cpulist") for node in node_ids}
 
 
 def node_distances(root: Path, online: Sequence[int]) -> dict[int, dict[int, int]]:
@@ -216,11 +216,8 @@ _USED = 0.98  # of what is free: a file system needs some for itself, and slows 
 
 
 def ssd_capacity_bytes(options: SsdOptions) -> int:
-    """Return the bytes that the tier may take on all drives together.
-
-    Records are cut evenly over the drives, so without a budget the drive with least free space decides. Folders on one
-    file system share what is free there. A folder that does not exist yet counts as the nearest one around it.
-    """
+    # records are cut evenly over drives, so without a budget the drive with least free space decides; folders on one
+    # file system share what is free there
     folders = [existing_folder(path) for path in options.paths]
     for folder in folders:
         kind = filesystem_of(folder)
@@ -435,11 +432,7 @@ class Topology:
         return cls(_group(made), backs_cxl=True)
 
     def with_ssd(self, options: SsdOptions) -> "Topology":
-        """Return this machine with the tier `ssd`.
-
-        Raises:
-            ConfigError: a path is no folder.
-        """
+        """Return this machine with the tier `ssd`; raises ConfigError where a path is no folder."""
         capacity = ssd_capacity_bytes(options)
         ssd = Tier(SSD, TierKind.SSD, (), folders=options.paths, file_bytes=capacity, versions=options.versions)
         return replace(self, ssd=ssd)

@@ -259,12 +259,6 @@ def active() -> Scope | None:
     return next(iter(_active()), None)
 
 
-def holding(address: int) -> Scope:
-    """Return the scope in use whose memory handed out the bytes at `address`, `current` when none did."""
-    in_use = [*_active(), *([_default(os.getpid())] if _default.cache_info().currsize else ())]
-    return next((scope for scope in in_use if scope.memory.tier_at(address) is not None), None) or current()
-
-
 def _active() -> list[Scope]:
     pid = os.getpid()
     # a scope that was left in another thread is still among those of this one
@@ -371,7 +365,10 @@ def residency(tensor: torch.Tensor) -> dict[str, int]:
     Raises:
         PlacementError: the kernel refuses to say.
     """
-    used = holding(tensor.data_ptr()) if tensor.layout is torch.strided and tensor.is_cpu else current()
+    used = current()
+    if tensor.layout is torch.strided and tensor.is_cpu:
+        in_use = [*_active(), *([_default(os.getpid())] if _default.cache_info().currsize else ())]
+        used = next((scope for scope in in_use if scope.memory.tier_at(tensor.data_ptr()) is not None), used)
     return kernel.residency(tensor, used.placer.topology, used.memory)
 
 

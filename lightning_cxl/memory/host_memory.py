@@ -183,9 +183,17 @@ class _Pools:
         stripe_bytes: int,
         reuse_below: int | None,
     ) -> None:
+        def source(inherit: bool) -> PageSource:
+            children: list[tuple[PageSource, float]] = []
+            for name, pages in tiers.items():
+                nodes = set(pages.tier.node_ids)
+                on_same = sum(shares[other] for other in tiers if nodes.intersection(tiers[other].tier.node_ids))
+                fraction = shares[name] / on_same
+                children.append((BudgetResource(pages.leaves[inherit], pages.budget, fraction), shares[name]))
+            return children[0][0] if len(children) == 1 else StripedResource(children, stripe_bytes, strict=True)
+
         self.tiers = frozenset(tiers)
-        self._inherited = _source(tiers, shares, stripe_bytes, inherit=True)
-        self._private = _source(tiers, shares, stripe_bytes, inherit=False)
+        self._inherited, self._private = source(True), source(False)
         self.pinned = pinner(self._private)
         self._reuse_below = reuse_below
         self.pools = {
@@ -205,17 +213,6 @@ class _Pools:
     def trim(self) -> None:
         for pool in self.pools.values():
             pool.trim()
-
-
-def _source(
-    tiers: Mapping[str, _TierPages], shares: Mapping[str, float], stripe_bytes: int, inherit: bool
-) -> PageSource:
-    children: list[tuple[PageSource, float]] = []
-    for name, pages in tiers.items():
-        nodes = set(pages.tier.node_ids)
-        on_same = sum(shares[other] for other in tiers if nodes.intersection(tiers[other].tier.node_ids))
-        children.append((BudgetResource(pages.leaves[inherit], pages.budget, shares[name] / on_same), shares[name]))
-    return children[0][0] if len(children) == 1 else StripedResource(children, stripe_bytes, strict=True)
 
 
 def make_leaf(topology: Topology, stripe_bytes: int, tier: Tier, inherit: bool) -> PageSource:

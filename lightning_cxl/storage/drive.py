@@ -248,9 +248,6 @@ class Folder(_Opened):
                 f"folder. Choose another one, or wait for that process to end"
             ) from None
 
-    def data_path(self, store_id: str, drive: int) -> Path:
-        return self.path / f"lightning_cxl-{store_id}-{drive}.data"
-
     def remove_orphans(self, keep: str) -> None:
         """Remove what runs that have ended left here: our data files but those of store `keep`, unfinished files."""
         with _reported("clean", self.path):

@@ -351,7 +351,7 @@ class Store:
     def _open_drive(self, folder: Folder, index: int, make: bool) -> Drive:
         if make:
             self._check_free(folder)
-        path = folder.data_path(self._manifest.store_id, index)
+        path = folder.path / f"lightning_cxl-{self._manifest.store_id}-{index}.data"
         self._files.append((folder, path))
         drive = Drive(path, self._system, make=make)
         self._drives.append(drive)

@@ -227,14 +227,19 @@ class Swapper:
     @uninterrupted
     def wait(self) -> None:
         with self._changed:
-            self._wait_for_transfers()
+            while self._num_in_flight:
+                self._changed.wait()
             self._check()
 
     @uninterrupted
     def drop_prefetched(self) -> None:
         """Evict what was prefetched: records are about to change in another way."""
         with self._changed:
-            self._drop_prefetched()
+            self._expected.clear()
+            while self._prefetched:
+                self._evict(next(reversed(self._prefetched)))
+            while self._num_in_flight:
+                self._changed.wait()
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
@@ -300,7 +305,7 @@ class Swapper:
         for thread in threads:
             thread.join()
         with self._changed:
-            self._drop_prefetched()
+            self.drop_prefetched()
             self._pool.close()
             errors, self._errors = self._errors, deque()
         if errors:
@@ -385,16 +390,6 @@ class Swapper:
         self._pool.give_back(buffer)
         self._prefetch(allocates=False)  # this may be a thread of a drive
         self._changed.notify_all()
-
-    def _drop_prefetched(self) -> None:
-        self._expected.clear()
-        while self._prefetched:
-            self._evict(next(reversed(self._prefetched)))
-        self._wait_for_transfers()
-
-    def _wait_for_transfers(self) -> None:
-        while self._num_in_flight:
-            self._changed.wait()
 
     def _check(self) -> None:
         if self._errors:

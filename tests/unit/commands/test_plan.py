@@ -235,15 +235,20 @@ def test_this_machine_is_planned_for_with_what_is_free_on_it(model, tmp_path, ca
     file = tmp_path / "machine.yaml"
     file.write_text(described(gpu="0", is_host="true"))
 
-    def known(topology, device, *, capacity_bytes):
-        asked.update(device=device, **capacity_bytes)
+    def known(topology, device):
+        asked.update(device=device)
         return load_machine(file)
 
+    def with_capacity(machine, free, host_bytes):
+        asked.update(free, host=host_bytes)
+        return machine
+
     monkeypatch.setattr(command, "machine_of", known)
+    monkeypatch.setattr(command.Machine, "with_capacity", with_capacity)
     monkeypatch.setattr(command.Topology, "detect", lambda: Topology.fake(("3GiB",), ("5GiB", "6GiB")))
     monkeypatch.setattr(command, "devices_apart", lambda: [])
     assert main(["--model", model, "--seq", "64"]) == 0
-    assert asked == {"device": "cpu", "dram": 3 << 30, "cxl": 11 << 30}
+    assert asked == {"device": "cpu", "dram": 3 << 30, "cxl": 11 << 30, "host": 14 << 30}
 
 
 def test_state_that_memory_cannot_hold_lies_on_the_tier_ssd(small):

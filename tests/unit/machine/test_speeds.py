@@ -392,14 +392,6 @@ def test_an_emulated_tier_is_as_fast_as_the_memory_behind_it_also_where_it_is_ad
     assert with_new_tiers(before, topology).tiers == found.tiers
 
 
-def test_capacity_is_the_smallest_that_is_said(two_nodes, written):
-    file = written("tiers: [{name: dram, capacity_bytes: 100MiB}, {name: cxl, capacity_bytes: 300MiB}]\n")
-    given = {"dram": 200 << 20, "cxl": 200 << 20}
-    assert [tier.capacity_bytes for tier in machine_of(two_nodes, capacity_bytes=given).tiers] == [200 << 20, 200 << 20]
-    both = machine_of(two_nodes, file=file, capacity_bytes=given)
-    assert [tier.capacity_bytes for tier in both.tiers] == [100 << 20, 200 << 20]
-
-
 def test_devices_without_a_measurement_are_marked(two_nodes):
     host = machine_of(two_nodes, "cpu")
     assert host.device.is_host and host.device.flops > 0
