@@ -1,20 +1,14 @@
 """The main job: LightningCLI over `CausalLM` and `TextData`; short errors about options; what a run ends with."""
 
-import contextlib
-import difflib
-import inspect
 import logging
 import os
-import pickle
-import re
 import resource
-import shlex
 import sys
-import textwrap
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from pydoc import locate
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pickle import UnpicklingError
 from typing import IO, Any, NoReturn
 
 import datasets
@@ -30,22 +24,14 @@ from lightning_cxl.integrations.lightning.lightning_api import (
     LightningArgumentParser,
     LightningCLI,
     LightningModule,
-    StrategyRegistry,
     Trainer,
 )
 from lightning_cxl.text import format_bytes
 from lightning_cxl.weights.hf import require_model
 
 _EXAMPLE = "--config examples/configs/finetune_stdlib.yaml"
-_NO_MODEL = """a model is needed: a hub id or a folder, or a file with options. For example:
-  {program} --model.name_or_path Qwen/Qwen2.5-0.5B --data.text_files chats.jsonl
-  {program} {example}"""
-_UNKNOWN = re.compile(r"unrecognized arguments: .*?--([\w.-]+)|does not accept option '([\w.-]+)'")
-_OF_CLASS = re.compile(r"( *)- Problem with given class_path '(?P<name>[\w.]+)':\n(?P<problem>(?:\1 .*\n?)+)")
 _MOST_LINES, _MOST_WIDTH = 12, 240
 _PARSERS = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "jsonargparse"}
-_READERS = {"torch", "fsspec", "yaml", *sys.stdlib_module_names}
-_FILES = re.compile(r"lightning_cxl\.(finetune|run\.checkpoint)")  # our code that opens files which options name
 _ACCIDENTS = (ArithmeticError, LookupError, AttributeError, AssertionError)  # say nothing about an option
 
 
@@ -58,10 +44,7 @@ class FitSummary(Callback):
 
     def __init__(self, prompt: None = None, max_new_tokens: int = 64) -> None:
         if prompt is not None:
-            raise ConfigError(
-                "FitSummary(prompt=...): this option was removed. The sample at the end of a run continues held-out "
-                "text; for a prompt of your own use module.generate_tokens(tokens)"
-            )
+            raise ConfigError("FitSummary(prompt): this option was removed. Use module.generate_tokens(tokens) instead")
         self.max_new_tokens = max_new_tokens
         self.before: float | None = None
         self.after, self.sample = "not measured", ""
@@ -75,10 +58,8 @@ class FitSummary(Callback):
             self.after = f"{float(trainer.callback_metrics['val_loss']):.4f} (step {trainer.global_step})"
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not isinstance(pl_module, CausalLM):
-            raise ConfigError(f"FitSummary is for a CausalLM, not a {type(pl_module).__name__}: remove the callback")
         data = getattr(trainer, "datamodule", None)
-        if isinstance(data, TextData) and data.tokenizer is not None:
+        if isinstance(pl_module, CausalLM) and isinstance(data, TextData) and data.tokenizer is not None:
             with trainer.precision_plugin.forward_context():  # while the weights are where the strategy runs them
                 tokens = pl_module.generate_tokens(data.held_out(1)[0][0], max_new_tokens=self.max_new_tokens)
             self.sample = data.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -93,17 +74,12 @@ class FitSummary(Callback):
                 print(f"row {number}, predicted: {tokenizer.decode(predicted[:48])!r}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if not isinstance(exception, KeyboardInterrupt) or trainer.state.fn != "fit" or not trainer.is_global_zero:
-            return
-        callback = trainer.checkpoint_callback
-        saved = getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
-        print(f"\ninterrupted after step {trainer.global_step}", file=sys.stderr)
-        if saved:
-            arguments = re.sub(r"(^|\0)--ckpt_path[=\0][^\0]*", "", "\0".join(sys.argv[1:])).split("\0")
-            again = shlex.join(["python", "-m", "lightning_cxl", *arguments, "--ckpt_path", saved])
-            print(f"saved: {saved}\ngo on from there: {again}", file=sys.stderr)
-        else:
-            print("no checkpoint was saved yet: lower ModelCheckpoint's every_n_train_steps", file=sys.stderr)
+        if isinstance(exception, KeyboardInterrupt) and trainer.state.fn == "fit" and trainer.is_global_zero:
+            callback = trainer.checkpoint_callback
+            saved = getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
+            advice = f"saved: {saved}\ngo on from there: the same command with --ckpt_path {saved}"
+            advice = advice if saved else "no checkpoint was saved yet: lower ModelCheckpoint's every_n_train_steps"
+            print(f"\ninterrupted after step {trainer.global_step}\n{advice}", file=sys.stderr)
 
     def state_dict(self) -> dict[str, Any]:
         return {"loss_before": self.before}
@@ -121,58 +97,20 @@ class FitSummary(Callback):
 
 
 class ShortErrors(LightningArgumentParser):
-    """A parser whose errors have a few lines, and the nearest name; ``--help`` shows all options."""
-
-    _file = "<unicode string>"
-
-    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        self._file = str(path)
-        return super().parse_path(path, *args, **kwargs)
+    """A parser whose errors have a few lines; ``--help`` shows all options."""
 
     def print_usage(self, file: IO[str] | None = None) -> None:
         pass
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        parser: Any = getattr(ex, "subcommand_parser", None) or self
-        message = message.replace("<unicode string>", self._file)
-        advice = ""
-        if re.search(r'Parser key "model":\s+Unable to load config', message):
-            advice = "\n`--model` takes a file with options: write `--model.name_or_path` for a folder or a hub id"
-        elif found := _UNKNOWN.search(message):
-            advice = _near(f"--{found[1] or found[2]}", parser._option_string_actions)
-        super().error(_shortened(message) + advice, ex)
+        lines = [line if len(line) <= _MOST_WIDTH else f"{line[:_MOST_WIDTH]} ..." for line in message.splitlines()]
+        super().error("\n".join([*lines[:_MOST_LINES], *(["..."] if len(lines) > _MOST_LINES else [])]), ex)
         raise AssertionError("the parser goes on after an error")
 
 
-def _shortened(message: str) -> str:
-    """Return a message of jsonargparse without what it repeats of a file, and without all that would have been valid.
-
-    Where a class got wrong arguments, what stays is which, and what is wrong.
-    """
-    if not (found := list(_OF_CLASS.finditer(message))):
-        lines = [line if len(line) <= _MOST_WIDTH else f"{line[:_MOST_WIDTH]} ..." for line in message.splitlines()]
-        return "\n".join([*lines[:_MOST_LINES], *(["..."] if len(lines) > _MOST_LINES else [])])
-    problems = [message.splitlines()[0]]
-    for name, problem in (each.group("name", "problem") for each in found):
-        option, made = re.search(r"Option '(\w+)[\w.]*' is not accepted", problem), locate(name)
-        near = _near(option[1], inspect.signature(made).parameters) if option and callable(made) else ""
-        problems.append(f"{name}: {textwrap.dedent(problem).strip()}{near}")
-    return "\n".join(problems)
-
-
-def _near(typed: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(typed, known, n=1)
-    return f"\ndid you mean `{near[0]}`?" if near else ""
-
-
-@contextlib.contextmanager
+@contextmanager
 def option_errors() -> Iterator[None]:
-    """Turn errors that options cause into `ConfigError`; all others keep their traceback.
-
-    An option is the cause where Lightning or jsonargparse itself raises, or where a file cannot be read or written that
-    they opened, or our code for text, models and checkpoints. Errors of the user's modules, and of torch while it
-    computes, are let through.
-    """
+    """Turn errors that Lightning or jsonargparse raise into `ConfigError`; all others keep their traceback."""
     try:
         yield
     except (LightningCXLError, ModuleNotFoundError):
@@ -183,12 +121,10 @@ def option_errors() -> Iterator[None]:
             cause = cause.__cause__  # not __context__: a bug in what handles our error is no error of ours
         if cause is not None:  # jsonargparse put our error into one of its own
             raise cause from error
-        names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-        of_file = isinstance(error, OSError | EOFError | UnicodeError | pickle.UnpicklingError)
-        while of_file and names[-1].split(".")[0] in _READERS:
-            names.pop()
-        of_parser = names[-1].split(".")[0] in _PARSERS and not isinstance(error, _ACCIDENTS)
-        if not (of_parser or (of_file and _FILES.match(names[-1]))):
+        raised_in = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        of_options = raised_in.split(".")[0] in _PARSERS or raised_in == "lightning_cxl.run.checkpoint"
+        of_options = of_options or isinstance(error, UnpicklingError)  # torch is asked to read another file
+        if not of_options or isinstance(error, _ACCIDENTS):
             raise
         raise ConfigError(str(error).strip() or type(error).__name__) from error
 
@@ -222,13 +158,13 @@ class FinetuneCLI(LightningCLI):
         for name in ("accumulate_grad_batches", "val_check_interval", "check_val_every_n_epoch"):
             if config.trainer[name] == 0:
                 raise ConfigError(f"trainer.{name} must be larger than 0")
-        strategy, known = config.trainer.strategy, StrategyRegistry.available_strategies()
-        if isinstance(strategy, str) and strategy not in known:  # if no name is near, Lightning has a message
-            for near in difflib.get_close_matches(strategy, known, n=1, cutoff=0.8):
-                raise ConfigError(f"there is no strategy {strategy!r}: did you mean {near!r}?")
         name = config.model.name_or_path
         if name is None and not any(each.startswith(("--config", "-c", "--model")) for each in sys.argv):
-            raise ConfigError(_NO_MODEL.format(program=f"{PROGRAM} {self.subcommand}", example=_EXAMPLE))
+            raise ConfigError(
+                "a model is needed: a hub id or a folder, or a file with options. For example:\n"
+                f"  {PROGRAM} {self.subcommand} --model.name_or_path Qwen/Qwen2.5-0.5B --data.text_files chats.jsonl\n"
+                f"  {PROGRAM} {self.subcommand} {_EXAMPLE}"
+            )
         if name is not None:
             require_model(name, weights_for=self.subcommand or "")
             config.trainer.precision = config.trainer.precision or "bf16-true"

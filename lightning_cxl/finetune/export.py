@@ -16,19 +16,14 @@ def export_pretrained(module: CausalLM, folder: str | Path, weights: dict[str, A
 
     With `lora` it has the adapters alone. Of a model that is sharded over processes, `weights` are the whole ones.
     """
-    if module.model is None:
-        raise ConfigError("nothing to export: the module has no model yet (call configure_model, or load a checkpoint)")
-    if weights is None and is_cut(module.model):
-        raise ConfigError(
-            "each process has a part of the weights: add the callback ExportPretrained, or export a checkpoint"
-        )
-    given = {} if weights is None else {"state_dict": weights}
-    if module.options.lora is not None:
-        module.model.save_pretrained(str(folder), save_embedding_layers=False, **given)  # else it asks the hub of them
-    elif weights is None:
-        save_pretrained(module.model, folder)
-    else:
-        module.model.save_pretrained(str(folder), **given)
+    model, given = module.model, {} if weights is None else {"state_dict": weights}
+    if model is None or (weights is None and is_cut(model)):
+        what = "the module has no model yet" if model is None else "each process has a part of the weights"
+        raise ConfigError(f"cannot export: {what}. Add the callback ExportPretrained, or export a checkpoint")
+    if module.options.lora is None and weights is None:
+        save_pretrained(model, folder)
+    else:  # of embeddings, peft would ask the hub
+        model.save_pretrained(str(folder), **({"save_embedding_layers": False} if module.options.lora else {}), **given)
     if module.tokenizer is not None:
         module.tokenizer.save_pretrained(folder)
     return Path(folder)

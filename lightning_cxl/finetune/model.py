@@ -73,17 +73,6 @@ class CausalLM(LightningModule):
             ConfigError: options that make no sense.
         """
         super().__init__()
-        has_files = name_or_path is not None and _has_safetensors(name_or_path)
-        needs = f"needs a local folder with safetensors files as name_or_path, got {name_or_path!r}"
-        if mapped and not has_files:
-            raise ConfigError(f"mapped=True {needs}")
-        if lora is not None and name_or_path is None:
-            raise ConfigError("lora needs a model to adapt: give name_or_path")
-        if quantization is not None:
-            quantization_fields(quantization, torch.get_default_dtype())  # refuses what it does not know
-            if not has_files:
-                more = "download a model first (hf download NAME --local-dir FOLDER)"
-                raise ConfigError(f"quantization {needs}: {more}")
         if lr is None:
             lr = 2e-4 if lora is not None else 1e-3 if name_or_path is None else 1e-5
         self.save_hyperparameters()
@@ -95,7 +84,17 @@ class CausalLM(LightningModule):
             raise ConfigError(f"{need}; got {sizes | rates}")
         if hidden_size % (2 * num_heads):
             raise ConfigError(
-                f"hidden_size {hidden_size} must be an even multiple of num_heads {num_heads} (rotary embeddings)"
+                f"hidden_size {hidden_size} must be an even multiple of num_heads {num_heads} (for rotary)"
+            )
+        if lora is not None and name_or_path is None:
+            raise ConfigError("lora needs a model to adapt: give name_or_path")
+        if quantization is not None:
+            quantization_fields(quantization, torch.get_default_dtype())  # refuses what it does not know
+        if (mapped or quantization is not None) and (name_or_path is None or not _has_safetensors(name_or_path)):
+            what = "quantization" if quantization is not None else "mapped=True"
+            more = "download a model first (hf download NAME --local-dir FOLDER)"
+            raise ConfigError(
+                f"{what} needs a local folder with safetensors as name_or_path, got {name_or_path!r}: {more}"
             )
         self.strict_loading = lora is None  # checkpoints have adapters alone, see `on_load_checkpoint`
         self.model: Any = None
@@ -173,11 +172,7 @@ class CausalLM(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def generate_text(self, *_: object, **__: object) -> str:
-        """Removed: raises an error that says what to do instead."""
-        raise UnsupportedError(
-            "CausalLM.generate_text was removed: use tokenizer.decode(module.generate_tokens(tokens)), where tokens "
-            "are the prompt as an int64 tensor"
-        )
+        raise UnsupportedError("generate_text was removed: use tokenizer.decode(module.generate_tokens(tokens))")
 
     def generate_tokens(self, prompt: Tensor, *, max_new_tokens: int = 64, seed: int = 0) -> Tensor:
         """Return a prompt continued by sampling: int64 ``(prompt and new tokens,)`` for ``(prompt tokens,)``.
@@ -188,9 +183,9 @@ class CausalLM(LightningModule):
         # chat models have a token of their own for the end of an answer, which their tokenizer may not know
         own = model.generation_config.eos_token_id
         ends = {eos, *(own if isinstance(own, list) else [own])} - {None}
-        options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "pad_token_id": eos}
-        options |= {"eos_token_id": sorted(ends) or None, "max_new_tokens": max_new_tokens}
-        options["synced_gpus"] = is_cut(self)  # each process then generates for as long as one has to
+        options: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20, "max_new_tokens": max_new_tokens}
+        # with `synced_gpus` each process generates for as long as one has to
+        options |= {"pad_token_id": eos, "eos_token_id": sorted(ends) or None, "synced_gpus": is_cut(self)}
         modes, ids = {module: module.training for module in model.modules()}, prompt[None].to(model.device)
         devices = [] if kind == "cpu" else [self.device]
         with gathered(self), torch.no_grad(), torch.random.fork_rng(devices, device_type=kind):
@@ -228,17 +223,13 @@ class CausalLM(LightningModule):
         if self.options.lora is None:
             return
         self.configure_model()  # done before, but for `load_from_checkpoint`
-        saved, own = checkpoint["state_dict"].keys(), self._trained()
-        if saved != own:  # those that do not fit would stay as they are
-            some = [f"it has `{name}`, which is not trained" for name in sorted(saved - own)[:1]]
-            some += [f"it lacks `{name}`" for name in sorted(own - saved)[:1]]
+        given, own = dict(checkpoint["hyper_parameters"]["lora"] or {}), dict(self.options.lora)
+        different = checkpoint["state_dict"].keys() ^ self._trained()
+        if different or {**given, "lora_dropout": 0} != {**own, "lora_dropout": 0}:  # would stay as they are
             raise CheckpointError(
-                f"the checkpoint does not have the adapters of this run ({', '.join(some)}): give the model.lora "
-                "that it was trained with"
+                f"the checkpoint's adapters have lora={given}, those of this run lora={own} ({len(different)} names "
+                "differ): give the model.lora that it was trained with; lora_dropout alone may change"
             )
-        given, options = checkpoint.get("hyper_parameters", {}).get("lora") or {}, self.options.lora
-        if {**given, "lora_dropout": 0} != {**options, "lora_dropout": 0}:  # which another run may change
-            raise CheckpointError(f"the checkpoint's adapters have lora={given}, those of this run lora={options}")
 
     def on_train_start(self) -> None:
         states, self._rng_states = self._rng_states, None

@@ -1,18 +1,11 @@
 """Conversations: lines of JSONL as messages, and labels against references put together by hand."""
 
 import json
-import re
 
 import pytest
 
-from lightning_cxl.finetune.data import (
-    FALLBACK_TEMPLATE,
-    LineError,
-    form_of_file,
-    read_conversation,
-    samples_of,
-    with_template,
-)
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.finetune.data import FALLBACK_TEMPLATE, has_records, read_record, samples_of
 from tests.unit.finetune.chats import (
     CHATML,
     FORGETS_THOUGHTS,
@@ -49,26 +42,17 @@ THOUGHTS = [
 HI, BYE, HELLO, SEE = question("Hi"), question("Bye"), ("Hello<|im_end|>\n",), ("See you<|im_end|>\n",)
 LEARNED = {
     "what answers add": (CHATML, TWO_TURNS, [[SYSTEM, HI, OPENED, HELLO, BYE, OPENED, SEE]]),
-    "what answers add to an opened thought": (
-        OPENS_WITH_THOUGHT, TWO_TURNS, [[SYSTEM, HI, OPENED, HELLO, BYE, OPENED, SEE]],
-    ),
     "what is marked": (
         MARKED, TWO_TURNS,
         [[SYSTEM, HI, OPENED, ("Hello<|im_end|>",), "\n", BYE, OPENED, ("See you<|im_end|>",), "\n"]],
     ),
     "an answer that looks like its question": (CHATML, answered("Hi"), [[HI, OPENED, ("Hi<|im_end|>\n",)]]),
-    "letters that it shares with what the template opens": (
-        OPENS_WITH_THOUGHT, answered("<b>Hello</b>"), [[HI, OPENED, ("<b>Hello</b><|im_end|>\n",)]],
-    ),
     "not what the template opens": (
         OPENS_WITH_THOUGHT, answered("<think>\nhm</think>Hello"),
         [[HI, OPENED, "<think>\n", ("hm</think>Hello<|im_end|>\n",)]],
     ),
-    "not the header of a first answer": (
-        CHATML, [answered("Hello")[1], *TWO_TURNS[3:]], [[OPENED, HELLO, BYE, OPENED, SEE]],
-    ),
-    "not the header of a first answer that is one letter": (
-        CHATML, [answered("b")[1], *TWO_TURNS[3:]], [[OPENED, ("b<|im_end|>\n",), BYE, OPENED, SEE]],
+    "not an answer without a question": (
+        CHATML, [answered("Hello")[1], *TWO_TURNS[3:]], [[OPENED, *HELLO, BYE, OPENED, SEE]],
     ),
     "not what follows the last answer": (CHATML, TWO_TURNS[1:4], [[HI, OPENED, HELLO, BYE]]),
     "each answer as a sample where earlier ones change": (
@@ -94,9 +78,10 @@ def test_all_tokens_are_learned_where_that_is_asked(template):
     assert ids == labels == tokenizer.apply_chat_template(TWO_TURNS)["input_ids"]
 
 
-def test_a_template_that_hides_where_answers_are_is_refused():
+@pytest.mark.parametrize("template", [REWRITES, OPENS_WITH_THOUGHT])
+def test_a_template_that_hides_where_answers_are_is_refused(template):
     with pytest.raises(ValueError, match=r"mark it in the template .* or train on all"):
-        learned(REWRITES)
+        learned(template)
 
 
 def test_tools_reach_the_template():
@@ -107,8 +92,7 @@ def test_tools_reach_the_template():
 
 @pytest.mark.parametrize("bos", [{}, {"bos_token": "<|im_start|>"}])
 def test_a_tokenizer_without_template_gets_one_in_plain_letters(bos):
-    tokenizer = with_template(byte_tokenizer(**bos))
-    assert tokenizer.chat_template == FALLBACK_TEMPLATE
+    tokenizer = byte_tokenizer(FALLBACK_TEMPLATE, **bos)
     (found,) = samples_of(TWO_TURNS, None, tokenizer, train_on_all=False)
     assert found == by_hand(
         tokenizer,
@@ -140,14 +124,14 @@ MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": 
     ],
 )
 def test_every_form_becomes_messages(row, messages):
-    assert read_conversation(json.dumps(row)) == (messages, None)
+    assert read_record(json.dumps(row)) == (messages, None)
 
 
 def test_tools_and_calls_are_kept_for_the_template():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
     tools = [{"type": "function", "function": {"name": "now"}}]
     row = {"messages": [MESSAGES[0], call, {"role": "tool", "content": "12:00"}, MESSAGES[1]], "tools": tools}
-    assert read_conversation(json.dumps(row)) == (row["messages"], tools)
+    assert read_record(json.dumps(row)) == (row["messages"], tools)
 
 
 def test_arguments_of_calls_as_text_are_read():
@@ -157,47 +141,50 @@ def test_arguments_of_calls_as_text_are_read():
         call = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "now", "arguments": arguments}}]}
         return json.dumps({"messages": [*MESSAGES[:1], call]})
 
-    assert read_conversation(row('{"zone": "UTC"}')) == read_conversation(row({"zone": "UTC"}))
-    assert read_conversation(row("UTC"))[0][1]["tool_calls"][0]["function"]["arguments"] == "UTC"
+    assert read_record(row('{"zone": "UTC"}')) == read_record(row({"zone": "UTC"}))
+    assert read_record(row("UTC"))[0][1]["tool_calls"][0]["function"]["arguments"] == "UTC"
+
+
+EXPECTED = "expected one JSON object per line"
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "not JSON"),
-        ('{"question": "Hi"}', r"keys \['question'\]; expected one JSON object per line"),
-        ('{"prompt": "Hi", "completion": 7}', "`completion` must be a string, not 7"),
-        ('{"messages": "Hi"}', '`messages` must be a list of objects, not "Hi"'),
+        ("{", f"not JSON .*{EXPECTED}"),
+        ("[1]", EXPECTED),
+        ('{"question": "Hi"}', EXPECTED),
+        ('{"prompt": "Hi", "completion": 7}', EXPECTED),
+        ('{"instruction": "Hi", "input": 7, "output": "Hello"}', EXPECTED),
+        ('{"prompt": "Hi", "completion": 7, "text": "a"}', EXPECTED),
+        ('{"messages": "Hi"}', EXPECTED),
+        ('{"messages": [{"role": "assistant", "content": "Hi"}], "tools": {"a": 1}}', EXPECTED),
         ('{"messages": [{"role": "user", "content": "Hi"}]}', "no message has the role assistant"),
-        ('{"messages": [{"role": "assistant"}]}', "`content` of message 1 must be a string, and is missing"),
-        (
-            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
-            r'must be a string, and is \[\{"type": "image"\}\]',
-        ),
-        ('{"messages": [{"role": "user", "content": null, "tool_calls": [1]}]}', "must be a string, and is null"),
+        ('{"messages": [{"role": "assistant"}]}', "message 1 needs"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "message 1 needs"),
+        ('{"messages": [{"role": "user", "content": null, "tool_calls": [1]}]}', "message 1 needs"),
+        ('{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}', "message 1 needs"),
         ('{"messages": [{"role": "assistant", "content": "Hi", "weight": 0}]}', "message 1 has a `weight`"),
-        ('{"messages": [{"role": "assistant", "content": "Hi"}], "tools": {}}', "`tools` must be a list"),
     ],
 )
 def test_what_is_no_conversation_is_refused_with_what_is_expected(line, reason):
-    with pytest.raises(LineError) as caught:
-        read_conversation(line)
-    assert re.search(reason, caught.value.args[0])
+    with pytest.raises(ConfigError, match=reason):
+        read_record(line)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "form"),
+    ("name", "content", "is_json"),
     [
-        ("a.jsonl", '\n  \n{"messages": []}\n', "conversations"),
-        ("a.txt", '{"prompt": "", "completion": ""}\n', "conversations"),
-        ("a.json", '\ufeff{"instruction": "", "output": ""}', "conversations"),
-        ("a.jsonl", '{"text": ""}\nnot read here', "documents"),
-        ("a.txt", "some text", "text"),
-        ("a.txt", "", "text"),
-        ("a.py", '{"name": "a dictionary in a text"}', "text"),
-        ("a.txt", "[1, 2]", "text"),
+        ("a.jsonl", '\n  \n{"messages": []}\n', True),
+        ("a.txt", '{"prompt": "", "completion": ""}\n', True),
+        ("a.txt", '\ufeff{"text": "", "id": 3}', True),
+        ("a.json", "[\n", True),  # its lines are refused when they are read
+        ("a.txt", "some text", False),
+        ("a.txt", "", False),
+        ("a.py", '{"name": "a dictionary in a text"}', False),
+        ("a.txt", "[1, 2]", False),
     ],
 )
-def test_a_files_form_is_that_of_its_first_line(tmp_path, name, content, form):
+def test_a_files_name_or_its_first_line_says_what_it_holds(tmp_path, name, content, is_json):
     (tmp_path / name).write_text(content)
-    assert form_of_file(tmp_path / name) == form
+    assert has_records(tmp_path / name) is is_json
