@@ -19,9 +19,10 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_cxl.storage.drive import HEAD_BYTES, System, Views
+from lightning_cxl.storage.drive import HEAD_BYTES, System
 
 _LATENCY_S = 80e-6  # of one request, what reads of a data-centre drive take
 _FIXED, _POPULATE_READ = 0x10, 22  # MAP_FIXED, MADV_POPULATE_READ
@@ -61,7 +62,7 @@ class SimulatedDrive(System):
         self._lock = threading.Lock()
         self._shown: dict[int, tuple[int, int, int]] = {}  # address: file, bytes there, and their offset in the file
 
-    def preadv(self, fd: int, views: Views, offset: int) -> int:
+    def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
         """Show the file's pages in the place of `views`, and wait for the drive."""
         if offset < HEAD_BYTES:  # a label, or a manifest: no record
             return super().preadv(fd, views, offset)
@@ -69,7 +70,7 @@ class SimulatedDrive(System):
         self._show(fd, views[0], offset)
         return _wait(end, views[0])
 
-    def pwritev(self, fd: int, views: Views, offset: int) -> int:
+    def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
         """Copy what is not there yet, and wait for the drive."""
         if offset < HEAD_BYTES:  # a label, or a manifest: no record
             return super().pwritev(fd, views, offset)

@@ -13,7 +13,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -24,15 +24,11 @@ from lightning_cxl.errors import ConfigError, StorageError
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.native._numa import Range
 
-Views = Sequence[memoryview]
-"""Bytes in memory that are read or written one after the other."""
-
 
 class System:
     """The system calls of storage: tests put an object in its place whose calls fail on purpose."""
 
     close = staticmethod(os.close)
-    sync = staticmethod(os.fsync)
     preadv = staticmethod(os.preadv)
     pwritev = staticmethod(os.pwritev)
     allocate = staticmethod(os.posix_fallocate)
@@ -46,6 +42,9 @@ class System:
     def open(self, path: Path, flags: int) -> int:
         """Return a descriptor; a file that is made is for its owner alone."""
         return os.open(path, flags, 0o600)
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
 
     def make_folder(self, path: Path) -> None:
         os.mkdir(path, 0o700)
@@ -152,7 +151,7 @@ class Drive(_Opened):
             try:
                 self._open(os.O_DIRECT)
                 with mmap.mmap(-1, BLOCK_BYTES) as memory, memoryview(memory) as view:  # aligned, as such reads need it
-                    self.read([view], 0)
+                    self.read(view, 0)
             except StorageError as error:
                 if error.errno != errno.EINVAL:
                     raise
@@ -174,11 +173,11 @@ class Drive(_Opened):
         if not os.path.samestat(named, opened):
             raise StorageError(f"`{self.path}` is another file than the one that was opened", path=self.path)
 
-    def read(self, views: Views, offset: int) -> None:
-        _move("read", self.path, self._system.preadv, self.fd, views, offset)
+    def read(self, view: memoryview, offset: int) -> None:
+        _move("read", self.path, self._system.preadv, self.fd, view, offset)
 
-    def write(self, views: Views, offset: int) -> None:
-        _move("write", self.path, self._system.pwritev, self.fd, views, offset)
+    def write(self, view: memoryview, offset: int) -> None:
+        _move("write", self.path, self._system.pwritev, self.fd, view, offset)
 
     def grow(self, end: int) -> None:
         """Take space on the disk for the file up to `end`, now and not when it is written."""
@@ -197,20 +196,16 @@ class Drive(_Opened):
             self._system.datasync(self.fd)
 
 
-def _move(what: str, path: Path, call: Callable[..., int], fd: int, views: Views, offset: int = 0) -> None:
-    left = [view for view in views if view.nbytes]
-    while left:
+def _move(what: str, path: Path, call: Callable[..., int], fd: int, view: memoryview, offset: int = 0) -> None:
+    while view:
         try:
-            moved = call(fd, left, offset)
+            moved = call(fd, [view], offset)
             if moved <= 0:
                 raise OSError(errno.EIO, "the file ends there" if what == "read" else "no byte was written")
         except OSError as error:
             raise storage_error(what, path, error, offset) from None
         offset += moved
-        while left and moved >= left[0].nbytes:
-            moved -= left.pop(0).nbytes
-        if left:
-            left[0] = left[0][moved:]
+        view = view[moved:]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -265,7 +260,7 @@ class Folder(_Opened):
                 return None
             try:
                 contents = bytearray(self._system.stat(fd).st_size)
-                _move("read", path, self._system.preadv, fd, [memoryview(contents)])
+                _move("read", path, self._system.preadv, fd, memoryview(contents))
                 return bytes(contents)
             finally:
                 self._system.close(fd)
@@ -276,7 +271,7 @@ class Folder(_Opened):
         with _reported("write", path):
             fd = self._system.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             try:
-                _move("write", path, self._system.pwritev, fd, [memoryview(contents)])
+                _move("write", path, self._system.pwritev, fd, memoryview(contents))
                 self._system.sync(fd)
             finally:
                 self._system.close(fd)
@@ -333,7 +328,6 @@ def make_parents(paths: Sequence[Path]) -> None:
 
 CHUNK_BYTES = 4 * 2**20
 _THREADS = 8  # where others use the cores, up to 5 % faster than 4 with 8 MiB; see examples/bench/README.md
-_MAX_VIEWS = 1024  # IOV_MAX: most parts of memory in one system call
 
 Finish = Callable[[int], None]
 _Queue = SimpleQueue["tuple[StorageTransfer, _Chunk] | None"]
@@ -354,8 +348,7 @@ class _Chunk:
     index: int
     drive: int
     offset: int
-    nbytes: int = 0
-    views: list[memoryview] = field(default_factory=list)
+    view: memoryview | None  # None: it is done
 
 
 class StorageTransfer:
@@ -416,7 +409,7 @@ class Engine:
     def read(
         self, pieces: Sequence[Piece], *, finish: Finish | None = None, after: Sequence[StorageTransfer] = ()
     ) -> StorageTransfer:
-        """Start reading into the memory of `pieces`; neighbours on a drive are read by one call."""
+        """Start reading into the memory of `pieces`."""
         return self._start(False, pieces, finish, after)
 
     def write(
@@ -473,22 +466,8 @@ class Engine:
         chunks: list[_Chunk] = []
         for drive, offset, memory in pieces:
             view = memoryview(Range(memory.address, memory.nbytes, memory))
-            position = 0
-            while position < memory.nbytes:
-                last = chunks[-1] if chunks else None
-                if (
-                    last is None
-                    or last.drive != drive
-                    or last.offset + last.nbytes != offset + position
-                    or last.nbytes == self._chunk_bytes
-                    or len(last.views) == _MAX_VIEWS
-                ):
-                    last = _Chunk(len(chunks), drive, offset + position)
-                    chunks.append(last)
-                nbytes = min(self._chunk_bytes - last.nbytes, memory.nbytes - position)
-                last.views.append(view[position : position + nbytes])
-                last.nbytes += nbytes
-                position += nbytes
+            for at in range(0, memory.nbytes, self._chunk_bytes):
+                chunks.append(_Chunk(len(chunks), drive, offset + at, view[at : at + self._chunk_bytes]))
         return chunks
 
     def _work(self, queue: _Queue) -> None:
@@ -503,7 +482,7 @@ class Engine:
                 self._move(transfer, chunk)
         except BaseException as caught:
             error = _bare(caught)
-        chunk.views = []
+        chunk.view = None
         with self._lock:
             if transfer.error is None:
                 transfer.error = error
@@ -513,14 +492,12 @@ class Engine:
             self._end(transfer)
 
     def _move(self, transfer: StorageTransfer, chunk: _Chunk) -> None:
-        drive, writes = self._drives[chunk.drive], transfer._writes
-        (drive.write if writes else drive.read)(chunk.views, chunk.offset)
-        checksum = xxhash.xxh3_64()
-        for view in chunk.views:
-            checksum.update(view)
-        transfer._checksums[chunk.index] = checksum.intdigest()
+        drive, writes, view = self._drives[chunk.drive], transfer._writes, chunk.view
+        assert view is not None
+        (drive.write if writes else drive.read)(view, chunk.offset)
+        transfer._checksums[chunk.index] = xxhash.xxh3_64_intdigest(view)
         with self._lock:
-            self.counts["written_bytes" if writes else "read_bytes"] += chunk.nbytes
+            self.counts["written_bytes" if writes else "read_bytes"] += view.nbytes
             self.counts["num_writes" if writes else "num_reads"] += 1
 
     def _end(self, transfer: StorageTransfer) -> None:

@@ -472,8 +472,8 @@ class Store:
     def files(self) -> tuple[Path, ...]:
         return tuple(drive.path.resolve() for drive in self._drives)
 
-    def read(self, record: Record, memory: Buffer, *, after: Sequence[StorageTransfer] = ()) -> StorageTransfer:
-        """Start reading what was written last into page-aligned memory, behind the transfers in `after`."""
+    def read(self, record: Record, memory: Buffer) -> StorageTransfer:
+        """Start reading what was written last into page-aligned memory."""
         with self._lock:
             version, write = record.target, record.num_begun
             if version is None:
@@ -493,7 +493,7 @@ class Store:
                             offset=record.versions[version],
                         )
 
-            before = [*after, *([] if record.last_write is None else [record.last_write])]
+            before = [] if record.last_write is None else [record.last_write]
             transfer = self._engine.read(record.pieces(version, memory), finish=check, after=before)
             record.reads = [*(read for read in record.reads if not read.done()), transfer]
             return transfer
