@@ -13,7 +13,7 @@ from lightning_cxl.storage.drive import System
 
 BLOCK = 4096
 FAULTS = ("EIO", "ENOSPC", "EROFS", "short", "none moved", "flip", "late", "behind the next", "vanish", "EIO for good")
-_LATE_S = 0.02
+_LATE_S = 0.01
 
 
 class FaultySystem(System):

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from tests.apart import fsdp_runs
-from tests.apart import ranks as processes
 from tests.cases import others_full
+from tests.distributed.ranks import ranks_apart
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    with processes.started(2) as started:
+    with ranks_apart(2) as started:
         yield started
 
 

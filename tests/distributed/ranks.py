@@ -5,6 +5,7 @@ import gc
 import os
 import queue
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -14,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch._dynamo
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests import processes
 
 START_S, RUN_S = 300, 240
 
@@ -46,8 +48,7 @@ class Processes:
     def __init__(self, device: str, folder: Path) -> None:
         self._device, self._folder, self._num_meetings = device, folder, 0
         self._world = 0  # in the group; 0: there is none
-        self._context = mp.get_context("spawn")
-        self._results = self._context.Queue()
+        self._results = processes.context().Queue()
         self._tasks: list[Any] = []
         self._processes: list[Any] = []
 
@@ -55,8 +56,7 @@ class Processes:
         """Return what a function returns on each of `world` ranks. Raises as `Ranks.run`."""
         if not all(process.is_alive() for process in self._processes):
             self.close()
-        while len(self._processes) < world:
-            self._start()
+        self.start(world)
         if self._world != world:
             self._meet(world)
         return self._together(world, task, RUN_S)
@@ -74,14 +74,13 @@ class Processes:
         for process in self._processes:
             process.join()
         self._tasks, self._processes, self._world = [], [], 0
-        self._results = self._context.Queue()
+        self._results = processes.context().Queue()
 
-    def _start(self) -> None:
-        rank = len(self._processes)
-        self._tasks.append(self._context.Queue())
-        args = (rank, self._device, self._tasks[rank], self._results)
-        self._processes.append(self._context.Process(target=_serve, args=args, daemon=True))
-        self._processes[rank].start()
+    def start(self, world: int) -> None:
+        """Start so many processes, with the environment that is this process's now."""
+        for rank in range(len(self._processes), world):
+            self._tasks.append(processes.context().Queue())
+            self._processes.append(processes.start(_serve, rank, self._device, self._tasks[rank], self._results))
 
     def _meet(self, world: int) -> None:
         self.part()
@@ -113,6 +112,14 @@ class Processes:
             texts = [f"rank {rank}:\n{text}" for rank, text in sorted(errors.items())]
             raise RankError("\n".join([*texts, *([f"no answer from ranks {silent}"] if silent else [])]))
         return [results[rank] for rank in range(world)]
+
+
+@contextlib.contextmanager
+def ranks_apart(world: int) -> "Iterator[Ranks]":
+    """Give ranks that each have a device apart of their own; they end after the block."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Processes("apart", Path(folder))) as started:
+        started.start(world)
+        yield Ranks(started, world)
 
 
 class Ranks(NamedTuple):

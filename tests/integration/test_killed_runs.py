@@ -2,9 +2,6 @@
 
 import json
 import os
-import secrets
-import subprocess
-import sys
 
 import pytest
 
@@ -12,6 +9,7 @@ from lightning_cxl.integrations.lightning.strategy import CXLCheckpointIO
 from lightning_cxl.storage.store import Store
 from tests.integration.test_state_on_ssd import REFERENCE, every_step, fit, on_ssd
 from tests.integration.training import offload
+from tests.processes import run_python
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,12 +32,8 @@ FIFTY = pytest.param(50, marks=[pytest.mark.full, pytest.mark.timeout(900)])
     ids=["reference", "copy", "everything"],
 )
 def test_kills(tmp_path, num_kills, options):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.killed_run", tmp_path, "--kills", str(num_kills), *options],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "SSD_KEY": secrets.token_hex(64)},
-    )
+    command = ["-m", "tests.integration.killed_run", tmp_path, "--kills", num_kills, *options]
+    done = run_python(*command, timeout=800, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["kills"], result["lives"]) == (num_kills, num_kills + 1)

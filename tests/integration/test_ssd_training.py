@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -25,6 +23,7 @@ from tests.integration.llama import LlamaInStep, LlamaTask, tiny_llama
 from tests.integration.training import assert_identical as assert_same
 from tests.integration.training import make_trainer, offload, run, train
 from tests.models import Task, TinyConvNet, TinyTransformer, image_data, token_data
+from tests.processes import run_python
 from tests.storage_cases import data_file
 
 STATE, WEIGHTS, INPUTS = ({"*": {role: "ssd"}} for role in ("optimizer_state", "weights", "activations"))
@@ -416,8 +415,7 @@ def test_inputs_are_written_and_read_once_a_micro_batch(tmp_path, accumulate):
 
 @pytest.mark.on_cpu
 def test_memory_does_not_grow_with_the_model(tmp_path):
-    command = [sys.executable, "-m", "tests.integration.large_model_run", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run_python("-m", "tests.integration.large_model_run", tmp_path)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(found) == 2, done.stderr
     small, large = found

@@ -1,10 +1,9 @@
-"""Run by `test_weight_memory`: does things with a model of 400 MiB and prints what memory each took, as JSON.
+"""What `test_weight_memory` measures: does things with a model of 400 MiB and prints what memory each took, as JSON.
 
     python tests/integration/weight_memory.py FOLDER
 
-Reads one task a line, and answers with one line. Each task runs in a child that is forked from this process, which has
-imported and allocated what is done once, and nothing else. Counted is memory that is nobody's cache: RssAnon and
-RssShmem of the kernel, at the start, at most, and at the end.
+Reads one task a line, and answers with one line. Each task runs in a child of its own. Counted is memory that is
+nobody's cache: RssAnon and RssShmem of the kernel, at the start, at most, and at the end.
 """
 
 import json
@@ -116,6 +115,12 @@ def prepare(task: str, folder: Path) -> tuple[Callable[[], object], object]:
 
 
 def answer(task: str, folder: Path) -> dict[str, float]:
+    """Do a task in a process that has done nothing before, and return what memory it takes."""
+    torch.set_num_threads(1)
+    lightning_cxl.save_weights(nn.Linear(2, 2), folder / "warm")  # what is imported and allocated once
+    small = nn.Linear(2, 2)
+    lightning_cxl.load_weights(small, folder / "warm")
+    save_file({"state_dict": small.state_dict()}, folder / "warm.ckpt")
     if task == "make":
         lightning_cxl.save_weights(make(), folder / "model", "100MiB")
         return {}
@@ -128,16 +133,10 @@ def answer(task: str, folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    lightning_cxl.save_weights(nn.Linear(2, 2), folder / "warm")  # what is imported and allocated once
-    small = nn.Linear(2, 2)
-    lightning_cxl.load_weights(small, folder / "warm")
-    save_file({"state_dict": small.state_dict()}, folder / "warm.ckpt")
     for line in sys.stdin:
         child = os.fork()
         if not child:
-            print(json.dumps(answer(line.strip(), folder)), flush=True)
+            print(json.dumps(answer(line.strip(), Path(sys.argv[1]))), flush=True)
             os._exit(0)
         if os.waitpid(child, 0)[1]:
             print("null", flush=True)  # its error is on stderr

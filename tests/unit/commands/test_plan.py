@@ -1,12 +1,13 @@
 """python -m lightning_cxl plan end to end: text, status, advice, JSON, errors; one and several devices."""
 
+import functools
 import json
 import shlex
-import subprocess
 import sys
 
 import pytest
 
+from lightning_cxl.__main__ import main as programme
 from lightning_cxl.commands import plan as command
 from lightning_cxl.commands.plan import main
 from lightning_cxl.errors import ConfigError
@@ -39,6 +40,13 @@ LINKS = "links: {peer_bytes_per_s: 300 GB/s, network_bytes_per_s: 50 GB/s, socke
 def described(*, dram="1GiB", cxl="1GiB", gpu="1GiB", count=1, is_host="false", more=""):
     card = CARD.format(cxl=cxl) if cxl else ""
     return MACHINE.format(dram=dram, card=card, gpu=gpu, count=count, is_host=is_host, more=more)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _dry_runs_are_shared():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "PlannedModel", functools.cache(command.PlannedModel))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -201,16 +209,18 @@ def test_the_cpu_as_device(plan):
     assert plan("--overlap", "backward", "--stream-weights", is_host="true")[2]["overlap"] == "both"
 
 
-def test_the_programme_exits_with_the_status_and_one_line_of_error(model, tmp_path):
+def test_the_programme_exits_with_the_status_and_one_line_of_error(model, tmp_path, monkeypatch, capsys):
+    def ended(*arguments):
+        monkeypatch.setattr(sys, "argv", ["lightning_cxl", "plan", "--tiers", str(machine), "--model", *arguments])
+        with pytest.raises(SystemExit) as end:
+            programme()
+        return end.value.code
+
     machine = tmp_path / "machine.yaml"
     machine.write_text(described(dram="1MiB", cxl="1MiB"))
-    command = [sys.executable, "-m", "lightning_cxl", "plan", "--tiers", str(machine), "--model"]
-    done = subprocess.run([*command, model, "--seq", "64"], capture_output=True, text=True)
-    assert done.returncode == 3, done.stderr
-    assert "It does not fit" in done.stdout
-    failed = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
-    assert failed.returncode == 1
-    assert failed.stderr.splitlines()[-1].startswith("ConfigError: folder ") and "Traceback" not in failed.stderr
+    assert ended(model, "--seq", "64") == 3
+    assert "It does not fit" in capsys.readouterr().out
+    assert ended(str(tmp_path)).startswith("ConfigError: folder ")
 
 
 def test_unknown_names(plan, tmp_path, monkeypatch):

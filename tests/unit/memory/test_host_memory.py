@@ -4,8 +4,6 @@ import ctypes
 import os
 import resource
 import signal
-import subprocess
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -25,6 +23,7 @@ from lightning_cxl.memory.host_memory import HostMemory, anonymous_bytes, reside
 from lightning_cxl.memory.placement import Placement, TensorRole
 from lightning_cxl.memory.resource import Buffer, StripedResource
 from lightning_cxl.native._numa import page_nodes
+from tests.processes import run_python
 from tests.unit.memory.host import MIB, Host, Leaf
 
 CXL_FIRST = Placement(("cxl", "dram"))
@@ -310,7 +309,7 @@ with large_blocks_apart():
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 def test_large_blocks_have_pages_of_their_own_inside() -> None:
     """In a process of its own: from a heap with large holes, blocks are cut as before."""
-    subprocess.run([sys.executable, "-c", _LARGE_BLOCKS], check=True)
+    assert run_python("-c", _LARGE_BLOCKS).returncode == 0
 
 
 # -- splits over several tiers --------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +14,7 @@ from lightning_cxl import CPUAdam, OffloadConfig
 from lightning_cxl.gradients.guard import Addition, GradientMeter
 from lightning_cxl.native import _cpu
 from lightning_cxl.optim.kernels import kernel_threads
+from tests.processes import run_python
 
 
 @pytest.mark.parametrize(
@@ -72,6 +71,7 @@ def test_a_child_forked_before_the_first_call_runs_kernels():
     code = """
 import os, signal, torch
 from lightning_cxl import CPUAdam
+from tests.processes import run_python
 weights = [torch.nn.Parameter(torch.zeros(30_000)) for _ in range(8)]
 for weight in weights:
     weight.grad = torch.zeros(30_000)
@@ -83,7 +83,7 @@ if os.fork() == 0:
     os._exit(0)
 assert os.wait()[1] == 0
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert run_python("-c", code).returncode == 0
 
 
 def test_calls_beside_the_main_thread_share_threads_that_sleep_between_them():

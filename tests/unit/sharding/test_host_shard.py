@@ -5,8 +5,8 @@ import torch
 
 from tests import apart
 from tests.apart import fsdp_runs
-from tests.apart import ranks as processes
 from tests.cases import others_full
+from tests.distributed.ranks import ranks_apart
 from tests.training_device import LATE
 from tests.unit.sharding import host_updates, state_runs
 
@@ -15,7 +15,7 @@ from tests.unit.sharding import host_updates, state_runs
 def ranks():
     if why := apart.why_unavailable():
         pytest.skip(why)
-    with processes.started(2) as started:
+    with ranks_apart(2) as started:
         yield started
 
 

@@ -1,0 +1,76 @@
+"""Processes that are forked from one that has imported packages and done nothing else: an import takes seconds.
+
+Tests of imports, and of the way that Python ends, start a process of their own.
+"""
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+_IMPORTED = ["lightning_cxl", "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama"]
+
+
+def context() -> Any:
+    """Return what makes such processes, and their queues."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
+
+
+def start(function: Callable[..., Any], *args: Any) -> Any:
+    """Return a process that runs a function of a module, with the environment that is this process's now."""
+    process = context().Process(target=_call, args=(dict(os.environ), function, args), daemon=True)
+    process.start()
+    return process
+
+
+def _call(environ: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    function(*args)
+
+
+def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what a function of a module returns in a process of its own."""
+    here, there = context().Pipe(duplex=False)
+    process = start(_answer, there, function, *args)
+    there.close()
+    try:
+        return here.recv()
+    finally:
+        process.join()
+
+
+def _answer(pipe: Any, function: Callable[..., Any], *args: Any) -> None:
+    pipe.send(function(*args))
+
+
+def run_python(*command: Any, timeout: float = 240, **environ: str) -> "subprocess.CompletedProcess[str]":
+    """Run ``python -c code ...`` or ``python -m module ...``, and return its exit code and what it has written."""
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        names = [f"/proc/{os.getpid()}/fd/{each.fileno()}" for each in (out, err)]
+        process = start(_run, [str(each) for each in command], environ, *names)
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        texts = [Path(name).read_text() for name in names]
+        return subprocess.CompletedProcess(command, process.exitcode, *texts)
+
+
+def _run(command: list[str], environ: dict[str, str], *outputs: str) -> None:
+    os.environ.update(environ)
+    for number, output in enumerate(outputs, 1):
+        os.dup2(os.open(output, os.O_WRONLY), number)
+    kind, program, *arguments = command
+    sys.argv = [kind, *arguments]
+    if kind == "-m":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
