@@ -2,6 +2,7 @@
 
 import datetime
 import errno
+import fcntl
 import gc
 import json
 import mmap
@@ -20,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import psutil
 import torch
 
 from lightning_cxl.commands import parsers
@@ -244,19 +246,12 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def cpu_seconds(root: str = "/") -> tuple[float, float, float]:
-    """Return seconds that all CPUs were busy, all there were, and this process and its ended children used.
-
-    Zeros where the kernel does not tell.
-    """
-    text = read_text(Path(root, "proc/stat"))
-    if text is None:
-        return 0.0, 0.0, 0.0
-    # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user already
-    ticks = [int(value) / os.sysconf("SC_CLK_TCK") for value in text.splitlines()[0].split()[1:9]]
-    children = os.times()
+def cpu_seconds() -> tuple[float, float, float]:
+    """Return seconds that all CPUs were busy, all there were, and this process and its ended children used."""
+    times, children = psutil.cpu_times(), os.times()
+    total = sum(times[:8])  # guests, which come last, are in user already
     own = time.process_time() + children.children_user + children.children_system
-    return sum(ticks) - ticks[3] - ticks[4], sum(ticks), own
+    return total - times.idle - times.iowait, total, own
 
 
 def others_fraction(start: tuple[float, float, float], end: tuple[float, float, float]) -> float:
@@ -500,29 +495,19 @@ def measure_ssd(folder: Path, nbytes: int) -> tuple[Figure, Figure, bool]:
             f"--ssd {folder}: {format_bytes(free)} are free, at least {2 * _BLOCK_BYTES >> 20} MiB needed"
         )
     try:
-        handle, path = tempfile.mkstemp(dir=folder, prefix=".lightning_cxl-")
-        os.close(handle)
-        try:
-            file, direct = _open(path)
-        finally:
-            os.unlink(path)  # the file lives until it is closed, and no longer, whatever happens
-    except OSError as error:
-        raise ConfigError(f"--ssd {folder}: cannot write a file there: {error}") from error
-    try:
-        return (*_read_and_write(file, nbytes), direct)
+        # the file lives until it is closed, and no longer, whatever happens
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            flags = fcntl.fcntl(file, fcntl.F_GETFL)
+            direct = True
+            try:
+                fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                    raise
+                direct = False
+            return (*_read_and_write(file.fileno(), nbytes), direct)
     except OSError as error:
         raise ConfigError(f"--ssd {folder}: {format_bytes(nbytes)} could not be written and read: {error}") from error
-    finally:
-        os.close(file)
-
-
-def _open(path: str) -> tuple[int, bool]:
-    try:
-        return os.open(path, os.O_RDWR | os.O_DIRECT), True
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    return os.open(path, os.O_RDWR), False
 
 
 def _read_and_write(file: int, nbytes: int) -> tuple[Figure, Figure]:

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -54,6 +55,8 @@ def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
     cards = sorted(path.name for bus in buses for path in bus)
     huge_pages = read_text(root / "sys/kernel/mm/transparent_hugepage/enabled")
     calibration = load_calibration(topology, [device.name for device in devices_apart()])
+    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    installed = {each.name.replace("-", "_"): each.version for each in importlib.metadata.distributions()}
     speeds = {tier.name: tier_speeds(tier, calibration) for tier in topology.tiers}  # those that plans use
     report: dict[str, Any] = {
         "tiers": [
@@ -81,7 +84,7 @@ def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
             "memory_bytes": topology.host_limit_bytes(),
             "available_bytes": topology.host_available_bytes(),
             "cgroups": [{**asdict(limit), "path": str(limit.path)} for limit in cgroup_limits(root)],
-            "memlock_bytes": _memlock_bytes(root),
+            "memlock_bytes": None if memlock == resource.RLIM_INFINITY else memlock,
         },
         "kernel": {
             "release": platform.release(),
@@ -98,7 +101,11 @@ def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
             "kind": None if device is None else device.type,
             "num_devices": 0 if device is None else torch.accelerator.device_count(),
         },
-        "versions": _versions(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: installed.get(name) for name in _PACKAGES},
+            "CUDA": torch.version.cuda,
+        },
     }
     report["advice"] = advice(report)
     return report
@@ -180,22 +187,3 @@ def _shown(key: str, value: Any) -> str:
     if key.endswith("_bytes"):
         return format_bytes(value)
     return f"{value:.0f} ns" if key.endswith("_ns") else str(value)
-
-
-def _memlock_bytes(root: Path) -> int | None:
-    """Return the soft limit on locked memory, None when there is none (or none can be read)."""
-    for line in (read_text(root / "proc/self/limits") or "").splitlines():
-        if line.startswith("Max locked memory"):
-            soft = line.split()[3]
-            return int(soft) if soft.isdigit() else None
-    return None
-
-
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return {**versions, "CUDA": torch.version.cuda}

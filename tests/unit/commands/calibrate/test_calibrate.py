@@ -1,12 +1,12 @@
 """calibrate: memory, sweeps, disks, devices, and the whole command on this machine."""
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import threading
-import time
 import warnings
 
 import pytest
@@ -166,14 +166,14 @@ def test_every_block_is_written_and_read_once_a_round(tmp_path, monkeypatch):
 
 
 def test_without_direct_access_the_answer_says_so(tmp_path, monkeypatch):
-    real = os.open
+    real = fcntl.fcntl
 
-    def refuse(path, flags, *args, **kwargs):
-        if flags & os.O_DIRECT:
+    def refuse(file, command, *flags):
+        if command == fcntl.F_SETFL and flags[0] & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, *args, **kwargs)
+        return real(file, command, *flags)
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
     assert not measure_ssd(tmp_path, 1 << 20)[2]
     assert list(tmp_path.iterdir()) == []
 
@@ -291,7 +291,7 @@ def test_everything_is_measured_shown_kept_and_written(run, tmp_path, cache, cap
         for value in (node.read_bytes_per_s, node.write_bytes_per_s, node.adam_bytes_per_s):
             assert 1e7 < value < 1e13
         assert f"node {node.node_id}, Adam's mix" in shown
-    assert 1e6 < kept.device("cpu").flops < 1e16
+    assert 1e6 < kept.devices[0].flops < 1e16
     assert kept.ssds[0].folder == str(tmp_path)
     assert 1e5 < kept.ssds[0].write_bytes_per_s < 1e12
     written = load_machine(output)
@@ -309,18 +309,13 @@ def test_everything_is_measured_shown_kept_and_written(run, tmp_path, cache, cap
     assert [path.name for path in (cache / "calibration").iterdir()] == [shown.split("calibration/")[1].split()[0]]
 
 
-def test_cpu_time_of_other_processes_is_counted(tmp_path):
-    tick = 1 / os.sysconf("SC_CLK_TCK")
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc" / "stat").write_text("cpu  100 20 30 1000 200 4 5 6 50 0\ncpu0 1 2 3 4 5 6 7 8 9 0\n")
-    busy, total, own = calibrate.cpu_seconds(str(tmp_path))
-    assert (busy, total) == pytest.approx((165 * tick, 1365 * tick))
-    used = os.times()
-    children = used.children_user + used.children_system
-    assert own == pytest.approx(time.process_time() + children, abs=1)
+def test_cpu_time_of_other_processes_is_counted():
+    busy, total, own = calibrate.cpu_seconds()
+    assert 0 < busy < total and own > 0
     subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.3: pass"], check=True)
-    assert calibrate.cpu_seconds()[2] >= own + 0.25  # a child that has ended is no other process
-    assert calibrate.cpu_seconds(str(tmp_path / "none")) == (0, 0, 0)
+    later = calibrate.cpu_seconds()
+    assert later[2] >= own + 0.25  # a child that has ended is no other process
+    assert 0.25 <= later[0] - busy <= later[1] - total
     assert calibrate.others_fraction((0, 0, 0), (5, 10, 4)) == pytest.approx(0.1)
     assert calibrate.others_fraction((0, 0, 0), (5, 10, 6)) == 0  # the clocks are not the same
     assert calibrate.others_fraction((0, 0, 0), (0, 0, 0)) == 0
