@@ -83,19 +83,14 @@ class CausalLM(LightningModule):
             need = "sizes of a model must be at least 1, and lr, weight_decay and warmup_steps not negative"
             raise ConfigError(f"{need}; got {sizes | rates}")
         if hidden_size % (2 * num_heads):
-            raise ConfigError(
-                f"hidden_size {hidden_size} must be an even multiple of num_heads {num_heads} (for rotary)"
-            )
+            raise ConfigError(f"hidden_size {hidden_size} must be an even multiple of num_heads {num_heads}")
         if lora is not None and name_or_path is None:
             raise ConfigError("lora needs a model to adapt: give name_or_path")
         if quantization is not None:
             quantization_fields(quantization, torch.get_default_dtype())  # refuses what it does not know
         if (mapped or quantization is not None) and (name_or_path is None or not _has_safetensors(name_or_path)):
-            what = "quantization" if quantization is not None else "mapped=True"
             more = "download a model first (hf download NAME --local-dir FOLDER)"
-            raise ConfigError(
-                f"{what} needs a local folder with safetensors as name_or_path, got {name_or_path!r}: {more}"
-            )
+            raise ConfigError(f"mapped and quantization need a folder with safetensors, not {name_or_path!r}: {more}")
         self.strict_loading = lora is None  # checkpoints have adapters alone, see `on_load_checkpoint`
         self.model: Any = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
@@ -111,7 +106,7 @@ class CausalLM(LightningModule):
     def configure_model(self) -> None:
         if self.model is not None:
             return
-        model = self._new_llama() if self.options.name_or_path is None else self._pretrained()
+        model = self._build()
         config = model.config.get_text_config()
         if self.tokenizer is not None and len(self.tokenizer) > config.vocab_size:
             raise ConfigError(
@@ -180,12 +175,9 @@ class CausalLM(LightningModule):
         Global random state and modes stay. All ranks call it.
         """
         model, kind, eos = self.model, self.device.type, self.tokenizer and self.tokenizer.eos_token_id
-        # chat models have a token of their own for the end of an answer, which their tokenizer may not know
-        own = model.generation_config.eos_token_id
-        ends = {eos, *(own if isinstance(own, list) else [own])} - {None}
+        # it ends where the settings of the model say; with `synced_gpus` all generate for as long as one has to
         options: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20, "max_new_tokens": max_new_tokens}
-        # with `synced_gpus` each process generates for as long as one has to
-        options |= {"pad_token_id": eos, "eos_token_id": sorted(ends) or None, "synced_gpus": is_cut(self)}
+        options |= {"pad_token_id": eos, "synced_gpus": is_cut(self)}
         modes, ids = {module: module.training for module in model.modules()}, prompt[None].to(model.device)
         devices = [] if kind == "cpu" else [self.device]
         with gathered(self), torch.no_grad(), torch.random.fork_rng(devices, device_type=kind):
@@ -223,7 +215,7 @@ class CausalLM(LightningModule):
         if self.options.lora is None:
             return
         self.configure_model()  # done before, but for `load_from_checkpoint`
-        given, own = dict(checkpoint["hyper_parameters"]["lora"] or {}), dict(self.options.lora)
+        given, own = checkpoint.get("hyper_parameters", {}).get("lora") or {}, self.options.lora
         different = checkpoint["state_dict"].keys() ^ self._trained()
         if different or {**given, "lora_dropout": 0} != {**own, "lora_dropout": 0}:  # would stay as they are
             raise CheckpointError(
@@ -253,29 +245,24 @@ class CausalLM(LightningModule):
             loss: Tensor = self.model(input_ids=ids, labels=labels, use_cache=False, **arguments).loss
         return loss
 
-    def _new_llama(self) -> Any:
-        eos, attn = self.tokenizer and self.tokenizer.eos_token_id, self.options.attn
-        sizes = {theirs: self.options[ours] for ours, theirs in _SIZES.items()}
-        config = LlamaConfig(**sizes, tie_word_embeddings=True, bos_token_id=eos, eos_token_id=eos)
-        try:
-            return AutoModelForCausalLM.from_config(config, attn_implementation=attn, dtype=torch.get_default_dtype())
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"no Llama can be made with attn {attn!r}: {error}") from error
-
-    def _pretrained(self) -> Any:
+    def _build(self) -> Any:
         name, mapped, quantization = self.options.name_or_path, self.options.mapped, self.options.quantization
         options: dict[str, Any] = {"attn_implementation": self.options.attn, "dtype": torch.get_default_dtype()}
-        if quantization is not None:
-            options["quantization_config"] = quantization_fields(quantization, options["dtype"])
         try:
+            if name is None:
+                sizes = {theirs: self.options[ours] for ours, theirs in _SIZES.items()}
+                eos = self.tokenizer and self.tokenizer.eos_token_id
+                config = LlamaConfig(**sizes, tie_word_embeddings=True, bos_token_id=eos, eos_token_id=eos)
+                return AutoModelForCausalLM.from_config(config, **options)
+            if quantization is not None:
+                options["quantization_config"] = quantization_fields(quantization, options["dtype"])
             if _has_safetensors(name):
                 # what we refuse, transformers may load: files that are quantised, or experts that must be merged
-                refused = () if mapped or quantization is not None else (UnsupportedError,)
-                with contextlib.suppress(*refused):
+                with contextlib.suppress(*(() if mapped or quantization is not None else (UnsupportedError,))):
                     return from_pretrained(AutoModelForCausalLM, name, mapped=mapped, **options)
             return without_code(AutoModelForCausalLM.from_pretrained, name, **options)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            where = f"{name!r} (a local folder or a hub id)"
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            where = "a new Llama" if name is None else f"{name!r} (a local folder or a hub id)"
             raise ConfigError(f"cannot load {where}: {type(error).__name__}: {error}") from error
 
 

@@ -179,7 +179,7 @@ def test_ctrl_c_says_what_is_saved_and_how_to_go_on(command, tmp_path, monkeypat
         ({"model.name_or_path": "qwen2.5-0.5b"}, "`fit` needs weights: use Qwen/Qwen2.5-0.5B"),
         ({"trainer.strategy": "cxl_ofload"}, "invalid strategy name"),
         ({"ckpt_path": "nowhere.ckpt"}, "nowhere.ckpt"),
-        ({"model.quantization": "4bit"}, "quantization needs a local folder"),
+        ({"model.quantization": "4bit"}, "quantization need a folder"),
         ({"ckpt_path": "other.ckpt"}, "Error: "),
     ],
 )

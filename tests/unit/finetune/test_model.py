@@ -152,8 +152,8 @@ def test_several_processes_leave_weights_in_their_files_unless_told(gpt2_folder,
     [
         ({"hidden_size": 16, "num_heads": 3}, "num_heads 3"),  # must divide the width
         ({"hidden_size": 16, "num_heads": 16}, "num_heads 16"),  # an even multiple
-        ({"mapped": True}, "mapped=True needs a local folder .*None"),
-        ({"name_or_path": "hub/id", "mapped": True}, "mapped=True needs a local folder .*hub/id"),
+        ({"mapped": True}, "mapped .* need a folder .*None"),
+        ({"name_or_path": "hub/id", "mapped": True}, "mapped .* need a folder .*hub/id"),
         ({"name_or_path": "/proc"}, "cannot load"),
     ],
 )
