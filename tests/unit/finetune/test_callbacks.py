@@ -52,9 +52,6 @@ def test_what_was_removed_says_what_to_do_instead():
         CausalLM(**SHAPE).generate_text("def ", max_new_tokens=4)
 
 
-QUESTION = [{"role": "user", "content": "?"}]
-
-
 @pytest.fixture
 def chats(write_lines, tmp_path):
     byte_tokenizer(MARKED).save_pretrained(tmp_path / "tokenizer")
@@ -74,16 +71,6 @@ def test_held_out_conversations_are_cut_where_the_answer_begins(chats):
         assert asked.endswith("<|im_end|>\n<|im_start|>assistant\n")
         number = asked.split("What is ")[1].split("?")[0]
         assert chats.tokenizer.decode(expected) == f"It is {number}.<|im_end|>"
-
-
-def test_a_sample_that_begins_with_its_answer_has_a_token_to_go_on_from(chats, write_lines, make_trainer):
-    bare = "{% for message in messages %}{% generation %}{{ message['content'] }}{% endgeneration %}{% endfor %}"
-    byte_tokenizer(bare).save_pretrained(chats.tokenizer_name_or_path)
-    rows = [{"messages": [{"role": "assistant", "content": f"It is {n}."}, *QUESTION]} for n in range(10)]
-    chats.text_files = str(write_lines(*rows))
-    summary = FitSummary(max_new_tokens=5)
-    make_trainer(max_steps=1, callbacks=[summary]).fit(CausalLM(**SHAPE), chats)
-    assert summary.sample.startswith("I")
 
 
 def test_a_sample_ends_where_the_models_own_settings_end_an_answer(tiny_model):

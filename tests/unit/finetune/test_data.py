@@ -61,12 +61,15 @@ def test_prepared_data_is_opened_from_the_cache_until_something_changes(data, te
     assert len(data.train_dataloader()) > 1
     assert files() == prepared
 
-    TextData(f"{text_folder}/**/*.txt", seq_len=8, batch_size=2, vocab_size=300).setup()
-    longer = files()
-    assert len(longer) == len(prepared) + 1  # packed again, from the same text and tokenizer
+    options = {"batch_size": 2, "vocab_size": 300}
+    for changed in ({"seq_len": 8}, {"seq_len": 8, "train_on": "all"}):
+        before = files()
+        TextData(f"{text_folder}/**/*.txt", **options, **changed).setup()
+        assert len(files()) == len(before) + 1  # of the same text and tokenizer
+    before = files()
     (text_folder / "00.txt").write_text("changed text " * 50)
-    TextData(f"{text_folder}/**/*.txt", seq_len=8, batch_size=2, vocab_size=300).setup()
-    assert any(path.parent.name == "tokenizers" for path in files().keys() - longer.keys())
+    TextData(f"{text_folder}/**/*.txt", **options, seq_len=8).setup()
+    assert any(path.parent.name == "tokenizers" for path in files().keys() - before.keys())
 
 
 def turns(number):
@@ -138,23 +141,6 @@ def test_long_conversations_lose_their_end_and_those_without_an_answer_are_left_
         data.setup()
     samples = pairs(data.train_dataloader()) + pairs(data.val_dataloader())
     assert sorted(len(ids) for ids, _ in samples) == [38, 43, 64]
-
-
-def test_prepared_conversations_are_opened_from_the_cache_until_an_option_changes(write_lines, chat_tokenizer, cache):
-    def files():
-        return {path: path.stat().st_mtime_ns for path in cache.rglob("*.arrow")}
-
-    def data(**changed):
-        options = {"seq_len": 100, "batch_size": 2, "tokenizer_name_or_path": chat_tokenizer, **changed}
-        return TextData(str(path), **options)
-
-    path = write_lines(*(turns(number) for number in range(8)))
-    data().prepare_data()
-    prepared = files()
-    data().setup()
-    assert files() == prepared
-    data(train_on="all").setup()
-    assert len(files()) == len(prepared) + 1
 
 
 def test_without_a_model_a_tokenizer_is_trained_on_the_conversations(write_lines):
@@ -323,19 +309,6 @@ def test_training_learns_merges_and_keeps_the_vocabulary_bound():
     assert len(tokenizer) == 280
     assert len(tokenizer("def f(x)")["input_ids"]) < len("def f(x)")
     assert tokenizer.eos_token == "<|endoftext|>"
-
-
-def test_the_cache_is_used_per_corpus_and_size(monkeypatch):
-    first = cached_tokenizer(TEXTS, 280, "key")
-    assert len(cached_tokenizer(TEXTS, 270, "key")) == 270
-
-    def refuse(*_):
-        raise AssertionError("trained again")
-
-    monkeypatch.setattr(module, "train_tokenizer", refuse)
-    assert cached_tokenizer([], 280, "key").get_vocab() == first.get_vocab()
-    with pytest.raises(AssertionError, match="trained again"):
-        cached_tokenizer(TEXTS, 280, "other")
 
 
 def test_a_failed_save_leaves_nothing_behind(cache, monkeypatch):

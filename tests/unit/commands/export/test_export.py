@@ -375,27 +375,20 @@ def quantised(kind):
     return model, plain
 
 
+@pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("kind", quantising.KINDS)
-def test_quantised_weights_become_the_numbers_that_they_compute_with(tmp_path, kind):
+def test_quantised_weights_become_the_numbers_that_they_compute_with(tmp_path, kind, adapter):
     model, plain = quantised(kind)
-    other = llama(hidden_size=64, attention_bias=False, seed=5)
-    other.save_pretrained(tmp_path / "base")  # its config counts, not its weights
+    llama(hidden_size=64, attention_bias=False, seed=5).save_pretrained(tmp_path / "base")  # its config counts
+    options, merged = {}, ""
+    if adapter:
+        model, plain, merged = adapted(model), adapted(plain), "merged an adapter into 4 layers "
+        model.peft_config["default"].save_pretrained(tmp_path)
+        options = {"adapter_config": tmp_path}
     path = fabric_file(tmp_path / "last.ckpt", model)
-    exported = export_checkpoint(path, tmp_path / "out", base=tmp_path / "base")
-    assert "dequantised 14 weights" in " ".join(exported.notes)
-    assert_loads_as(tmp_path / "out", plain)
-
-
-@pytest.mark.parametrize("kind", quantising.KINDS)
-def test_an_adapter_is_merged_into_those_numbers(tmp_path, kind):
-    model, plain = quantised(kind)
-    plain.save_pretrained(tmp_path / "base")
-    trained, expected = adapted(model), adapted(plain)
-    trained.peft_config["default"].save_pretrained(tmp_path)
-    path = fabric_file(tmp_path / "last.ckpt", trained)
-    exported = export_checkpoint(path, tmp_path / "out", base=tmp_path / "base", adapter_config=tmp_path)
-    assert "merged an adapter into 4 layers dequantised 14 weights" in " ".join(exported.notes)
-    assert_loads_as(tmp_path / "out", expected.merge_and_unload())
+    exported = export_checkpoint(path, tmp_path / "out", base=tmp_path / "base", **options)
+    assert f"{merged}dequantised 14 weights" in " ".join(exported.notes)
+    assert_loads_as(tmp_path / "out", plain.merge_and_unload() if adapter else plain)
 
 
 def test_a_quantised_folder_is_a_base_too(tmp_path):
