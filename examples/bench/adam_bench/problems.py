@@ -4,11 +4,10 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from lightning_cxl.machine.topology import host_available_bytes
+from lightning_cxl.machine.topology import Topology
 from lightning_cxl.text import format_bytes
 
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
@@ -58,7 +57,7 @@ def one_tensor(count: int) -> Layout:
 
 def fits(nbytes: int, what: str) -> bool:
     """Return whether so much memory can be taken now; print a line when not."""
-    available = host_available_bytes(Path("/"))
+    available = Topology.detect().host_available_bytes()
     if nbytes + _RESERVE_BYTES <= available:
         return True
     print(
