@@ -71,6 +71,14 @@ def get(store, record):
     return bytes_of(memory)
 
 
+class Fails(System):
+    """Calls a function before each system call of a name, with the call's arguments; it may raise."""
+
+    def __init__(self, name, function):
+        call = getattr(self, name)
+        setattr(self, name, lambda *args: (function(*args), call(*args))[1])
+
+
 def folders(path, count=1):
     return [path / f"drive{index}" for index in range(count)]
 

@@ -16,17 +16,12 @@ from lightning_cxl.integrations.accelerate import read_options
 NAMES = [field.name for field in dataclasses.fields(OffloadConfig)]
 
 
-def test_budgets_in_both_forms():
-    config = OffloadConfig(tiers={"cxl": {"budget": "64GiB"}, "dram": "1.5 GiB", "near": 4096})
+def test_budgets_in_both_forms_and_the_tier_ssd_which_is_no_budget_of_memory():
+    tiers = {"cxl": {"budget": "64GiB"}, "dram": "1.5 GiB", "near": 4096}
+    config = OffloadConfig(tiers={**tiers, "ssd": {"path": "/nvme/run", "budget": "1TiB"}})
     assert config.budgets() == {"cxl": 64 << 30, "dram": 3 << 29, "near": 4096}
-    assert OffloadConfig().budgets() == {}
-
-
-def test_the_tier_ssd_is_no_budget_of_memory():
-    config = OffloadConfig(tiers={"cxl": "1GiB", "ssd": {"path": "/nvme/run", "budget": "1TiB"}})
-    assert config.budgets() == {"cxl": 1 << 30}
     assert config.ssd() == SsdOptions((Path("/nvme/run"),), 1 << 40, "copy")
-    assert OffloadConfig(tiers={"cxl": "1GiB"}).ssd() is None
+    assert OffloadConfig().budgets() == {} and OffloadConfig(tiers={"cxl": "1GiB"}).ssd() is None
 
 
 def test_paths_of_the_tier_ssd_are_absolute_whoever_starts_the_run_where(monkeypatch):
@@ -43,21 +38,17 @@ def test_paths_of_the_tier_ssd_are_absolute_whoever_starts_the_run_where(monkeyp
         ({"tiers": "cxl"}, "tiers must map tier names to budgets.*got 'cxl'"),
         ({"tiers": {3: "1GiB"}}, "got the name 3"),
         ({"tiers": {"cxl": {"budge": 1}}}, r"single option \"budget\", got \['budge'\]"),
-        ({"tiers": {"cxl": {}}}, "single option"),
         ({"tiers": {"cxl": "3 apples"}}, "budget of 'cxl': cannot read '3 apples'"),
         ({"tiers": {"cxl": -1}}, "budget of 'cxl': .*non-negative"),
         ({"tiers": {"cxl": None}}, "budget of 'cxl' must be"),
         ({"tiers": {"cxl": True}}, "budget of 'cxl': "),
         ({"tiers": {"cxl": {"budget": 1, "path": "/nvme"}}}, 'Only the tier "ssd" has a path'),
-        ({"tiers": {"cxl": {"budget": 1, "checkpoint": "copy"}}}, "single option"),
         ({"tiers": {"ssd": "1TiB"}}, "\"ssd\" needs a path.*got '1TiB'"),
-        ({"tiers": {"ssd": None}}, '"ssd" needs a path'),
         ({"tiers": {"ssd": {"budget": "1TiB"}}}, '"ssd" needs a path'),
         ({"tiers": {"ssd": {"path": "/a", "size": 1}}}, "no option 'size'; its options are path, budget, checkpoint"),
         ({"tiers": {"ssd": {"path": "/a", "key": "$KEY"}}}, "does not encrypt.*LUKS.*fscrypt"),
         ({"tiers": {"ssd": {"path": "/a", "checkpoint": "move"}}}, 'must be "copy" or "reference", got \'move\''),
         ({"tiers": {"ssd": {"path": "/a", "budget": "3 apples"}}}, "budget of .ssd.: cannot read '3 apples'"),
-        ({"tiers": {"ssd": {"path": "/a", "budget": -1}}}, "budget of .ssd.: .*non-negative"),
         ({"tiers": {"ssd": {"path": ""}}}, "must be a folder"),
         ({"tiers": {"ssd": {"path": 3}}}, "must be a folder, .*got 3"),
         ({"tiers": {"ssd": {"path": ["/a", None]}}}, "must be a folder"),
@@ -65,17 +56,12 @@ def test_paths_of_the_tier_ssd_are_absolute_whoever_starts_the_run_where(monkeyp
         ({"tiers": {"ssd": {"path": ["/a", "/b/../a"]}}}, "none twice"),
         ({"tier_rules": ["cxl"]}, "tier_rules must map"),
         ({"tier_rules": {"layers.*": 3}}, r"'layers\.\*': 3 must be a tier name"),
-        ({"tier_rules": {"layers.*": {"weights": None}}}, "must be a tier name"),
         ({"tier_rules": {"layers.*": {}}}, "must be a tier name"),
         ({"activation_offload": 1}, "activation_offload must be one of True, False, got 1"),
-        ({"cpu_adam": "maybe"}, "cpu_adam must be one of"),
         ({"units": []}, "units must be"),
-        ({"units": ""}, "units must be"),
         ({"units": ["Block", 3]}, "units must be"),
-        ({"units": None}, "units must be"),
         ({"num_threads": 0}, "num_threads must be a positive"),
         ({"num_threads": True}, "num_threads must be a positive"),
-        ({"num_threads": "2"}, "num_threads must be a positive"),
         ({"on_missing_tier": "warn"}, "on_missing_tier must be one of 'fallback', 'error'"),
         ({"numa_binding": True}, "numa_binding must be one of 'auto', False, 'node'"),
         ({"on_tier_full": "crash"}, "on_tier_full must be one of 'spill', 'error'"),
@@ -148,24 +134,13 @@ def test_weights_are_not_shared_any_more(monkeypatch):
         OffloadConfig.resolve()
 
 
-def test_argument_beats_environment(monkeypatch):
+def test_an_argument_beats_the_environment_unless_it_is_one_of_the_defaults_that_lightning_cli_passes(monkeypatch):
     monkeypatch.setenv("LIGHTNING_CXL_NUM_THREADS", "3")
-    config, origins = OffloadConfig.resolve(num_threads=5)
-    assert (config.num_threads, origins["num_threads"]) == (5, "argument")
-
-
-def test_an_argument_beats_the_environment_even_when_it_is_the_default(monkeypatch):
-    monkeypatch.setenv("LIGHTNING_CXL_NUM_THREADS", "3")
-    config, origins = OffloadConfig.resolve(num_threads=None, units="auto")
-    assert (config.num_threads, origins["num_threads"]) == (None, "argument")
-
-
-def test_lightning_cli_passes_every_default_so_the_environment_beats_those(monkeypatch):
-    monkeypatch.setenv("LIGHTNING_CXL_NUM_THREADS", "3")
-    defaults = OffloadConfig()
-    config, origins = OffloadConfig.resolve(**{name: getattr(defaults, name) for name in NAMES})
-    assert (config.num_threads, origins["num_threads"]) == (3, "environment")
-    assert origins["units"] == "default"
+    for given in (5, None):
+        config, origins = OffloadConfig.resolve(num_threads=given, units="auto")
+        assert (config.num_threads, origins["num_threads"]) == (given, "argument")
+    config, origins = OffloadConfig.resolve(**{name: getattr(OffloadConfig(), name) for name in NAMES})
+    assert (config.num_threads, origins["num_threads"], origins["units"]) == (3, "environment", "default")
 
 
 def test_describe_tells_where_values_come_from():
@@ -176,12 +151,9 @@ def test_describe_tells_where_values_come_from():
     assert json.loads(json.dumps(described)) == described
 
 
-def test_resolve_refuses_unknown_options():
+def test_an_unknown_option_or_variable_gets_the_nearest_name(monkeypatch):
     with pytest.raises(ConfigError, match=r"unknown option 'budget'; the options are: tiers, tier_rules"):
         OffloadConfig.resolve(budget="1GiB")
-
-
-def test_a_misspelled_option_or_variable_gets_the_nearest_name(monkeypatch):
     with pytest.raises(ConfigError, match=r"unknown option 'stream_weight': did you mean stream_weights\?"):
         OffloadConfig.resolve(stream_weight=True)
     monkeypatch.setenv("LIGHTNING_CXL_CACHE", "folder")

@@ -10,15 +10,12 @@ from lightning_cxl import torch_private
 from lightning_cxl.errors import UnsupportedError
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.11.0+cu130", "2.13.0+cpu", "2.15.1", "2.15.0a0+git12"])
-def test_tested_versions_are_accepted(version):
-    torch_private.check_version(version)
-
-
-@pytest.mark.parametrize("version", ["1.13.1", "2.9.1", "2.10.0", "2.16.0.dev20270101", "3.0"])
-def test_other_versions_are_refused(version):
-    with pytest.raises(UnsupportedError, match=f"torch {version} .*tested with torch 2.11 to 2.15: install one"):
-        torch_private.check_version(version)
+def test_versions_that_are_not_tested_are_refused():
+    for tested in ("2.11.0", "2.11.0+cu130", "2.15.1", "2.15.0a0+git12"):
+        torch_private.check_version(tested)
+    for other in ("1.13.1", "2.9.1", "2.10.0", "2.16.0.dev20270101", "3.0"):
+        with pytest.raises(UnsupportedError, match=f"torch {other} .*tested with torch 2.11 to 2.15: install one"):
+            torch_private.check_version(other)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Machines in YAML, measured speeds that are kept, and which source of speeds wins."""
 
-import json
 import math
 import re
 from dataclasses import replace
@@ -121,10 +120,8 @@ def test_every_field_comes_back_from_a_file(tmp_path):
         ("8GiB", "[8]", "tier 1 of 1: capacity_bytes: a size must be"),
         ("40 GB/s", "fast", "tier 1 of 1: adam_bytes_per_s must be a number of bytes per second, or text such as"),
         ("40 GB/s", "0 GB/s", "tier 1 of 1: adam_bytes_per_s must be positive, got 0.0"),
-        ("40 GB/s", "-.inf", "adam_bytes_per_s must be positive, got -inf"),
         ("40 GB/s", ".inf", "adam_bytes_per_s must be finite, got inf"),
         ("1.0e+12", "true", "the file: device: flops must be a number, got True"),
-        ("1.0e+12", ".nan", "the file: device: flops must be a number, got nan"),
         ("  flops", "  count: 1.5\n  flops", "the file: device: count must be a whole number, got 1.5"),
         ("  flops", "  is_host: 1\n  flops", "the file: device: is_host must be true or false, got 1"),
         ("  flops", "  name: 5\n  flops", "the file: device: name must be text, got 5"),
@@ -132,14 +129,10 @@ def test_every_field_comes_back_from_a_file(tmp_path):
         ("kind: dram", "kind: dram\n    backed_by: cxl", "the file: there is no tier 'cxl'; machine `small` has"),
         ("name: small", "name: small\nwrite_contention: 0.5", "write_contention must be at least 1, got 0.5"),
         ("kind: dram", "kind: ssd", "has the tier 'ssd' among `tiers`, which are memory: describe it under `ssd`"),
-        ("name: dram0", "name: ssd", "has the tier 'ssd' among `tiers`"),
         ("device:", "ssd: {read_bytes_per_s: 1}\ndevice:", "the file: ssd lacks capacity_bytes; its keys are"),
         ("device:", "ssd: {capacity_bytes: 1, num_drives: 0}\ndevice:", "ssd: num_drives must be at least 1"),
         ("device:", "ssd: {capacity_bytes: 1, versions: 3}\ndevice:", "versions must be 1 or 2, got 3"),
         ("device:", "links: 5\ndevice:", "the file: links must map devices_per_port, port_bytes_per_s, peer_bytes"),
-        ("device:", "links: {peer_bytes_per_s: 0}\ndevice:", "links: peer_bytes_per_s must be positive, got 0"),
-        ("device:", "links: {network_bytes_per_s: fast}\ndevice:", "network_bytes_per_s must be a number of bytes per"),
-        ("device:", "links: {devices_per_port: 0}\ndevice:", "devices_per_port must be at least 1, got 0"),
         ("device:", "links: {devices_per_port: 2}\ndevice:", "2 devices share a port, and port_bytes_per_s does"),
         ("device:", "links: {peer_latency_s: -1}\ndevice:", "links: peer_latency_s must be at least 0, got -1"),
     ],
@@ -156,7 +149,6 @@ def test_a_file_that_says_something_else_is_refused(old, new, message, written):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "the file must map name, tiers, device"),
         ("- 1", "the file must map name, tiers, device"),
         ("name: x\ntiers: 3\ndevice: {}", "tiers must be a list, each entry with name, kind"),
         ("{", "is not YAML"),
@@ -255,32 +247,18 @@ def test_other_devices_and_other_cpus_of_the_process_are_another_machine(two_nod
     assert len(names) == 4
 
 
-def changed(content: dict, *keys, value) -> str:
-    part = content
-    for key in keys[:-1]:
-        part = part[key]
-    if value is None:
-        del part[keys[-1]]
-    else:
-        part[keys[-1]] = value
-    return json.dumps(content)
-
-
-DAMAGE = {
-    "cut off": (lambda content: json.dumps(content)[:-40], "JSONDecodeError"),
-    "old": (lambda content: changed(content, "version", value=0), "its version is 0, this program writes 1"),
-    "zero": (
-        lambda content: changed(content, "speeds", "nodes", 0, "adam_bytes_per_s", value=0),
-        "adam_bytes_per_s must be positive",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(two_nodes, name):
+@pytest.mark.parametrize(
+    ("written", "instead", "message"),
+    [
+        ("}", "", "JSONDecodeError"),
+        ('"version": 1', '"version": 0', "its version is 0, this program writes 1"),
+        ('"adam_bytes_per_s": 25000000000.0', '"adam_bytes_per_s": 0', "adam_bytes_per_s must be positive"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(two_nodes, written, instead, message):
     path = save_calibration(CALIBRATION, two_nodes, [])
-    damage, message = DAMAGE[name]
-    path.write_text(damage(json.loads(path.read_text())))
+    assert written in path.read_text()
+    path.write_text(path.read_text().replace(written, instead))
     with pytest.warns(LightningCXLWarning, match=rf"{path}.*{re.escape(message)}") as caught:
         assert load_calibration(two_nodes, []) is None
     assert len(caught) == 1
@@ -349,8 +327,8 @@ def test_nodes_without_ratings_have_equal_parts(machine):
     topology = Topology.detect(machine("3node", unrated(1) | unrated(2)))
     second = replace(CALIBRATION.node(1), node_id=2, adam_bytes_per_s=6e9)
     save_calibration(replace(CALIBRATION, nodes=(*CALIBRATION.nodes, second)), topology, [])
-    assert machine_of(topology).tier("cxl").adam_bytes_per_s == pytest.approx(2 * 6e9)
-    assert machine_of(topology).tier("cxl").device_read_bytes_per_s == pytest.approx(2 * 7e9)
+    found = machine_of(topology).tier("cxl")
+    assert (found.adam_bytes_per_s, found.device_read_bytes_per_s) == pytest.approx((2 * 6e9, 2 * 7e9))
 
 
 def test_a_file_wins_field_by_field(two_nodes, written):

@@ -3,7 +3,6 @@
 import copy
 import os
 import pickle
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,25 +55,13 @@ def test_distances(machine, files, distances):
     assert {node.node_id: node.distance for node in nodes} == distances
 
 
-def test_movable_is_a_node_without_normal_memory(machine):
-    root = machine("3node", {f"{NODE}/has_normal_memory": "0,2\n"})
-    assert [node.movable for node in read_nodes(root)] == [False, True, False]
-
-
-def test_ratings_prefer_access_class_1_and_fall_back_to_0(machine):
-    root = machine(
-        "2node",
-        {
-            f"{NODE}/node1/access0/initiators/read_bandwidth": "1000\n",
-            f"{NODE}/node1/access0/initiators/read_latency": "777\n",
-            f"{NODE}/node1/access1/initiators/read_latency": None,
-            f"{NODE}/node1/access1/initiators/write_latency": None,
-        },
-    )
-    card = read_nodes(root)[1]
-    assert card.read_bytes_per_s == 28672e6
-    assert card.read_latency_ns == 777
-    assert card.write_latency_ns is None
+def test_movable_is_a_node_without_normal_memory_and_ratings_fall_back_to_access_class_0(machine):
+    initiators = f"{NODE}/node1/access{{}}/initiators/{{}}".format
+    files = {initiators(1, "read_latency"): None, initiators(1, "write_latency"): None}
+    files |= {initiators(0, "read_bandwidth"): "1000\n", initiators(0, "read_latency"): "777\n"}
+    dram, card = read_nodes(machine("2node", {f"{NODE}/has_normal_memory": "0\n", **files}))
+    assert (dram.movable, card.movable) == (False, True)
+    assert (card.read_bytes_per_s, card.read_latency_ns, card.write_latency_ns) == (28672e6, 777, None)
 
 
 def test_kernel_without_numa_is_one_node(tmp_path):
@@ -82,13 +69,6 @@ def test_kernel_without_numa_is_one_node(tmp_path):
     (tmp_path / "proc/meminfo").write_text("MemTotal:  1024 kB\nMemAvailable: 512 kB\n")
     (node,) = read_nodes(tmp_path)
     assert (node.node_id, node.has_cpus, node.capacity_bytes, node.movable) == (0, True, 1 << 20, False)
-
-
-def test_node_free_counts_file_cache_and_keeps_headroom(machine):
-    meminfo = ["MemTotal: 1048576 kB", "MemFree: 524288 kB", "Active(file): 1024 kB", "Inactive(file): 2048 kB"]
-    root = machine("2node", {f"{NODE}/node1/meminfo": "\n".join(f"Node 1 {line}" for line in meminfo)})
-    capacity = 1 << 30
-    assert node_free_bytes(root, 1, capacity) == (512 << 20) + (3 << 20) - capacity // 64
 
 
 # -- tiers -----------------------------------------------------------------------------------------------------------
@@ -110,28 +90,19 @@ def test_memory_only_nodes_are_cxl(machine, name, cards):
         topology.tier("cxl7")
 
 
-def test_nodes_that_are_left_out(machine):
-    """The memory of a GPU has no CPUs, either."""
-    status = "proc/driver/nvidia/gpus/0009:01:00.0/numa_status"
-    topology = Topology.detect(machine("3node", {status: "Node: 1\nStatus: online\n"}))
-    assert topology.tier("cxl").node_ids == (2,)
-
-
-def test_a_cpuset_leaves_a_card_out(machine):
-    topology = Topology.detect(machine("3node", {"proc/self/status": "Name:\tpython\nMems_allowed_list:\t0,2\n"}))
-    assert topology.tier("cxl").node_ids == (2,)
+def test_memory_of_a_gpu_and_cards_outside_of_the_cpuset_are_left_out(machine):
+    gpu = {"proc/driver/nvidia/gpus/0009:01:00.0/numa_status": "Node: 1\nStatus: online\n"}
+    assert Topology.detect(machine("3node", gpu)).tier("cxl").node_ids == (2,)
+    topology = Topology.detect(machine("2node", {"proc/self/status": "Name:\tpython\nMems_allowed_list:\t0\n"}))
+    assert topology.names == ("dram",)
     (note,) = topology.notes
-    assert "node 1 (CXL, 1007.8 MiB)" in note and "cpuset" in note
+    assert "node 1 (CXL, 1007.0 MiB)" in note and "cpuset" in note
 
 
 def test_speed_of_a_tier_is_unknown_when_one_node_has_no_rating(machine):
-    root = machine(
-        "3node", {f"{NODE}/node2/access1/initiators/{kind}": None for kind in ("read_bandwidth", "read_latency")}
-    )
-    cxl = Topology.detect(root).tier("cxl")
-    assert cxl.read_bytes_per_s is None
-    assert cxl.read_latency_ns is None
-    assert cxl.write_bytes_per_s == 2 * 28672e6
+    missing = {f"{NODE}/node2/access1/initiators/{kind}": None for kind in ("read_bandwidth", "read_latency")}
+    cxl = Topology.detect(machine("3node", missing)).tier("cxl")
+    assert (cxl.read_bytes_per_s, cxl.read_latency_ns, cxl.write_bytes_per_s) == (None, None, 2 * 28672e6)
 
 
 @pytest.mark.filterwarnings("error")
@@ -156,20 +127,19 @@ def test_the_missing_tier_that_is_asked_for_is_dram_with_one_warning(machine):
 
 def test_threads_that_ask_at_once_get_one_missing_tier():
     topology = Topology.fake(("8GiB",), ())
-    with warnings.catch_warnings(record=True) as caught, ThreadPoolExecutor(8) as pool:
-        warnings.simplefilter("always")
+    with pytest.warns(MissingTierWarning) as caught, ThreadPoolExecutor(8) as pool:
         assert len(set(pool.map(lambda _: topology.tier("cxl"), range(64)))) == 1
-    assert len(caught) == 1
-    assert topology.names == ("dram", "cxl")
+    assert len(caught) == 1 and topology.names == ("dram", "cxl")
 
 
-def test_node_free_reads_now(machine):
+def test_node_free_reads_now_and_counts_file_cache_and_keeps_headroom(machine):
     root = machine("2node")
     topology = Topology.detect(root)
-    before = topology.node_free_bytes(1)
-    assert 0 < before < topology.tier("cxl").capacity_bytes
-    (root / NODE / "node1/meminfo").write_text("Node 1 MemTotal: 1032020 kB\nNode 1 MemFree: 102400 kB\n")
-    assert topology.node_free_bytes(1) < before
+    assert 0 < topology.node_free_bytes(1) < topology.tier("cxl").capacity_bytes
+    meminfo = ["MemTotal: 1048576 kB", "MemFree: 524288 kB", "Active(file): 1024 kB", "Inactive(file): 2048 kB"]
+    (root / NODE / "node1/meminfo").write_text("\n".join(f"Node 1 {line}" for line in meminfo))
+    assert node_free_bytes(root, 1, 1 << 30) == (512 << 20) + (3 << 20) - (1 << 30) // 64
+    assert topology.node_free_bytes(1) < 516 << 20
 
 
 ON_DISK = SsdOptions((Path("/nvme/run"),), 1 << 40)
@@ -186,11 +156,8 @@ def test_the_tier_ssd_is_no_tier_of_memory():
     assert topology.host_limit_bytes() == plain.host_limit_bytes() == 3 << 30
     assert topology.describe().splitlines()[-1] == "ssd: 1.0 TiB in /nvme/run"
     assert plain.ssd is None
-
-
-def test_a_missing_tier_ssd_says_how_to_have_it():
     with pytest.raises(TierNotFoundError, match=r'this machine has: .dram., .cxl.\. Name a folder.*"path": "/nvme'):
-        Topology.fake().tier("ssd")
+        plain.tier("ssd")
 
 
 # -- limits ----------------------------------------------------------------------------------------------------------
@@ -270,22 +237,12 @@ def drives(monkeypatch, tmp_path):
     """Makes folders, and says what is free on which drive: ``drives(a=(drive, free), ...)``."""
 
     def make(**given):
-        real, drives = os.stat, {str(tmp_path / name): drive for name, (drive, _) in given.items()}
-        free = {
-            tmp_path / name: SimpleNamespace(f_bavail=free // 4096, f_frsize=4096) for name, (_, free) in given.items()
-        }
-
-        def stat(path, **kwargs):
-            return (
-                SimpleNamespace(st_dev=drives[str(path)])
-                if str(path) in drives and not kwargs
-                else real(path, **kwargs)
-            )
-
+        number = {tmp_path / name: drive for name, (drive, _) in given.items()}
+        free = {tmp_path / name: SimpleNamespace(f_bavail=each, f_frsize=4096) for name, (_, each) in given.items()}
         for folder in free:
             folder.mkdir()
         monkeypatch.setattr(os, "statvfs", free.__getitem__)
-        monkeypatch.setattr("lightning_cxl.machine.topology.os.stat", stat)
+        monkeypatch.setattr(disk_space, "drive_of", number.__getitem__)
         monkeypatch.setattr(disk_space, "filesystem_of", lambda folder: "")
         return list(free)
 
@@ -301,7 +258,7 @@ def drives(monkeypatch, tmp_path):
     ],
 )
 def test_without_a_budget_the_capacity_is_what_is_free(drives, given, blocks):
-    folders = drives(**{name: (drive, 4096 * free) for name, (drive, free) in given.items()})
+    folders = drives(**given)
     assert ssd_capacity_bytes(SsdOptions(tuple(folders))) == 4096 * blocks
     later = tuple(folder / "run" / "state" for folder in folders)  # count as the ones around them
     assert ssd_capacity_bytes(SsdOptions(later)) == 4096 * blocks

@@ -31,12 +31,6 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, width, bias=bias), nn.ReLU())
 
 
-class Wider(Block):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__(width)
-        self.seen_after_super = constructing_spec()
-
-
 @tier(weights="dram")
 class Outer(nn.Module):
     def __init__(self) -> None:
@@ -49,19 +43,13 @@ class Outer(nn.Module):
 BLOCK = TierSpec(weights="cxl", activations="cxl")
 
 
-def test_spec_is_active_only_during_construction():
-    assert constructing_spec() is None
-    assert Block().seen == BLOCK
-    assert constructing_spec() is None
+def test_the_spec_of_the_innermost_class_is_active_during_construction_and_outer_ones_fill_in():
+    class Wider(Block):
+        def __init__(self):
+            super().__init__(8)
+            self.seen_after_super = constructing_spec()
 
-
-def test_subclass_including_what_follows_super_init():
-    module = Wider()
-    assert module.seen == module.seen_after_super == BLOCK
-    assert constructing_spec() is None
-
-
-def test_innermost_class_wins_and_outer_ones_fill_in():
+    assert Wider().seen == Wider().seen_after_super == BLOCK
     module = Outer()
     assert module.before == module.after == TierSpec(weights="dram")
     assert module.block.seen == BLOCK
@@ -73,6 +61,7 @@ def test_innermost_class_wins_and_outer_ones_fill_in():
             self.block = Block()
 
     assert Around().block.seen == TierSpec(weights="cxl", gradients="dram", activations="cxl")
+    assert constructing_spec() is None
 
 
 def test_class_decorated_after_its_subclass_was_defined():
@@ -175,42 +164,32 @@ def asked(tiers, module):
     return tuple(tiers.lookup(module, role)[0] for role in (WEIGHTS, GRADIENTS, MOMENTUM, ACTIVATIONS))
 
 
-def test_class_decorator_reaches_what_the_module_contains():
+def test_class_decorators_reach_what_the_module_contains_and_the_nearest_wins_for_each_field():
     tiers = resolved(Model())
-    assert tiers.lookup("layers.1", WEIGHTS) == ("cxl", "decorator on class Block")
-    assert tiers.lookup("layers.1.mlp.0", WEIGHTS) == ("cxl", "decorator on class Block")
-    assert tiers.lookup("layers.1.mlp.0", MOMENTUM) == (None, "")
-    assert tiers.lookup("lm_head", WEIGHTS) == (None, "")
+    for name in ("layers.1", "layers.1.mlp.0"):
+        assert tiers.lookup(name, WEIGHTS) == ("cxl", "decorator on class Block")
+    assert tiers.lookup("layers.1.mlp.0", MOMENTUM) == tiers.lookup("lm_head", WEIGHTS) == (None, "")
 
-
-def test_nearest_decorated_class_wins_for_each_field():
     @tier(weights="dram", optimizer_state="dram")
     class Inner(nn.Linear):
         pass
 
     model = Model()
     model.layers[0].mlp[0] = Inner(1, 1)
-    tiers = resolved(model)
-    assert asked(tiers, "layers.0.mlp.0") == ("dram", None, "dram", "cxl")
+    assert asked(resolved(model), "layers.0.mlp.0") == ("dram", None, "dram", "cxl")
 
 
-def test_rule_beats_class_and_instance_beats_rule():
+def test_rule_beats_class_and_the_nearest_instance_beats_rule():
     model = Model()
     tier(weights="cxl")(model.layers[0])
     tiers = resolved(model, {"layers.*": {"weights": "dram"}})
     assert tiers.lookup("layers.1", WEIGHTS) == ("dram", "rule 'layers.*'")
     assert tiers.lookup("layers.0.mlp.0", WEIGHTS) == ("cxl", "tier(...) on 'layers.0'")
     assert tiers.lookup("layers.1", ACTIVATIONS)[0] == "cxl"
-
-
-def test_nearest_instance_wins():
-    model = Model()
     tier("dram")(model)
-    tier(weights="cxl")(model.lm_head)
-    tiers = resolved(model)
-    assert tiers.lookup("lm_head", WEIGHTS)[0] == "cxl"
+    tiers = resolved(model, {"layers.*": {"weights": "cxl"}})
+    assert tiers.lookup("layers.0", WEIGHTS)[0] == "cxl" and tiers.lookup("embed", WEIGHTS)[0] == "dram"
     assert tiers.lookup("lm_head", MOMENTUM) == ("dram", "tier(...) on the whole Model")
-    assert tiers.lookup("embed", WEIGHTS)[0] == "dram"
 
 
 def test_last_matching_rule_wins_for_each_field():
@@ -240,19 +219,15 @@ def test_bad_rules(rules, message):
         resolved(Model(), rules)
 
 
-def test_rule_with_an_unknown_tier():
+def test_rules_and_decorators_with_an_unknown_tier():
     with pytest.raises(TierNotFoundError, match=r"tier_rules: 'embed' asks for gradients on tier 'hbm'.*'dram', 'cxl'"):
         resolved(Model(), {"embed": {"gradients": "hbm"}})
-
-
-def test_decorators_with_an_unknown_tier():
     model = Model()
     tier(weights="hbm")(model.embed)
     with pytest.raises(TierNotFoundError, match=r"tier\(\.\.\.\) on 'embed' asks for weights on tier 'hbm'"):
         resolved(model)
-    cxl_less = Topology(Topology.fake().tiers[:1])
     with pytest.raises(TierNotFoundError, match="the decorator on class Block asks for weights on tier 'cxl'"):
-        resolved(Model(), topology=cxl_less)
+        resolved(Model(), topology=Topology(Topology.fake().tiers[:1]))
 
 
 WITH_SSD = TOPOLOGY.with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))
@@ -269,11 +244,11 @@ def test_rules_and_decorators_put_state_on_the_tier_ssd():
 
 
 def test_gradients_cannot_lie_on_the_tier_ssd_yet():
-    with pytest.raises(
-        UnsupportedError, match=r"tier_rules: 'embed' asks for gradients on tier 'ssd'.*optimizer_state"
-    ):
-        resolved(Model(), {"embed": {"gradients": "ssd"}}, WITH_SSD)
     marked = Model()
     tier(gradients="ssd")(marked.embed)
-    with pytest.raises(UnsupportedError, match=r"tier\(...\) on 'embed' asks for gradients on tier 'ssd'"):
-        resolved(marked, {}, WITH_SSD)
+    for model, rules, source in (
+        (Model(), {"embed": {"gradients": "ssd"}}, "tier_rules: 'embed'"),
+        (marked, {}, r"tier\(...\) on 'embed'"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"{source} asks for gradients on tier 'ssd'.*optimizer_state"):
+            resolved(model, rules, WITH_SSD)

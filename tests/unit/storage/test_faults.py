@@ -1,11 +1,13 @@
 """Every fault at every system call of a short run: right bytes or an error, nothing left open, no state lost."""
 
+import contextlib
 import os
 import random
 import shutil
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -214,96 +216,89 @@ def test_a_run_that_is_killed_at_any_time_goes_on_where_it_was(tmp_path):
     assert steps == sorted(steps)
 
 
-def test_an_error_says_path_offset_and_errno_each_time(tmp_path):
+@pytest.fixture
+def rig(tmp_path):
+    """A store with one record, and ``rig.fails(3)``: the third system call from now on fails."""
     system = FaultySystem()
-    store = Store([tmp_path], budget_bytes=BUDGET, system=system, chunk_bytes=CHUNK)
-    record = store.reserve("state", 2 * CHUNK)
-    contents = put(store, record, 1)
-    system.fault, system.at = "EIO", len(system.calls)
-    memory = memory_of(record.padded_nbytes)
-    transfer = store.read(record, memory)
+    store = Store([tmp_path], budget_bytes=BUDGET, keeps=True, system=system, chunk_bytes=CHUNK)
+
+    def fails(number=1):
+        system.fault, system.at = "EIO", len(system.calls) + number - 1
+
+    yield SimpleNamespace(system=system, store=store, record=store.reserve("state", 2 * CHUNK), fails=fails)
+    store.close()
+
+
+def test_an_error_says_path_offset_and_errno_each_time(rig, tmp_path):
+    contents = put(rig.store, rig.record, 1)
+    rig.fails()
+    transfer = rig.store.read(rig.record, memory_of(rig.record.padded_nbytes))
     for _ in range(2):
         with pytest.raises(StorageError, match=r"cannot read .*data` at offset \d+: .*EIO.*dmesg") as caught:
             transfer.wait_host()
         assert caught.value.errno == 5 and caught.value.path.parent == tmp_path and caught.value.offset % CHUNK == 0
     assert transfer.done()
-    assert get(store, record) == contents
-    store.close()
+    assert get(rig.store, rig.record) == contents
 
 
-def test_a_record_whose_write_failed_cannot_be_read_until_it_is_written_again(tmp_path):
-    system = FaultySystem()
-    store = Store([tmp_path], budget_bytes=BUDGET, keeps=True, system=system)
-    record = store.reserve("state", BLOCK)
+def test_a_record_whose_write_failed_cannot_be_read_until_it_is_written_again(rig):
+    store, record = rig.store, rig.record
     put(store, record, 1)
     store.settle(store.commit({}))
-    system.fault, system.at = "EIO", len(system.calls)
+    rig.fails()
     with pytest.raises(StorageError, match="EIO"):
         put(store, record, 2)
-    with pytest.raises(StorageError, match="its last write failed"):
-        get(store, record)
-    with pytest.raises(StorageError, match="its last write failed"):
-        store.commit({})
+    for needs in (lambda: get(store, record), lambda: store.commit({})):
+        with pytest.raises(StorageError, match="its last write failed"):
+            needs()
     contents = put(store, record, 3)
     assert get(store, record) == contents
     assert store.commit({}) == 2
-    store.close()
 
 
-def test_after_a_failed_sync_what_was_written_before_is_written_again(tmp_path):
-    system = FaultySystem()
-    store = Store([tmp_path], budget_bytes=BUDGET, keeps=True, system=system)
-    one, other = store.reserve("one", BLOCK), store.reserve("other", BLOCK)
+def test_after_a_failed_sync_what_was_written_before_is_written_again(rig):
+    store, one = rig.store, rig.record
+    other = store.reserve("other", BLOCK)
     put(store, one, 1)
     contents = put(store, other, 1)
     store.settle(store.commit({}))
     put(store, one, 2)
-    system.fault, system.at = "EIO", len(system.calls) + 2
+    rig.fails(3)
     with pytest.raises(StorageError, match="cannot sync"):
         store.commit({})
-    assert system.calls[-1] == "datasync"
-    with pytest.raises(StorageError, match="`one` is not whole"):
+    assert rig.system.calls[-1] == "datasync"
+    with pytest.raises(StorageError, match="`state` is not whole"):
         store.commit({})
     assert get(store, other) == contents
     put(store, one, 3)
     assert store.commit({}) == 2
-    store.close()
 
 
-@pytest.mark.parametrize("call", ["rename", "sync"])
-def test_after_a_manifest_that_may_lie_there_or_not_both_versions_are_protected(tmp_path, call):
-    system = FaultySystem()
-    store = Store([tmp_path], budget_bytes=BUDGET, keeps=True, system=system)
-    record = store.reserve("state", BLOCK)
-    first = put(store, record, 1)
-    store.settle(store.commit({}))
-    second = put(store, record, 2)
-    start = len(system.calls)
-    system.fault, system.at = "EIO", start + (9 if call == "sync" else 7)
+@pytest.mark.parametrize(("call", "number"), [("rename", 8), ("sync", 10)])
+def test_after_a_manifest_that_may_lie_there_or_not_both_versions_are_protected(rig, tmp_path, call, number):
+    first = put(rig.store, rig.record, 1)
+    rig.store.settle(rig.store.commit({}))
+    second = put(rig.store, rig.record, 2)
+    rig.fails(number)
     with pytest.raises(StorageError):
-        store.commit({})
-    assert system.calls[system.at] == call, system.calls[start:]
+        rig.store.commit({})
+    assert rig.system.calls[rig.system.at] == call
     with pytest.raises(StorageError, match="generations 1 and 2"):
-        put(store, record, 3)
-    assert store.commit({}) == 3
-    store.close()
-    store = Store([tmp_path], budget_bytes=BUDGET, keeps=True)
-    record = store.reserve("state", BLOCK)
-    for number, contents in ((1, first), (3, second)):
-        store.restore(number)
-        assert get(store, record) == contents
-    store.close()
+        put(rig.store, rig.record, 3)
+    assert rig.store.commit({}) == 3
+    rig.store.close()
+    with contextlib.closing(Store([tmp_path], budget_bytes=BUDGET, keeps=True)) as store:
+        record = store.reserve("state", 2 * CHUNK)
+        for generation, contents in ((1, first), (3, second)):
+            store.restore(generation)
+            assert get(store, record) == contents
 
 
-def test_errors_that_nobody_was_told_are_raised_by_wait_and_close(tmp_path):
-    system = FaultySystem()
-    store = Store([tmp_path], budget_bytes=BUDGET, system=system)
-    record = store.reserve("state", BLOCK)
+def test_errors_that_nobody_was_told_are_raised_by_wait_and_close(rig):
     before = descriptors()
-    for raises in (store.wait, store.close):
-        system.fault, system.at = "EIO", len(system.calls)
-        memory = memory_of(record.padded_nbytes)
-        store.write(record, memory)
+    for raises in (rig.store.wait, rig.store.close):
+        rig.fails()
+        rig.store.write(rig.record, memory_of(rig.record.padded_nbytes))
         with pytest.raises(StorageError, match="EIO"):
             raises()
         raises()

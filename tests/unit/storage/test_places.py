@@ -9,20 +9,20 @@ import pytest
 from lightning_cxl.errors import ConfigError, StorageError
 from lightning_cxl.storage.drive import HEAD_BYTES, System
 from lightning_cxl.storage.store import Store
-from tests.storage_cases import BLOCK, BUDGET, data_file, folders, get, put
+from tests.storage_cases import BLOCK, BUDGET, Fails, data_file, folders, get, put
 
 
-def committed(paths, system=None):
+def committed(paths):
     """Leave a generation on drives; returns the bytes of its record."""
-    store = Store(paths, budget_bytes=BUDGET, keeps=True, system=system)
+    store = Store(paths, budget_bytes=BUDGET, keeps=True)
     contents = put(store, store.reserve("state", 5 * BLOCK), 1)
     store.commit({"step": 1})
     store.close()
     return contents
 
 
-def check_restored(paths, contents, system=None):
-    store = Store(paths, budget_bytes=BUDGET, keeps=True, system=system)
+def check_restored(paths, contents):
+    store = Store(paths, budget_bytes=BUDGET, keeps=True)
     record = store.reserve("state", 5 * BLOCK)
     store.restore(1)
     assert get(store, record) == contents
@@ -46,10 +46,9 @@ def test_a_folder_with_a_part_of_a_generation_is_not_taken(tmp_path, keeps, role
 def test_drives_in_another_order_are_refused_and_nothing_is_lost(tmp_path):
     paths = folders(tmp_path, 3)
     contents = committed(paths)
-    with pytest.raises(StorageError, match="No such file"):
-        Store([paths[0], paths[2], paths[1]], budget_bytes=BUDGET, keeps=True)
-    with pytest.raises(StorageError, match="No such file"):
-        Store([paths[0], tmp_path / "other", paths[2]], budget_bytes=BUDGET, keeps=True)
+    for others in ([paths[2], paths[1]], [tmp_path / "other", paths[2]]):
+        with pytest.raises(StorageError, match="No such file"):
+            Store([paths[0], *others], budget_bytes=BUDGET, keeps=True)
     check_restored(paths, contents)
 
 
@@ -64,38 +63,28 @@ def test_parts_of_a_run_that_was_killed_before_its_first_manifest_was_there_are_
     assert {path.name for path in paths[1].iterdir()} == {"lightning_cxl.lock"}
 
 
-@pytest.mark.parametrize("what", ["its home is not mounted", "it cannot be read"])
-def test_a_part_is_not_taken_where(tmp_path, what):
-    paths = folders(tmp_path, 2)
+@pytest.mark.parametrize("is_mounted", [True, False])
+def test_a_part_is_not_taken_where_its_home_is_not_mounted_or_it_cannot_be_read(tmp_path, is_mounted):
+    paths, elsewhere = folders(tmp_path, 2), tmp_path / "not mounted"
     contents = committed(paths)
-    if what == "it cannot be read":
+    if is_mounted:
         (paths[1] / "lightning_cxl-part.json").write_text("{")
     else:
-        paths[0].rename(tmp_path / "not mounted")
+        paths[0].rename(elsewhere)
     with pytest.raises(ConfigError, match="holds a part of a generation whose manifest is"):
         Store([paths[1]], budget_bytes=BUDGET)
-    if not paths[0].exists():
-        (tmp_path / "not mounted").rename(paths[0])
+    if not is_mounted:
+        elsewhere.rename(paths[0])
     check_restored(paths, contents)
 
 
-class NotesSyncs(System):
-    """Notes what is synced."""
-
-    def __init__(self):
-        self.synced = []
-
-    def sync(self, fd):
-        self.synced.append(os.readlink(f"/proc/self/fd/{fd}"))
-        super().sync(fd)
-
-
 def test_the_name_of_a_new_folder_lies_on_the_disk(tmp_path):
-    system = NotesSyncs()
+    synced = []
+    system = Fails("sync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
     for is_new in (True, False):
         Store(folders(tmp_path), budget_bytes=BUDGET, system=system).close()
-        assert (str(tmp_path) in system.synced) == is_new
-        system.synced.clear()
+        assert (str(tmp_path) in synced) == is_new
+        synced.clear()
 
 
 def test_a_vanished_file_is_found_at_the_commit(tmp_path):
@@ -113,13 +102,11 @@ def test_a_vanished_file_is_found_at_the_commit(tmp_path):
 
 
 def test_space_is_taken_when_a_record_is_reserved(tmp_path):
-    class Full(System):
-        def allocate(self, fd, offset, nbytes):
-            if offset + nbytes > HEAD_BYTES + 8 * BLOCK:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            super().allocate(fd, offset, nbytes)
+    def full(fd, offset, nbytes):
+        if offset + nbytes > HEAD_BYTES + 8 * BLOCK:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    store = Store([tmp_path], budget_bytes=BUDGET, system=Full())
+    store = Store([tmp_path], budget_bytes=BUDGET, system=Fails("allocate", full))
     first = store.reserve("first", 6 * BLOCK)
     with pytest.raises(StorageError, match=r"cannot take .*ENOSPC.*smaller budget") as caught:
         store.reserve("second", 3 * BLOCK)
@@ -188,11 +175,10 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
 
 
 def test_a_filesystem_that_takes_no_space_in_advance_and_a_name_that_is_too_long_say_what_to_do(tmp_path):
-    class NoSpace(System):
-        def allocate(self, fd, offset, nbytes):
-            raise OSError(errno.EINVAL, "Invalid argument")  # so does libc on ext2
+    def no_space(*args):
+        raise OSError(errno.EINVAL, "Invalid argument")  # so does libc on ext2
 
     with pytest.raises(StorageError, match="cannot take space in advance: use ext4, XFS or btrfs"):
-        Store([tmp_path / "ext2"], budget_bytes=BUDGET, system=NoSpace())
+        Store([tmp_path / "ext2"], budget_bytes=BUDGET, system=Fails("allocate", no_space))
     with pytest.raises(StorageError, match="shorter path"):
         Store([tmp_path / ("x" * 300)], budget_bytes=BUDGET)

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, TierFullError
-from lightning_cxl.storage.drive import System
 from lightning_cxl.storage.store import Store
-from tests.storage_cases import BLOCK, BUDGET, CHUNK, bytes_of, damage, fill, folders, get, memory_of, put
+from tests.storage_cases import BLOCK, BUDGET, CHUNK, Fails, bytes_of, damage, fill, folders, get, memory_of, put
 
 
 @pytest.fixture
@@ -41,17 +40,6 @@ def test_what_was_written_is_read(opened, count, nbytes):
     assert all(get(store, record) == contents for record, contents in wrote.items())
 
 
-def test_what_a_user_writes_into_the_window_is_private_until_the_next_write(opened):
-    store = opened()
-    record = store.reserve("state", 2 * BLOCK)
-    tensor = store.window(record).tensor((2 * BLOCK,), torch.uint8)
-    contents = put(store, record, 1)
-    tensor[5] = contents[5] ^ 255
-    assert get(store, record) == contents
-    contents = put(store, record, 2)
-    assert bytes(tensor.numpy()) == contents
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_later_store_overwrites_nothing_that_a_window_shows(tmp_path, count):
     """Weights of a model may still lie in the file of an earlier run, which stays where a generation is kept."""
@@ -74,11 +62,15 @@ def test_a_later_store_overwrites_nothing_that_a_window_shows(tmp_path, count):
     assert max(ends[3:]) <= max(ends[:3]), "places that nobody shows any more are used again"
 
 
-def test_the_window_outlives_the_store_and_its_file(opened, tmp_path):
+def test_the_window_shows_the_last_write_and_outlives_the_store_and_its_file(opened, tmp_path):
     store = opened(2)
     record = store.reserve("state", 9 * BLOCK)
     tensor = store.window(record).tensor((record.padded_nbytes,), torch.uint8)
     contents = put(store, record, 1)
+    tensor[5] = contents[5] ^ 255  # what a user writes is private until the next write
+    assert get(store, record) == contents
+    contents = put(store, record, 2)
+    assert bytes(tensor.numpy()) == contents
     store.close()
     assert not list(tmp_path.rglob("*.data"))
     del store, record
@@ -100,35 +92,21 @@ def test_reads_and_writes_that_are_not_waited_for_keep_their_order(opened):
     assert [bytes_of(target) for _, target in read] == expected
 
 
-class FirstIsSlow(System):
-    """Holds back the first call of a kind that moves records."""
-
-    def __init__(self):
-        self.slow = ""
-
-    def preadv(self, fd, views, offset):
-        self.hold_back("read")
-        return super().preadv(fd, views, offset)
-
-    def pwritev(self, fd, views, offset):
-        self.hold_back("write")
-        return super().pwritev(fd, views, offset)
-
-    def hold_back(self, kind):
-        if kind == self.slow:
-            self.slow = ""
-            time.sleep(0.1)
-
-
 @pytest.mark.parametrize("slow", ["read", "write"])
 def test_a_write_waits_for_slow_reads_and_writes_before_it(opened, slow):
-    system = FirstIsSlow()
-    store = opened(system=system)
+    is_first = [False]
+
+    def hold_back(*args):
+        if is_first[0]:
+            is_first[0] = False
+            time.sleep(0.1)
+
+    store = opened(system=Fails("preadv" if slow == "read" else "pwritev", hold_back))
     record = store.reserve("state", BLOCK)
     sources, target = [memory_of(BLOCK) for _ in range(3)], memory_of(BLOCK)
     contents = [fill(source, seed) for seed, source in enumerate(sources)]
     store.write(record, sources[0]).wait_host()
-    system.slow = slow
+    is_first[0] = True
     if slow == "write":
         store.write(record, sources[1])
     else:
@@ -196,8 +174,8 @@ def test_without_a_generation_nothing_stays_but_the_lock(opened, tmp_path):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_generation_comes_back_in_the_next_run(opened, count):
-    store = opened(count, keeps=True)
-    names = {name: store.reserve(name, size) for name, size in (("first", 5 * BLOCK), ("second", 3), ("third", 1))}
+    store, sizes = opened(count, keeps=True), {"first": 5 * BLOCK, "second": 3, "third": 1}
+    names = {name: store.reserve(name, size) for name, size in sizes.items()}
     wrote = {name: put(store, names[name], seed) for seed, name in enumerate(("first", "second"))}
     assert store.commit({"step": 3}) == 1
     store.settle(1)
@@ -208,7 +186,7 @@ def test_a_generation_comes_back_in_the_next_run(opened, count):
     store = opened(count, keeps=True)
     (found,) = store.generations()
     assert (found.number, found.details) == (1, {"step": 3})
-    names = {name: store.reserve(name, size) for name, size in (("first", 5 * BLOCK), ("second", 3), ("third", 1))}
+    names = {name: store.reserve(name, size) for name, size in sizes.items()}
     window = store.window(names["first"])
     assert not any(bytes_of(window)) and not names["first"].is_written
     store.restore(1)
@@ -222,34 +200,26 @@ def test_a_generation_comes_back_in_the_next_run(opened, count):
 
 def test_both_generations_can_be_restored_until_one_is_settled(opened):
     store = opened(keeps=True)
-    record = store.reserve("state", BLOCK)
-    first = put(store, record, 1)
-    store.commit({"step": 1})
-    second = put(store, record, 2)
-    store.commit({"step": 2})
+    record, wrote = store.reserve("state", BLOCK), {}
+    for step in (1, 2):
+        wrote[step] = put(store, record, step)
+        store.commit({"step": step})
     with pytest.raises(StorageError, match="all its versions belong to generations 1 and 2"):
         store.write(record, memory_of(BLOCK))
     with pytest.raises(StorageError, match="settle one of them"):
         store.commit({"step": 3})
-    store.close()
-    for chosen, expected in ((1, first), (2, second)):
+    for chosen in (1, 2, 1):
+        store.close()
         store = opened(keeps=True)
         assert [each.details for each in store.generations()] == [{"step": 1}, {"step": 2}]
         record = store.reserve("state", BLOCK)
         store.restore(chosen)
-        assert get(store, record) == expected
-        store.close()
-    store = opened(keeps=True)
-    record = store.reserve("state", BLOCK)
+        assert get(store, record) == wrote[chosen]
     store.settle(1)
-    store.restore(1)
     put(store, record, 3)
     assert store.commit({"step": 2}) == 3  # no number is used twice
-    store.close()
-    store = opened(keeps=True)
-    record = store.reserve("state", BLOCK)
     store.restore(1)
-    assert get(store, record) == first
+    assert get(store, record) == wrote[1]
     with pytest.raises(CheckpointError, match="no generation 2; it holds: 1, 3"):
         store.restore(2)
 
@@ -270,9 +240,7 @@ def test_a_folder_with_a_generation_takes_only_the_same_records(opened):
     store.close()
     with pytest.raises(ConfigError, match="on 2 drives"):
         opened(1, keeps=True)
-    with pytest.raises(
-        ConfigError, match=r"this run keeps none\. Use another folder\..*before you delete it.*plain_checkpoint"
-    ):
+    with pytest.raises(ConfigError, match=r"this run keeps none\..*before you delete it.*plain_checkpoint"):
         opened(2)
 
 
