@@ -218,9 +218,7 @@ class TextData(LightningDataModule):
         files = stdlib_files() if self.text_files is None else user_files(self.text_files)
         kinds = {has_records(path): path for path in files}
         if len(kinds) > 1:
-            raise ConfigError(
-                f"text_files: `{kinds[True]}` has lines of JSON and `{kinds[False]}` has not: name one kind"
-            )
+            raise ConfigError(f"text_files: `{kinds[True]}` has lines of JSON, `{kinds[False]}` has not: name one kind")
         by_line, names, cache = True in kinds, [str(path) for path in files], str(private_folder("datasets"))
         columns = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
         columns |= {"length": Value("int64"), "scored": Value("int64")}
@@ -232,7 +230,8 @@ class TextData(LightningDataModule):
             if self.tokenizer_name_or_path is not None:
                 tokenizer = load_tokenizer(self.tokenizer_name_or_path)
             else:
-                shown = (_as_text(each) for batch in texts.iter(64) for each in read(batch["text"], by_line))
+                each = (text for batch in texts.iter(64) for text in batch["text"] if text.strip())
+                shown = (_as_text(read_record(line)) for line in each) if by_line else each
                 tokenizer = cached_tokenizer(shown, self.vocab_size, texts._fingerprint)
             if by_line:
                 tokenizer.chat_template = tokenizer.chat_template or FALLBACK_TEMPLATE
@@ -262,9 +261,7 @@ def stdlib_files(root: str | Path | None = None) -> list[Path]:
         subfolders[:] = set(subfolders) - _SKIPPED
         found += (path for name in names if name.endswith(".py") and (path := Path(folder, name)).is_file())
     if not found:
-        raise ConfigError(
-            f"the standard library at `{root}` has no sources: name your own files with --data.text_files"
-        )
+        raise ConfigError(f"the standard library at `{root}` has no sources: name files with --data.text_files")
     return sorted(found)
 
 
@@ -310,10 +307,6 @@ def _refused(line: str, reason: str) -> ConfigError:
     return ConfigError(f"text_files: the line `{textwrap.shorten(line, 80, placeholder='...')}` is refused: {reason}")
 
 
-def read(texts: Iterable[str], by_line: bool) -> list[Record]:
-    return [read_record(line) for line in texts if line.strip()] if by_line else list(texts)
-
-
 def read_record(line: str) -> Record:
     """Return the document of a line, or messages and tools; a prompt is a message of the user."""
     match row := _object(line):
@@ -338,9 +331,7 @@ def _checked(messages: list[Any], line: str) -> list[dict[str, Any]]:
             case {"role": str(), "content": str()}:
                 calls = []
             case _:
-                raise _refused(
-                    line, f"message {number} needs `role` and `content` as text, or `tool_calls` of the assistant"
-                )
+                raise _refused(line, f"message {number} needs `role` and `content` as text, or `tool_calls`")
         if message.get("weight", 1) != 1:
             raise _refused(line, f"message {number} has a `weight`, which is not supported: take it out")
         for call in calls:  # OpenAI has arguments as text, templates expect objects
@@ -409,19 +400,19 @@ def tokenize(
 ) -> dict[str, list[Any]]:  # fmt: skip
     """Return samples of at most `seq_len` tokens: long documents in pieces; `recipe` is for the cache alone."""
     samples: list[tuple[list[int], list[int]]] = []
-    records, end = read(batch["text"], by_line), tokenizer.eos_token_id
-    documents = [each for each in records if isinstance(each, str)]
+    documents, end = list[str](), tokenizer.eos_token_id
+    for line in filter(str.strip, batch["text"]):
+        if isinstance(record := read_record(line) if by_line else line, str):
+            documents.append(record)
+            continue
+        try:
+            samples += samples_of(*record, tokenizer, train_on_all=train_on == "all")
+        except (TemplateError, TypeError, ValueError, KeyError, NotImplementedError) as error:
+            raise _refused(line, f"the chat template refuses the conversation: {error}") from error
     for ids in tokenizer(documents, verbose=False)["input_ids"] if documents else ():
         ended = ids if ids[-1:] == [end] else [*ids, end]
         pieces = (ended[start : start + seq_len] for start in range(0, len(ended), seq_len))
         samples += [(piece, piece) for piece in pieces if len(piece) > 1]
-    for line in (each for each in batch["text"] if by_line and each.strip()):
-        if isinstance(record := read_record(line), str):
-            continue
-        try:
-            samples += samples_of(*record, tokenizer, train_on_all=train_on == "all")
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise _refused(line, f"the chat template refuses the conversation: {error}") from error
     return {
         "input_ids": [ids[:seq_len] for ids, _ in samples],
         "labels": [labels[:seq_len] for _, labels in samples],

@@ -193,7 +193,7 @@ def test_an_error_in_a_line_shows_it(write_lines, tmp_path, rows, template, mess
 
 def test_text_and_conversations_are_not_mixed(write_lines, text_folder):
     path = write_lines(turns(1))
-    with pytest.raises(ConfigError, match=r"chat\.jsonl` has lines of JSON and .*\.txt` has not"):
+    with pytest.raises(ConfigError, match=r"chat\.jsonl` has lines of JSON, .*\.txt` has not"):
         TextData([str(path), f"{text_folder}/00.txt"]).setup()
 
 
