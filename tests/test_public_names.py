@@ -70,7 +70,7 @@ KEYS_OF_FILES = {
 COMMANDS = {
     "plan": "model tiers ssd ssd-budget ssd-checkpoint batch seq precision state master accumulate "
     "accumulate-grad-batches activation-offload stream-weights overlap policy loss lora quantize json",
-    "calibrate": "output ssd quick json",
+    "calibrate": "output ssd quick",
     "export": "base adapter-config only-adapter dtype max-shard-bytes",
 }
 

@@ -2,17 +2,20 @@
 
 import importlib
 import json
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from timing import Timings
 
-from lightning_cxl.commands.calibrate import machine_facts
 from lightning_cxl.commands.parsers import write_text
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.machine.speeds import QUIET_FRACTION
+from lightning_cxl.machine.speeds import QUIET_FRACTION, cpu_model
+from lightning_cxl.machine.topology import read_meminfo, read_text
+from lightning_cxl.native import _cpu
 from lightning_cxl.text import table_lines
 
 
@@ -102,8 +105,18 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
 
 
 def machine(num_threads: int) -> dict[str, Any]:
-    """Return what the numbers depend on besides the code."""
-    return {**machine_facts(), "threads": num_threads}
+    """Return what the numbers depend on besides the code: CPU, threads, memory, kernel and versions."""
+    return {
+        "cpu": cpu_model(),
+        "threads": num_threads,
+        "available_threads": _cpu.available_threads(),
+        "isa": _cpu.best_isa(),
+        "memory_bytes": read_meminfo(Path("/proc/meminfo")).get("MemTotal", 0),
+        "transparent_hugepage": read_text(Path("/sys/kernel/mm/transparent_hugepage/enabled")) or "",
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
 
 
 def check_matplotlib() -> None:

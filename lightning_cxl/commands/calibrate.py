@@ -4,10 +4,8 @@ import datetime
 import errno
 import fcntl
 import gc
-import json
 import mmap
 import os
-import platform
 import random
 import shutil
 import statistics
@@ -38,7 +36,7 @@ from lightning_cxl.machine.speeds import (
     save_calibration,
     save_machine,
 )
-from lightning_cxl.machine.topology import Topology, parse_id_list, read_meminfo, read_text
+from lightning_cxl.machine.topology import Topology, parse_id_list, read_text
 from lightning_cxl.memory.host_memory import Pinner, make_pinner
 from lightning_cxl.memory.resource import PAGE_BYTES, MemoryResource, NumaResource
 from lightning_cxl.native import _cpu, _membench
@@ -106,7 +104,8 @@ QUICK = Options(rounds=3, node_bytes=64 << 20, copy_bytes=32 << 20, matmul_secon
 
 def main(arguments: Sequence[str]) -> None:
     args = parsers.calibrate().parse_args(arguments)
-    parsers.check_target(args.json)
+    if args.json is not None:
+        raise ConfigError("--json was removed: the file that is named at the end has what was measured, as JSON")
     parsers.check_target(args.output)
     for folder in args.ssd:
         check_ssd(folder)
@@ -132,16 +131,6 @@ def main(arguments: Sequence[str]) -> None:
         )
     kept = save_calibration(calibration, topology, [each.name for each in devices])
     print(f"\n{time.perf_counter() - start:.0f} s; kept in {kept}")
-    if args.json:
-        data = [
-            {"name": name, "value": value, "unit": unit, "goal": None, "holds": None}
-            for row in rows
-            for name, value, unit in (
-                (row.name, row.figure.value, row.unit),
-                (f"{row.name}, spread", row.figure.spread, "x median"),
-            )
-        ]
-        parsers.write_text(args.json, json.dumps({"machine": machine_facts(), "rows": data}, indent=1))
     if args.output:
         drives = tuple(folder.resolve() for folder in args.ssd)
         described = topology.with_ssd(SsdOptions(drives)) if drives else topology
@@ -229,21 +218,6 @@ def _device(
         flops=max(figure.value for figure in flops.values()),
         **links,
     )
-
-
-def machine_facts() -> dict[str, Any]:
-    """Return what measured numbers depend on besides the code: CPU, threads, memory, kernel and versions."""
-    return {
-        "cpu": cpu_model(),
-        "threads": _cpu.available_threads(),
-        "available_threads": _cpu.available_threads(),
-        "isa": _cpu.best_isa(),
-        "memory_bytes": read_meminfo(Path("/proc/meminfo")).get("MemTotal", 0),
-        "transparent_hugepage": read_text(Path("/sys/kernel/mm/transparent_hugepage/enabled")) or "",
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
 
 
 def cpu_seconds() -> tuple[float, float, float]:

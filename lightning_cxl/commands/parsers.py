@@ -43,7 +43,7 @@ used by plans; `python -m lightning_cxl env` shows them. Nothing else should run
         "--ssd", type=Path, metavar="DIR", action="append", default=[], help="a folder on a drive for the tier ssd"
     )
     parser.add_argument("--quick", action="store_true", help="seconds instead of a minute, and less exact")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured as JSON")
+    parser.add_argument("--json", help=argparse.SUPPRESS)  # removed: an error says what to do instead
     return parser
 
 
