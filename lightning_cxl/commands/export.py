@@ -600,20 +600,16 @@ def _with_adapter(model: Any, found: Checkpoint, tensors: Sequence[CheckpointTen
         given = {_INSIDE + tensor.name.rpartition(_INSIDE)[2]: tensor.values() for tensor in tensors}
         names = {name: name for name in own if _ADAPTER.search(name)}
     if given.keys() != names.keys():
+        more, less = sorted(given.keys() - names.keys()), sorted(names.keys() - given.keys())
         raise CheckpointError(
-            f"the adapter has {_some(given.keys() - names.keys())} that its config does not make, and lacks "
-            f"{_some(names.keys() - given.keys())}: give the {ADAPTER_CONFIG} that it was trained with"
+            f"the adapter has {len(more)} tensors that its config does not make, and lacks {len(less)} "
+            f"(such as `{(more + less)[0]}`): give the {ADAPTER_CONFIG} that it was trained with"
         )
     try:  # not with peft, which would move the values to the base weights: the meta device
         adapted.load_state_dict({names[name]: value for name, value in given.items()}, strict=False, assign=True)
     except RuntimeError as error:
         raise CheckpointError(f"the adapter does not fit its {ADAPTER_CONFIG}: {error}") from error
     return adapted
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    return f"{len(listed)} tensors" + (f" such as `{listed[0]}`" if listed else "")
 
 
 def _save_adapter(adapted: Any, files: dict[str, bytes], folder: Path, base: Path | None) -> Exported:

@@ -496,7 +496,7 @@ def _roles(found: Findings) -> list[str]:
 
 
 def _drives(found: Findings) -> list[str]:
-    job, machine, ssd, time = found.job, found.machine, found.machine.ssd, found.chosen.time
+    job, machine, ssd = found.job, found.machine, found.machine.ssd
     if ssd is None or not job.moved_bytes("ssd_write"):
         return []
     roles = ", ".join(each.role.value for each in job.classes if each.tier == SSD)
@@ -506,13 +506,7 @@ def _drives(found: Findings) -> list[str]:
         f"left over: {format_bytes(max(0, machine.memory_bytes - found.host_bytes))} of "
         f"{format_bytes(machine.memory_bytes)}; {job.moved_bytes('ssd_write') / 1e9:.3g} GB written per step"
     )
-    if time is not None:
-        busy = time.busy_seconds()
-        lines += wrapped(
-            f"  a step reads for {busy.get('ssd read', 0):.2f} s and writes for {busy.get('ssd write', 0):.2f} s, at "
-            f"the same time; that adds {found.chosen.ssd_seconds or 0.0:.2f} s to the {time.seconds:.2f} s predicted"
-        )
-    elif machine.has_speeds and not ssd.has_speeds:
+    if machine.has_speeds and not ssd.has_speeds:
         lines += wrapped("  no seconds are predicted: `python -m lightning_cxl calibrate --ssd DIR` measures drives")
     return lines
 
@@ -531,7 +525,7 @@ def _device(found: Findings) -> list[str]:
 
 
 def _ranks(found: Findings) -> list[str]:
-    mesh, machine, time = found.job.mesh, found.machine, found.chosen.time
+    mesh, machine = found.job.mesh, found.machine
     if not mesh.is_sharded:
         return []
     count = mesh.num_devices
@@ -546,9 +540,6 @@ def _ranks(found: Findings) -> list[str]:
             "  links between devices are not known: what they exchange is counted as going through host memory. Say "
             "how fast they are under `links` in a machine file (--tiers)"
         )
-    if time is not None:
-        busy = ", ".join(f"{name} {each:.2f} s" for name, each in time.busy_seconds().items() if each >= 0.005)
-        lines += wrapped(f"  predicted: busy in {time.seconds:.2f} s: {busy}")
     return lines
 
 
