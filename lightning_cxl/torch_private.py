@@ -218,6 +218,16 @@ no_torch_function = find("torch", "_C._disabled_torch_function_impl", "see opera
 plain_tensor_functions: Callable[[], AbstractContextManager[Any]] = find(
     "torch", "_C.DisableTorchFunctionSubclass", "ask such a stand-in for its shape"
 )
+_METADATA = frozenset(("device", "dim", "dtype", "is_floating_point", "is_meta", "layout", "ndim", "nelement", "numel"))
+_METADATA |= {"_version", "is_contiguous", "is_cpu", "is_leaf", "is_sparse", "nbytes", "requires_grad", "shape", "size"}
+_METADATA |= {"storage_offset", "stride"}
+
+
+def asks_metadata(func: Any) -> bool:
+    """Whether what a `__torch_function__` is called for reads nothing of a tensor's bytes."""
+    return getattr(getattr(func, "__self__", func), "__name__", "") in _METADATA
+
+
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 for _name in _BACKWARD_HOOKS:
     if not hasattr(nn.Module(), _name):

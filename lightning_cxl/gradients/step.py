@@ -2,13 +2,15 @@
 
 import logging
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -21,6 +23,7 @@ from lightning_cxl.optim.masters import MasterWeights, WeightPair
 from lightning_cxl.optim.parameter_state import AllocateState, AwaitedParams, plain
 from lightning_cxl.optim.swapped_state import StateSwapper
 from lightning_cxl.streaming.unit_weights import ParamStreamer, UnitWeights
+from lightning_cxl.streaming.units import Compiler, StandIn, call_under
 from lightning_cxl.torch_private import keeps_mark, mark_as_called, step_hooks
 
 # ----------------------------------------------------------------------------------------------------
@@ -30,14 +33,17 @@ from lightning_cxl.torch_private import keeps_mark, mark_as_called, step_hooks
 # One worker thread does what the host does with gradients: it adds and measures them as they land (`GradientOffload`)
 # and runs the update of one unit after the other. There are two schedules:
 #
-# * Behind the next forward, always possible: at the time of the step all gradients are there, checked and clipped. What
-#   does not stream is updated at once, then each unit in the order of the forward, and the step returns.
+# * Behind the next forward, always possible: at the time of the step all gradients are there, checked and clipped. All
+#   updates run on the worker in the order of the forward, and the step returns.
 # * Behind the backward as well, if nothing can call the step off and nobody looks at gradients (`in_backward`): a unit
 #   is updated from the end of its backward on, with the gradients that have been started on their way, which never
 #   become ``p.grad``. The worker takes the unit that the next forward needs first, so where it is slower than the
 #   backward, the rest runs behind that forward. If memory has room for gradients of a few units only, a backward that
-#   is too far ahead waits. Masters of what stays on the device (embedding, head) come first of all, and are copied to
-#   it by the step.
+#   is too far ahead waits. Masters of what stays on the device (embedding, head) come first of all.
+#
+# What stays on the device gets its new values when the step is over, from the worker, behind all that the device was
+# asked for before. The forward of its module waits for them (`_ResidentForward`), and so does any other use of it
+# ([Note: Compute and master weights]). A parameter of a module that contains units is written by the step itself.
 #
 # A step reads hyper-parameters when it begins, so schedulers may go on. Versions of the weights go up when an update is
 # started, by the thread that starts it: copies on the device are stale from then on. Until it is done the unit is
@@ -71,6 +77,8 @@ class Updates:
         *,
         in_backward: bool,
         max_in_flight: int,
+        parameters: Sequence[Parameter] = (),  # in the order of the forward, as far as that is known
+        awaited: Mapping[int, int] = MappingProxyType({}),  # numbers of stand-ins whose forward waits, by parameter id
     ) -> None:
         self._units = units
         self._masters = masters
@@ -82,12 +90,14 @@ class Updates:
         self._streamer = streamer
         self._in_backward = in_backward
         self._max_in_flight = max_in_flight
-        self._order = {id(unit): index for index, unit in enumerate(units)}
+        self._order = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._awaited = awaited
+        self._behind: list[WeightPair] = []  # on the device, whose updates run or ran behind
         self._optimizer: CPUAdam | None = None  # whose closure runs, if updates may run behind its backward
         self._step: AdamStep | None = None  # of that closure, once a unit has been updated
         self._started: list[Future[None]] = []
         self._is_last_backward = False  # of that closure
-        self._residents: list[tuple[WeightPair, Future[None]]] = []  # updated, but the device has old weights
+        self._residents: list[tuple[WeightPair, Future[None]]] = []  # updated in this backward; the device has old ones
 
     # -- what a step asks for, in this order
 
@@ -108,12 +118,14 @@ class Updates:
     def give_up(self) -> None:
         """Learn that the closure has failed."""
         self._optimizer = None
-        self._end_residents()
+        with suppress(Exception):  # that of the closure is raised
+            self._end_residents()
 
     def prepare(self) -> None:
         """Return when the masters may be written, and have what others wrote into the compute weights."""
         for unit in self._units:
             unit.wait_for_readers()
+        self._settle_residents()
         self._masters.wait()
         self._masters.absorb_changes()
 
@@ -134,12 +146,15 @@ class Updates:
         updates = step.collect()
         optimizer.drop_stale_scale()
         parts: dict[int, list[Update]] = {}
+        residents: dict[int, list[tuple[WeightPair, Update]]] = {}
         now: list[Update] = []
         for each in updates:
             pair = self._masters.find(each.parameter)
             unit = None if pair is None else self._unit_of.get(id(pair.compute))
             if pair is not None and unit is not None and self._is_for_worker(pair):
                 parts.setdefault(id(unit), []).append(each)
+            elif pair is not None and id(pair.compute) in self._awaited:
+                residents.setdefault(self._awaited[id(pair.compute)], []).append((pair, each))
             else:
                 now.append(each)
         step.apply(now, optimizer.grad_scale)
@@ -148,12 +163,18 @@ class Updates:
             part = parts.get(id(unit))
             if part is not None:
                 self.start(unit, written_by(part), partial(step.apply, part, optimizer.grad_scale))
+        for group in residents.values():
+            part = [each for _, each in group]
+            torch.autograd.graph.increment_version(written_by(part))
+            job = partial(step.apply, part, optimizer.grad_scale)
+            self._start_residents([pair for pair, _ in group], job, self._order[id(group[0][0].compute)])
         optimizer.grad_scale = 1.0
-        self._raise_of_residents()
+        self._write_back_residents()
 
     def write_back(self, optimizer: Optimizer, updated: Sequence[torch.Tensor]) -> None:
         is_ours = isinstance(optimizer, CPUAdam)
-        self._masters.write_back(updated, kernel_wrote=is_ours)
+        behind = {id(pair.master) for pair in self._behind if pair.is_updating}
+        self._masters.write_back([each for each in updated if id(each) not in behind], kernel_wrote=is_ours)
         if self._worker is None or not is_ours:
             self._masters.wait()  # else whoever gets at the masters waits
 
@@ -163,6 +184,7 @@ class Updates:
         for unit in self._units:
             unit.settle()
         wait([update for _, update in self._residents])  # an error is raised by the step
+        self._settle_residents()
         self._masters.wait()
 
     def close(self, *, after_error: bool = False) -> None:
@@ -175,9 +197,10 @@ class Updates:
         try:
             with ExitStack() as waits:
                 waits.callback(self._masters.wait)
-                waits.callback(self._raise_of_residents)
-                for unit in self._units:
-                    waits.callback(unit.settle)
+                waits.callback(self._end_residents)
+                for settle in [each.settle for each in self._units] + [each.settle for each in self._behind]:
+                    waits.callback(settle)
+                self._behind.clear()
         except Exception as error:
             if not after_error:
                 raise
@@ -188,16 +211,53 @@ class Updates:
     def begin_backward(self) -> None:
         self._is_last_backward = self._optimizer is not None
 
-    def _end_residents(self) -> BaseException | None:
-        """Write back the masters whose updates run or ran; return the first error of those that failed."""
+    def _end_residents(self) -> None:
+        """Write back the masters whose updates run or ran; raise the first error of those that failed."""
         updated, self._residents = self._residents, []
         errors = [update.exception() for _, update in updated]  # waits for each
         self._masters.write_back([pair.master for (pair, _), error in zip(updated, errors, strict=True) if not error])
-        return next(filter(None, errors), None)
-
-    def _raise_of_residents(self) -> None:
-        if (error := self._end_residents()) is not None:
+        for error in filter(None, errors):
             raise error
+
+    def _write_back_residents(self) -> None:
+        """Let the worker write back what was updated in the backward; what no forward waits for, at once."""
+        behind = [(pair, update) for pair, update in self._residents if id(pair.compute) in self._awaited]
+        self._residents = [(pair, update) for pair, update in self._residents if id(pair.compute) not in self._awaited]
+
+        def raise_errors() -> None:
+            for _, update in behind:
+                update.result()  # done: the worker had them first
+
+        if behind:
+            self._start_residents([pair for pair, _ in behind], raise_errors, -1)
+        self._end_residents()
+
+    def _start_residents(self, pairs: Sequence[WeightPair], job: Callable[[], None], order: int) -> None:
+        """Let a job that updates masters run on the worker; the device gets the new weights after it."""
+        assert self._worker is not None
+        update: Future[None] = Future()
+        write = self._masters.writing_back(pairs)
+        for pair in pairs:
+            pair.begin_update(update)
+
+        def run() -> None:
+            job()
+            write()
+
+        self._worker.update(order, run, update)
+        self._behind += pairs
+
+    def _settle_residents(self) -> None:
+        while self._behind:
+            self._behind.pop().settle()
+
+    def wait_for(self, parameters: Iterable[Parameter]) -> None:
+        """Have the device wait for new values of parameters that stay there, before it computes with them."""
+        if self._behind:
+            ids = {id(parameter) for parameter in parameters}
+            for pair in self._behind:
+                if id(pair.compute) in ids:
+                    pair.settle()
 
     def unit_is_over(self, unit: UnitWeights) -> None:
         if self._optimizer is None or not self._is_last_backward or unit.num_forwards != 1:
@@ -217,7 +277,10 @@ class Updates:
 
         They get the new values at the end of the step: a recompute may read them until then.
         """
-        if self._optimizer is None or not self._is_last_backward or pair.may_be_written:
+        if self._optimizer is None or not self._is_last_backward:
+            return
+        pair.settle()
+        if pair.may_be_written:
             return
         self._grads.hand_over([pair])  # a gradient that has landed was computed with what the master was copied to
         torch.autograd.graph.increment_version([pair.master])
@@ -252,8 +315,31 @@ class Updates:
             unit.wait_for_readers()  # the end of another update may have fetched this unit before it was known as next
             job()
 
-        self._worker.update(self._order[id(unit)], run, update)
+        self._worker.update(self._order.get(id(unit.places[0].parameter), 0), run, update)
         self._started.append(update)
+
+
+class _ResidentForward(StandIn):
+    """Takes the place of the forward of a module that stays on the device."""
+
+    updates: Updates
+
+    def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.updates.wait_for(self.module.parameters())
+        return call_under(compiler, self.original, args, kwargs)
+
+
+def waiting_forwards(model: nn.Module, units: Iterable[nn.Module]) -> list[_ResidentForward]:
+    """Put stand-ins on the outermost modules with parameters that neither are units nor contain one."""
+    of_units = {id(each) for unit in units for each in unit.modules()}
+    found: list[_ResidentForward] = []
+    seen = set(of_units)
+    for module in model.modules():
+        parts = {id(each) for each in module.modules()}
+        if id(module) not in seen and parts.isdisjoint(of_units) and any(True for _ in module.parameters()):
+            found.append(_ResidentForward(module))
+            seen |= parts
+    return found
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

@@ -17,11 +17,17 @@ Its ``.grad`` is that of the master, on the host, also where the weights are on 
 master. Writes through ``.data``, which torch does not count, are noticed because someone has asked for ``.data``: the
 next step compares then. Autograd, which reads and writes ``.grad`` past Python, and our own code use `torch_private`.
 Shards keep torch's ``.grad`` and ``.data``: DTensors have no subclasses, and FSDP2 sets their ``.grad`` itself.
+
+While a thread updates the master behind the training (`WeightPair.begin_update`), the compute parameter on the device
+has old values. It is an `_Updating` then: whatever operator of torch gets it first waits for the update, also where
+somebody kept a reference, and the device waits for the copy.
 """
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -44,7 +50,19 @@ class WeightPair:
     """The compute and the master weights of one trained parameter, and in which precision its gradient is kept."""
 
     __slots__ = (
-        *("__weakref__", "_aliases", "_plain_type", "compute", "grad_dtype", "master", "name", "on_access", "version"),
+        *(
+            "__weakref__",
+            "_aliases",
+            "_front",
+            "_plain_type",
+            "_update",
+            "_written",
+            "compute",
+            "grad_dtype",
+            "master",
+            "name",
+        ),
+        *("on_access", "version"),
     )
 
     def __init__(self, name: str, compute: Parameter, master: Parameter, grad_dtype: torch.dtype) -> None:
@@ -56,6 +74,9 @@ class WeightPair:
         self._aliases: list[weakref.ref[torch.Tensor]] = []  # what ``compute.data`` has given out
         self._plain_type: type[Parameter] | None = None  # of the compute parameter, while it is a `_Front`
         self.on_access: Callable[[], None] = _nothing  # completes gradients that are on their way, where possible
+        self._update: Future[None] | None = None  # of the master and of what the device has, behind the training
+        self._written: Transfer | None = None  # to the device, in that update
+        self._front: type[Parameter] | None = None  # of the compute parameter, before that update
 
     @property
     def is_shared(self) -> bool:
@@ -81,6 +102,34 @@ class WeightPair:
         self.version = -1
         self._aliases = [*(alias for alias in self._aliases if alias() is not None), weakref.ref(data)]
         return data
+
+    @property
+    def is_updating(self) -> bool:
+        return self._update is not None
+
+    def begin_update(self, update: "Future[None]") -> None:
+        """Let whoever uses the compute weights, which have a front, wait for an update, and raise its error."""
+        self.settle()
+        self._update, self._front = update, type(self.compute)
+        self.compute.__class__ = _updating_of(self._front)
+
+    def note_copy(self, transfer: Transfer) -> None:
+        """Note the copy to the device of the update that runs."""
+        self._written = transfer
+        self.agree()
+
+    def settle(self) -> None:
+        """Return when the compute weights are new for what this thread's stream computes from now on."""
+        update = self._update
+        if update is None:
+            return
+        try:
+            update.result()
+            if self._written is not None:
+                self._written.wait()
+        finally:  # not earlier: until then nobody may take the weights for new
+            self._update = self._written = None
+            self.compute.__class__ = self._front or type(self.compute)
 
     def put_front(self, on_access: Callable[[], None]) -> None:
         """Let the compute parameter show the master's gradient, and notice ``.data``, until `remove_front`."""
@@ -151,13 +200,17 @@ class _Front:
         """The weights, to which someone may write."""
         if torch.compiler.is_dynamo_compiling():
             return self.detach()  # type: ignore[no-any-return]  # writes to which torch counts
-        data, pair = torch_private.plain_data(self), self._pair()
+        if (pair := self._pair()) is not None:
+            pair.settle()
+        data = torch_private.plain_data(self)
         return data if pair is None else pair.gives_out(data)
 
     @data.setter
     def data(self: Any, value: torch.Tensor) -> None:
-        torch_private.set_plain_data(self, value)
         if (pair := self._pair()) is not None:
+            pair.settle()
+        torch_private.set_plain_data(self, value)
+        if pair is not None:
             pair.gives_out(value)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
@@ -165,6 +218,30 @@ class _Front:
         copied = super().__deepcopy__(memo)  # type: ignore[misc]
         copied.__class__ = type(self).__mro__[2]
         return copied
+
+
+@functools.cache
+def _updating_of(front: type[Parameter]) -> type[Parameter]:
+    return type(front.__name__, (_Updating, front), {})
+
+
+class _Updating:
+    """A compute parameter on a device whose update runs behind."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch_private.asks_metadata(func):
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
+        updating = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, _Updating)]
+        for leaf in updating:
+            _in_front[id(leaf)].settle()  # which makes it an ordinary one
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        _in_front[id(self)].settle()
+        return copy.deepcopy(self, memo)
 
 
 class MasterWeights:
@@ -247,15 +324,36 @@ class MasterWeights:
     def _write(self, pair: WeightPair) -> None:
         if pair.is_same_memory:
             return
-        source, target = local(pair.master.detach()), local(pair.compute.detach())
-        if is_on_host(target):
-            target.copy_(source)
+        if is_on_host(target := local(pair.compute.detach())):
+            target.copy_(local(pair.master.detach()))
             return
-        if source.dtype is not target.dtype:  # in pinned memory, where torch would take pageable memory
-            source = self._allocate(pair.compute, TensorRole.STAGING, target.dtype).copy_(source)
-        transfer = self._engine.h2d(source, target)
-        transfer.wait()
+        self._copy(pair, target, self._staging(pair)).wait()
+
+    def _staging(self, pair: WeightPair) -> torch.Tensor | None:
+        """Return pinned memory in which a master is rounded for the device, where torch would take pageable memory."""
+        dtype = pair.compute.dtype
+        return None if pair.master.dtype is dtype else self._allocate(pair.compute, TensorRole.STAGING, dtype)
+
+    def _copy(
+        self, pair: WeightPair, target: torch.Tensor, staging: torch.Tensor | None, after: list[Transfer] | None = None
+    ) -> Transfer:
+        source = local(pair.master.detach())
+        transfer = self._engine.h2d(source if staging is None else staging.copy_(source), target, after=after)
         self._written.append(transfer)
+        return transfer
+
+    def writing_back(self, pairs: Iterable[WeightPair]) -> Callable[[], None]:
+        """Return what copies masters to the device, in any thread, behind all that the device is asked for now."""
+        copies = [(pair, local(pair.compute.detach()), self._staging(pair)) for pair in pairs]
+        after = [self._engine.mark()]
+
+        @torch.no_grad()
+        def write() -> None:
+            while copies:  # staging memory goes back when its copy is done
+                pair, target, staging = copies.pop()
+                pair.note_copy(self._copy(pair, target, staging, after))
+
+        return write
 
     def wait(self) -> None:
         written, self._written = self._written, []

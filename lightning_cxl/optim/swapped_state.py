@@ -28,14 +28,12 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.shards import sharded_like
 from lightning_cxl.storage.store import Record, addresses_without_memory, is_in
 from lightning_cxl.storage.swap import Swappable, Swapper, uninterrupted
-from lightning_cxl.torch_private import wrapper_tensor
+from lightning_cxl.torch_private import asks_metadata, wrapper_tensor
 
 At = Callable[[torch.Tensor], torch.Tensor]
 """Returns where the bytes of a tensor of state are now, in one dimension."""
 
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
-_METADATA = frozenset(("device", "dim", "dtype", "is_floating_point", "is_meta", "layout", "ndim", "nelement", "numel"))
-_METADATA |= {"requires_grad", "shape", "size"}
 
 
 def taken_nbytes(nbytes: int) -> int:
@@ -140,7 +138,7 @@ class OnSsd(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if getattr(getattr(func, "__self__", func), "__name__", "") in _METADATA:
+        if asks_metadata(func):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         return cls.__torch_dispatch__(func, types, (), {})
 

@@ -30,7 +30,14 @@ from lightning_cxl.devices.transfer import TransferEngine, make_engine
 from lightning_cxl.errors import LightningCXLError, LightningCXLWarning, SpillWarning, TierFullError
 from lightning_cxl.gradients.guard import GradientMeter, OverflowGuard
 from lightning_cxl.gradients.offload import GradientOffload, HostWorker, attach_zero_grad, detach_zero_grad
-from lightning_cxl.gradients.step import MAX_UNITS_IN_FLIGHT, Adoption, Updates, describe_optimizer, why_after_backward
+from lightning_cxl.gradients.step import (
+    MAX_UNITS_IN_FLIGHT,
+    Adoption,
+    Updates,
+    describe_optimizer,
+    waiting_forwards,
+    why_after_backward,
+)
 from lightning_cxl.inventory.plan import AskedTiers, Plan, list_tensors, precisions_of
 from lightning_cxl.inventory.tensors import SLOTS_OWNER, Loop, StreamedUnit, Workload
 from lightning_cxl.machine.binding import RankBinding
@@ -512,6 +519,10 @@ class Run:
                 reserves_streamed=plan.overlap != "backward",
                 are_read_early=loop.reads_gradients,
             )
+            apart = worker is not None and not engine.computes_on_host
+            resident = waiting_forwards(model, (module for _, module in plan.units)) if apart else []
+            for each in resident:
+                cleanup.callback(each.remove)
             self._updates = Updates(
                 units,
                 self.masters,
@@ -520,7 +531,11 @@ class Run:
                 worker,
                 in_backward=plan.overlap in ("backward", "both"),
                 max_in_flight=MAX_UNITS_IN_FLIGHT if plan.overlap == "backward" else len(units),
+                parameters=list(peek(model)),
+                awaited={id(p): number for number, each in enumerate(resident) for p in each.module.parameters()},
             )
+            for each in resident:
+                each.updates = self._updates
             cleanup.callback(self._grads.close)
             if streamer is not None:
                 streamer.attach(self._grads)

@@ -20,6 +20,7 @@ from lightning_cxl.streaming.on_ssd import Fetch, WeightRecord
 from lightning_cxl.streaming.quantised import DATA, companions, show, tensors_of
 from lightning_cxl.streaming.units import Compiler, StandIn, call_under, owners_in
 from lightning_cxl.torch_private import (
+    asks_metadata,
     caches_weights,
     is_in_transform,
     is_only_holder,
@@ -120,7 +121,6 @@ HostCopy = InMemory | WeightRecord
 """Bytes that parameters show while their unit does not compute."""
 _not_inherited: "WeakKeyDictionary[nn.Module, tuple[str, set[int]]]" = WeakKeyDictionary()
 """The unit of each module, and where its parameters lie in memory that forked children do not have."""
-_METADATA = frozenset(("device", "dim", "dtype", "ndim", "nelement", "numel", "requires_grad", "shape", "size"))
 
 
 AllocateWeights = Callable[[int, Sequence[nn.Parameter]], HostCopy]
@@ -394,7 +394,7 @@ class _Hidden:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if getattr(getattr(func, "__self__", func), "__name__", "") in _METADATA:
+        if asks_metadata(func):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
         raise UnsupportedError(_forked(cls.unit))
 

@@ -99,6 +99,21 @@ def test_updates_behind_the_backward_cause_no_recompile():
     assert ours[2][0][0] == ours[2][-1][0] == 1
 
 
+def parts_in_place(model, **options):
+    for part in (model.embed, model.norm, model.head):
+        part.compile(**options)
+    return model
+
+
+@pytest.mark.usefixtures("slow_updates")
+@pytest.mark.parametrize("options", [{}, {"on_overflow": "ignore"}], ids=str)
+def test_updates_of_what_stays_on_the_device_cause_no_recompile(options):
+    plain = run(parts_in_place, offload(overlap_step=False), Counting())
+    ours = run(parts_in_place, offload(**options), Counting())
+    assert_identical(plain[:2], ours[:2])
+    assert ours[2] == plain[2]
+
+
 class AsksItsWeights(nn.Module):
     """A block whose forward looks at attributes of its weights."""
 

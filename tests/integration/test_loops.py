@@ -295,7 +295,7 @@ def test_a_loop_waits_for_no_update_before_the_next_forward(monkeypatch):
         gate.open_when_one_waits()
         begun.append(gate.num_waiting)
 
-    model.embed.register_forward_hook(opens)
+    model.embed.register_forward_pre_hook(opens)
     model(batches()[0][0])
     assert len(begun) == 1 and begun[0] >= 1, "the forward began while the first update waited"
     accelerator.free_memory()

@@ -195,6 +195,44 @@ def test_whoever_looks_between_steps_sees_the_new_weights():
     assert ours.seen == plain.seen and len(set(plain.seen)) == 12
 
 
+class Holds(Callback):
+    """Reads what stays on the device past all modules, between the steps."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_start(self, trainer, module):
+        self.held = [module.model.head.weight, module.model.embed.weight, module.model.norm.weight]
+
+    def on_train_end(self, *_):
+        del self.held
+
+    def on_train_batch_end(self, *_):
+        first = self.held[0]
+        ways = [
+            lambda: first.double().norm(),
+            lambda: first.data.double().sum(),
+            lambda: torch.stack(torch._foreach_norm([each.detach() for each in self.held])).sum(),
+            lambda: torch.stack(torch._foreach_norm(self.held)).sum(),
+            lambda: copy.deepcopy(self.held)[1].sum(),
+            lambda: torch.nn.functional.embedding(torch.tensor([3], device=first.device), self.held[1]).sum(),
+        ]
+        assert all(type(each).__name__ == "Parameter" and each.is_leaf for each in self.held)
+        self.seen.append(ways[len(self.seen) % 6]().item())
+
+
+@slow_updates
+@pytest.mark.parametrize("options", [{}, IGNORE])
+@pytest.mark.parametrize("form", ["fp32", "separate"])
+def test_whoever_holds_a_weight_that_stays_on_the_device_sees_the_new_values(options, form):
+    ours, plain = Holds(), Holds()
+    given = {**FORMS[form]}
+    precision = given.pop("precision", "32-true")
+    fit({**given, **options}, callbacks=[ours], steps=12, precision=precision)
+    fit({**given, **AFTER}, callbacks=[plain], steps=12, precision=precision)
+    assert ours.seen == plain.seen and len(set(plain.seen)) > 6
+
+
 @slow_updates
 def test_validation_and_checkpoints_in_the_middle(tmp_path):
     class Saves(Callback):
@@ -527,7 +565,7 @@ def test_a_step_returns_while_its_updates_run(monkeypatch):
 
     opens = Opens()
     fit({}, callbacks=[opens], steps=1)
-    assert not opens.was_open and gate.num_waiting == 3
+    assert not opens.was_open and gate.num_waiting == 6, "three blocks, embedding, norm, head"
 
 
 def test_updates_run_behind_the_backward(monkeypatch):
