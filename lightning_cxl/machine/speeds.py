@@ -680,23 +680,22 @@ def with_new_tiers(machine: Machine, topology: Topology) -> Machine:
 def tier_speeds(tier: Tier, calibration: Calibration | None, overrides: Overrides | None = None) -> TierSpeeds:
     """Return what is known of a tier, field by field from the best source. An emulated one is as fast as its nodes."""
     nodes = tier.near_nodes
-    reads, writes = [node.read_bytes_per_s for node in nodes], [node.write_bytes_per_s for node in nodes]
-    # Adam's mix, when reading and writing take turns
-    mixes = [
-        (_READ + _WRITTEN) / (_READ / r + _WRITTEN / w) if r and w else None for r, w in zip(reads, writes, strict=True)
-    ]
-    sources = {"firmware": _of_stripes(tier, mixes, reads, writes, tier.read_latency_ns)}
-    measured = [] if calibration is None else [calibration.node(node.node_id) for node in nodes]
-    own = [speeds for speeds in measured if speeds is not None]
+    rated: list[tuple[float | None, ...]] = []
+    for read, written in ((node.read_bytes_per_s, node.write_bytes_per_s) for node in nodes):
+        # Adam's mix, when reading and writing take turns
+        mix = (_READ + _WRITTEN) / (_READ / read + _WRITTEN / written) if read and written else None
+        rated.append((mix, read, written))
+    sources = {"firmware": _of_stripes(tier, rated, tier.read_latency_ns)}
+    own = [] if calibration is None else [each for node in nodes if (each := calibration.node(node.node_id))]
     if calibration is not None and len(own) == len(nodes):
-        sources[calibration.origin] = _of_stripes(
-            tier,
-            [node.adam_bytes_per_s for node in own],
-            # without a device, the CPUs show what the memory can do
-            [node.h2d_bytes_per_s or node.read_bytes_per_s for node in own],
-            [node.d2h_bytes_per_s or node.write_bytes_per_s for node in own],
-            max((node.latency_ns for node in own if node.latency_ns is not None), default=None),
-        )
+        # without a device, the CPUs show what the memory can do
+        measured = [
+            (each.adam_bytes_per_s, each.h2d_bytes_per_s or each.read_bytes_per_s,
+             each.d2h_bytes_per_s or each.write_bytes_per_s)
+            for each in own
+        ]  # fmt: skip
+        latency_ns = max((each.latency_ns for each in own if each.latency_ns is not None), default=None)
+        sources[calibration.origin] = _of_stripes(tier, measured, latency_ns)
     if overrides is not None:
         sources["file"] = dict(overrides.tiers.get(tier.name, {}))
     values: dict[str, Any] = {}
@@ -708,22 +707,14 @@ def tier_speeds(tier: Tier, calibration: Calibration | None, overrides: Override
     return TierSpeeds(values, " and ".join(dict.fromkeys(origins[name] for name in _NEEDED)) if known else "unknown")
 
 
-def _of_stripes(
-    tier: Tier,
-    mixes: Sequence[float | None],
-    reads: Sequence[float | None],
-    writes: Sequence[float | None],
-    latency_ns: float | None,
-) -> dict[str, Any]:
-    """Return the fields of a tier from the speeds of its near nodes, each at its part of a stripe.
-
-    The parts are in proportion to rated read bandwidths where all nodes have one, else equal (`make_leaf` in
-    `memory/host_memory.py`). The node that ends last decides; where one is unknown, so is the tier.
-    """
+def _of_stripes(tier: Tier, rows: Sequence[Sequence[float | None]], latency_ns: float | None) -> dict[str, Any]:
+    """Return the fields of a tier from the `_NEEDED` speeds of its near nodes, each at its part of a stripe."""
+    # parts are in proportion to rated read bandwidths where all nodes have one, else equal (`make_leaf`); the node that
+    # ends last decides, and where one is unknown, so is the tier
     ratings = [node.read_bytes_per_s for node in tier.near_nodes]
     parts = [rating or 1.0 for rating in ratings] if all(ratings) else [1.0] * len(ratings)
     found = {} if latency_ns is None else {"latency_ns": latency_ns}
-    for name, speeds in zip(_NEEDED, (mixes, reads, writes), strict=True):
+    for name, speeds in zip(_NEEDED, zip(*rows, strict=True), strict=True):
         known = [speed for speed in speeds if speed is not None]
         if len(known) == len(parts):
             found[name] = 1 / max(part / sum(parts) / speed for part, speed in zip(parts, known, strict=True))

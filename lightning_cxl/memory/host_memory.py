@@ -8,21 +8,19 @@ import threading
 import time
 import warnings
 from bisect import bisect_right, insort
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from lightning_cxl.devices.transfer import process_device_type
 from lightning_cxl.errors import (
-    ConfigError,
     LightningCXLError,
     SpillWarning,
     StorageError,
@@ -60,8 +58,7 @@ SplitKey = tuple[tuple[str, float], ...]
 """Tiers and their shares of a buffer; equal splits are equal tuples."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Account:
+class _Account(NamedTuple):
     nbytes: int
     spans: tuple[Span, ...]
     role: TensorRole
@@ -271,13 +268,9 @@ class HostMemory:
         leaf: MakeLeaf | None = None,
         pinner: Pinner | None = None,
     ) -> None:
-        if on_tier_full not in ("spill", "error"):
-            raise ConfigError(f'on_tier_full must be "spill" or "error", got {on_tier_full!r}')
         self._budgets, self._room = dict(budgets or {}), dict(room or {})
-        for name, budget in self._budgets.items():
+        for name in self._budgets:
             topology.tier(name)
-            if budget < 0:
-                raise ConfigError(f"the budget of tier `{name}` must not be negative, got {budget}")
         self.topology = topology
         self.on_tier_full = on_tier_full
         self.pins = pin
@@ -301,8 +294,6 @@ class HostMemory:
 
     def allocate(self, nbytes: int, placement: Placement, role: TensorRole, *, alignment: int = 64) -> Buffer:
         """Return exactly `nbytes` (contents undefined) on the tiers of `placement` by its shares, or where they fit."""
-        if nbytes < 0:
-            raise ValueError(f"cannot allocate {nbytes} bytes")
         if self.is_closed:
             raise LightningCXLError("this HostMemory is closed: its run is over")
         if self._pid != os.getpid():
@@ -474,13 +465,11 @@ class HostMemory:
         if not names:
             return
         self._warned.update((role, name) for name in names)
-        got = dict.fromkeys((span.tier for span in buffer.spans), 0.0)
+        got = defaultdict[str, float](float)
         for span in buffer.spans:
             got[span.tier] += span.nbytes / buffer.nbytes
-        if len(wanted) == 1:
-            went = f"tier `{next(iter(got))}`"
-        else:
-            went = f"{_fractions(got)} instead of {_fractions(dict(wanted))}"
+        split = f"{_fractions(got)} instead of {_fractions(dict(wanted))}"
+        went = f"tier `{next(iter(got))}`" if len(wanted) == 1 else split
         tiers = ", ".join(f"`{name}` has {self._room_text(name)}" for name in names)
         warnings.warn(
             f"{role.value} ({format_bytes(buffer.nbytes)}) went to {went}: {tiers}. More may follow without a warning, "
@@ -684,13 +673,10 @@ class HeapTrimmer:
 
 @contextmanager
 def large_blocks_apart() -> Iterator[None]:
-    """Inside, every block of 128 KiB and more has pages of its own, which go back to the OS when the block is freed.
-
-    glibc begins so, and then raises the limit to the largest block that was freed, up to 32 MiB: what it is afterwards.
-    Blocks below the limit are cut from the heap and leave holes there. In a QLoRA run of 1.1 B parameters on the CPU
-    (`examples/bench/qlora.py`), where weights are made anew in full precision whenever a layer computes, the holes were
-    as large as the model; new pages cost a tenth of the CPU time. A limit that users have set themselves stays.
-    """
+    """Inside, every block of 128 KiB and more has pages of its own, which go back to the OS when the block is freed."""
+    # glibc begins so, and then raises the limit to the largest block that was freed, up to 32 MiB: what it is
+    # afterwards. Blocks below the limit leave holes in the heap: with QLoRA on the CPU (`examples/bench/qlora.py`) as
+    # large as the model. New pages cost a tenth of the CPU time there. A limit that users have set stays
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name in os.environ and text in os.environ[name] for name, text in _USERS_CHOICE):
         yield

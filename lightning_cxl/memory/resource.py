@@ -1,13 +1,5 @@
 """Host memory as small resources that stack: pages of a node, striped, within a budget, page-locked, pooled.
 
-===================  ================================================================
-`NumaResource`       pages of one node, from the OS
-`StripedResource`    one range over several nodes or tiers, each with its share
-`BudgetResource`     pages of another one, as long as the tier's `Budget` allows it
-`PinnedResource`     buffers of another one, page-locked for the device
-`PoolResource`       buffers of another one, kept when they die and cut to size
-===================  ================================================================
-
 [Note: Life of a Buffer]
 A tensor made by `Buffer.tensor` holds a small native object (`_numa.Range`) that exports the bytes and holds the
 `Buffer`; the `Buffer` holds its resource. When the last tensor dies the `Buffer` dies and hands its bytes back with
