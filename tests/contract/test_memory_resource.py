@@ -138,6 +138,7 @@ def test_thousands_of_cycles_do_not_leak(case: Case) -> None:
         for i in range(times):
             kept = [case.resource.allocate(size) for size in (100 + i % 7, 70_000, 4 * MIB if i % 20 == 0 else 5000)]
             del kept
+
     cycle(20)
     before = mapped_bytes()
     cycle(1000)

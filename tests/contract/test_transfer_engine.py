@@ -108,24 +108,19 @@ def test_after_holds_between_the_directions_and_along_a_chain(sides):
     assert there.done()
 
 
-def test_synchronize_finishes_everything(sides):
+def test_synchronize_finishes_everything_and_buffers_are_let_go_after_close(sides):
     engine, host, device = sides
-    on_host = host(torch.zeros(100))
-    transfers = [engine.d2h(device(torch.ones(100)), on_host) for _ in range(3)]
+    on_host, on_device = host(torch.zeros(100)), device(torch.ones(100))
+    transfers = [engine.d2h(on_device, on_host) for _ in range(3)]
     engine.synchronize()
     assert all(transfer.done() for transfer in transfers)
     transfers[-1].wait_host()
     assert torch.equal(on_host, torch.ones(100))
-
-
-def test_buffers_are_let_go_after_close(sides):
-    engine, host, device = sides
-    on_host, on_device = host(torch.zeros(100)), device(torch.ones(100))
     references = weakref.ref(on_host), weakref.ref(on_device)
     engine.d2h(on_device, on_host)  # never waited for
     engine.close()
     engine.close()
-    del on_host, on_device
+    del on_host, on_device, transfers
     gc.collect()
     assert [reference() for reference in references] == [None, None]
 

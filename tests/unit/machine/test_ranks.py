@@ -31,8 +31,6 @@ from lightning_cxl.native import _cpu
 
 GIB = 1 << 30
 TWO_CARDS = ("10 21 17 25", "21 10 25 17", "17 25 10 29", "25 17 29 10")
-
-
 """Distances of two sockets, nodes 0 and 1, with a card at each, nodes 2 and 3."""
 
 
@@ -154,14 +152,11 @@ def test_cores_that_are_offline_or_forbidden_are_not_given(tmp_path):
 
 
 def test_what_a_launcher_has_bound_stays(host):
-    facts = [RankFacts(0, (4, 5)), RankFacts(1, (6, 7))]
-    first, second = decide_places(facts, "auto", host)
+    first, second = decide_places([RankFacts(0, (4, 5)), RankFacts(1, (6, 7))], "auto", host)
     assert (first.cpus, first.node_ids) == ((4, 5), (1,)) and second.cpus == (6, 7)
     assert "CPUs 4-5 were chosen before" in first.notes[0] and len(second.notes) == 1
     assert "the device is at node 0, and the CPUs are of node 1" in first.notes[1]
-
-
-def test_cpus_of_one_socket_for_all_are_what_a_launcher_has_bound(host):
+    # CPUs of one socket for all
     places = decide(host, [0, 0, 1], allowed=(4, 5, 12))
     assert cpus_of(places) == [(4, 5, 12)] * 3 and all(place.num_sharers == 3 for place in places)
     # cyclic SLURM: other CPUs for each, of both sockets
@@ -221,12 +216,9 @@ def test_tier_cxl_that_dram_stands_in_for_is_near_too(tmp_path):
     assert emulated.node_ids == (1, 0) and emulated.nearest_first and emulated.emulated
 
 
-def test_a_budget_is_the_machine_s_and_no_more_than_what_is_free(root):
+def test_room_is_a_budget_or_what_is_free_and_a_control_group_s_limit_is_divided_once(root):
     room = measure_room(Topology.detect(root), OffloadConfig(tiers={"dram": 3 * GIB, "cxl": 1000 * GIB}))
     assert room["dram"] == 3 * GIB and 7 * GIB < room["cxl"] < 8 * GIB
-
-
-def test_a_control_group_s_limit_is_divided_once(root):
     group = root / "sys/fs/cgroup/job"
     group.mkdir(parents=True)
     (root / "proc/self/cgroup").write_text("0::/job")
@@ -296,7 +288,7 @@ def test_a_rank_is_bound_to_its_socket(root, process):
 
 
 def test_the_modes_of_torch_bind_before_the_processes_meet(root, process, monkeypatch):
-    asked = []
+    asked, gpu = [], torch.device("cuda", 1)
 
     def bind(*, gpu_index, numa_options):
         asked.append((gpu_index, numa_options.affinity_mode.value))
@@ -304,7 +296,7 @@ def test_the_modes_of_torch_bind_before_the_processes_meet(root, process, monkey
 
     name = "_maybe_apply_numa_binding_to_current_process"
     monkeypatch.setattr(torch_binding, name, bind)
-    found = bound(root, 1, device=torch.device("cuda", 1), numa_binding="exclusive")
+    found = bound(root, 1, device=gpu, numa_binding="exclusive")
     assert asked == [(1, "exclusive")] and process.moved is None
     assert found.topology.tier("dram").node_ids == (1, 0)
     assert found.notes[0] == "local rank 1 of 2: CPUs 4-5 of node 1, device at node 1 (exclusive)"
@@ -314,23 +306,18 @@ def test_the_modes_of_torch_bind_before_the_processes_meet(root, process, monkey
     assert process.moved == (4, 5, 6, 7) and len(asked) == 1
     monkeypatch.setattr(torch_binding, name, lambda **_: 1 / 0)
     with pytest.raises(ConfigError, match="numa_binding='socket' cannot be honoured: division by zero"):
-        bound(root, 1, device=torch.device("cuda", 1), numa_binding="socket")
+        bound(root, 1, device=gpu, numa_binding="socket")
 
 
-def test_one_process_stays_as_it_is(root, process):
-    found = bind_rank(
-        0, 0, 1, CPU, OffloadConfig(tiers={"cxl": GIB}), topology := Topology.detect(root), lambda own: [own]
-    )
-    assert found.topology is topology and found.notes == ()
-    assert found.budgets == {"cxl": GIB} and found.room == {}
-    assert process.moved is None and process.threads is None and "OMP_NUM_THREADS" not in os.environ
-
-
-def test_off_divides_memory_and_nothing_else(root, process):
+def test_one_process_stays_as_it_is_and_off_divides_memory_alone(root, process):
+    config, topology = OffloadConfig(tiers={"cxl": GIB}), Topology.detect(root)
+    alone = bind_rank(0, 0, 1, CPU, config, topology, lambda own: [own])
+    assert alone.topology is topology and alone.notes == ()
+    assert alone.budgets == {"cxl": GIB} and alone.room == {}
     found = bound(root, 1, numa_binding=False, tiers={"dram": 2 * GIB})
-    assert process.moved is None and process.threads is None
     assert not found.topology.tier("dram").nearest_first
     assert found.budgets == {"dram": GIB} and set(found.room) == {"cxl"} and len(found.notes) == 1
+    assert process.moved is None and process.threads is None and "OMP_NUM_THREADS" not in os.environ
 
 
 @pytest.mark.parametrize(

@@ -163,55 +163,35 @@ def test_pinned_memory_stays_with_the_driver_when_its_buffer_dies() -> None:
     assert host.pinned == {}
 
 
-@pytest.mark.parametrize("role", [ROLE, TensorRole.ACTIVATIONS])
-def test_a_forked_child_has_memory_of_its_own(memory, role) -> None:
-    tensor = memory.tensor((100,), torch.float32, DRAM, role).fill_(1.0)
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            mine = memory.tensor((100,), torch.float32, DRAM, role).fill_(5.0)
-            os.write(write_end, b"%d" % int(mine.sum()))
-            del mine
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-
-    assert (status, os.read(read_end, 20)) == (0, b"500")
-    assert tensor.sum().item() == 100.0
-    os.close(read_end)
-    os.close(write_end)
-
-
-def test_forked_children_see_weights_and_nothing_else() -> None:
+def test_a_forked_child_sees_weights_and_nothing_else_and_has_memory_of_its_own(memory) -> None:
     """What user code may hand to a DataLoader worker is inherited; what only the parent writes would cost twice."""
-    memory = HostMemory(Topology.detect())
     weights, momentum = (
-        memory.tensor((1024,), torch.float32, Placement(("dram",)), role).fill_(3.0)
-        for role in (TensorRole.COMPUTE_WEIGHTS, TensorRole.MOMENTUM)
+        memory.tensor((1024,), torch.float32, DRAM, role).fill_(3.0) for role in (TensorRole.COMPUTE_WEIGHTS, ROLE)
     )
-    assert reads_in_child(weights) == 0
-    assert reads_in_child(momentum) == -signal.SIGSEGV
+    assert ends_in_child(lambda: weights[5].item() == 3.0) == 0
+    assert ends_in_child(lambda: momentum[5].item() == 3.0) == -signal.SIGSEGV
+    for role in (ROLE, TensorRole.ACTIVATIONS):
+        mine = lambda role=role: memory.tensor((1024,), torch.float32, DRAM, role).fill_(5.0)  # noqa: E731
+        assert ends_in_child(lambda: mine().sum().item() == 5 * 1024) == 0  # noqa: B023
+    assert weights.sum().item() == momentum.sum().item() == 3 * 1024
 
 
-def reads_in_child(tensor: torch.Tensor) -> int:
-    """Return how a forked child ends that reads a tensor: 0, or the negative number of a signal."""
+def ends_in_child(call) -> int:
+    """Return how a forked child ends: 0 where the call is true, or the negative number of a signal."""
     pid = os.fork()
     if pid == 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os._exit(0 if tensor[5].item() == 3.0 else 1)
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
+        os._exit(0 if call() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def test_no_memory_is_had_from_the_tier_ssd(topology):
     with_ssd = topology.with_ssd(SsdOptions((Path("/nvme/run"),), MIB))
     memory = HostMemory(with_ssd, budgets={"dram": MIB})
     assert set(memory.free_bytes()) == set(memory.stats()["tiers"]) == set(topology.names)
-    for tiers in (("ssd",), ("ssd", "dram"), ("dram", "ssd")):
+    for tiers in (("ssd",), ("dram", "ssd")):
         with pytest.raises(UnsupportedError, match="momentum on tier 'ssd': it is made of files"):
             memory.tensor((8,), torch.float32, Placement(tiers), ROLE)
-    memory.close()
 
 
 def test_a_budget_wins_over_the_part_of_a_shared_machine_and_that_over_the_capacity():
@@ -250,22 +230,15 @@ def test_residency_tells_tiers_apart_by_the_nodes_the_kernel_names() -> None:
     assert residency(tensor, fake, where=where) == {"dram": 10_000, "cxl": 20_000, "node 7": 4_000, "unbacked": 6_000}
 
 
-def test_touched_memory_counts_once_and_untouched_not():
-    touched = torch.ones(4 * MIB)
-    untouched = torch.empty(64 * MIB)
+def test_touched_memory_counts_once_and_untouched_and_mapped_files_do_not(tmp_path, monkeypatch):
+    touched, untouched, path = torch.ones(4 * MIB), torch.empty(64 * MIB), tmp_path / "weights"
     found = anonymous_bytes([touched, touched[1:], touched.view(2, -1), untouched, torch.ones(3, device="meta")], 0)
     assert abs(sum(found.values()) - 16 * MIB) <= 2 * MIB
-
-
-def test_mapped_files_do_not_count(tmp_path):
-    path = tmp_path / "weights"
-    torch.ones(4 * MIB).numpy().tofile(path)
+    touched.numpy().tofile(path)
     mapped = torch.from_file(str(path), size=4 * MIB, dtype=torch.float32)
     assert mapped.sum() == 4 * MIB
     assert anonymous_bytes([mapped], 0) == {}
 
-
-def test_a_kernel_that_refuses_to_say(monkeypatch):
     def refuse(address, nbytes):
         raise PermissionError
 
@@ -324,13 +297,9 @@ class Machine:
 
     def __init__(self) -> None:
         self.leaves: list[Leaf] = []
-        nodes = [Node(index, index == 0, 2**30, 10) for index in range(4)]
-        kinds = {
-            "dram": (TierKind.DRAM, nodes[:1]),
-            "cxl": (TierKind.CXL, nodes[1:3]),
-            "far": (TierKind.CXL, nodes[3:]),
-        }
-        self.topology = Topology(tuple(Tier(name, kind, tuple(own)) for name, (kind, own) in kinds.items()))
+        dram, *cards, far = (Node(index, index == 0, 2**30, 10) for index in range(4))
+        card = Tier("cxl", TierKind.CXL, tuple(cards))
+        self.topology = Topology((Tier("dram", TierKind.DRAM, (dram,)), card, Tier("far", TierKind.CXL, (far,))))
 
     def leaf(self, tier: Tier, inherit: bool) -> Leaf | StripedResource:
         leaves = [Leaf(tier.name, node, free=10**10, inherit=inherit) for node in tier.node_ids]
@@ -390,9 +359,8 @@ def test_three_tiers_and_pinned_memory(machine) -> None:
 @pytest.mark.parametrize("nbytes", [5000, 300_000, 5 * MIB])
 def test_small_requests_add_up_to_the_shares(tiers, nbytes) -> None:
     buffers = [tiers.allocate(nbytes, SPLIT, ROLE) for _ in range(120 * MIB // nbytes)]
-    counts = by_tier(buffers)
-    assert counts["cxl"] == pytest.approx(30 * MIB, abs=4 * MIB + nbytes)
-    assert used(tiers) == counts
+    assert used(tiers) == by_tier(buffers)
+    assert by_tier(buffers)["cxl"] == pytest.approx(30 * MIB, abs=4 * MIB + nbytes)
 
 
 STRIPE = 2 * MIB
@@ -479,7 +447,6 @@ def test_error_instead_of_spilling_leaves_everything_as_it_was(machine) -> None:
     assert by_tier([memory.allocate(32 * MIB, SPLIT, ROLE)]) == {"dram": 24 * MIB, "cxl": 8 * MIB}
     with pytest.raises(TierFullError, match=r"on tier `dram`: .* nor on tier `cxl`: 8\.0 MiB of 64\.0 MiB free"):
         memory.allocate(64 * MIB, SPILLING, ROLE)
-
     assert used(memory) == used(memory, "held_bytes") == by_tier([blocked])
     assert memory.free_bytes() == {"dram": 192 * MIB, "cxl": 8 * MIB, "far": 64 * MIB}
 

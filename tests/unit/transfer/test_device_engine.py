@@ -66,10 +66,13 @@ def test_autograd_does_not_add_into_a_gradient_that_is_being_copied(engine):
     assert torch.equal(landed, torch.full((NUMEL,), 2.0))
 
 
-def test_the_memory_of_a_dropped_source_of_this_stream_is_free_once_the_device_has_waited(engine):
+def test_the_memory_of_a_dropped_source_is_free_once_the_device_has_waited_in_the_stream_that_made_it(engine):
     with paused_copies(engine):
         transfer = engine.d2h(torch.ones(NUMEL, device=engine.device), on_host(), from_here=True)
         held = torch.accelerator.memory_allocated(engine.device)
+        with another_stream(engine):
+            transfer.wait()
+        assert torch.accelerator.memory_allocated(engine.device) == held
         transfer.wait()
         assert torch.accelerator.memory_allocated(engine.device) < held
 
@@ -94,15 +97,6 @@ def test_a_source_of_another_stream_keeps_its_memory_until_the_copy_is_done(engi
     engine.synchronize()
     with maker:
         assert torch.accelerator.memory_allocated(engine.device) == held + following.nbytes  # it is free now
-
-
-def test_it_is_not_free_while_only_another_stream_has_waited(engine):
-    with paused_copies(engine):
-        transfer = engine.d2h(torch.ones(NUMEL, device=engine.device), on_host(), from_here=True)
-        held = torch.accelerator.memory_allocated(engine.device)
-        with another_stream(engine):
-            transfer.wait()
-        assert torch.accelerator.memory_allocated(engine.device) == held
 
 
 @pytest.mark.usefixtures("needs_apart")
@@ -142,7 +136,7 @@ def test_reserved_memory_does_not_grow_however_far_the_host_runs_ahead(engine):
 
 
 @pytest.mark.usefixtures("needs_apart")
-def test_a_copy_with_after_does_not_wait_for_what_the_device_computes(engine):
+def test_a_copy_waits_for_what_the_device_computes_but_with_after_for_that_alone(engine):
     slot, source = torch.zeros(NUMEL, device=engine.device), torch.ones(NUMEL).pin_memory()
     users = engine.mark()
     users.wait_host()
@@ -150,17 +144,11 @@ def test_a_copy_with_after_does_not_wait_for_what_the_device_computes(engine):
         unrelated = torch.zeros(NUMEL, device=engine.device)  # queued, and stays so
         transfer = engine.h2d(source, slot, after=[users])
         transfer.wait_host()
-        assert not engine.mark().done()
+        behind = engine.d2h(slot, on_host())
+        assert not engine.mark().done() and not behind.done()
+    behind.wait_host()
     assert unrelated.sum().item() == 0.0
     assert slot.sum().item() == NUMEL
-
-
-@pytest.mark.usefixtures("needs_apart")
-def test_a_copy_without_after_waits_for_what_the_device_computes(engine):
-    with apart.paused(torch.accelerator.current_stream(engine.device)):
-        transfer = engine.d2h(torch.ones(NUMEL, device=engine.device), on_host())
-        assert not transfer.done()
-    transfer.wait_host()
 
 
 @pytest.mark.usefixtures("needs_apart")
