@@ -1,6 +1,7 @@
 """Streamed weights and updates behind the device: never a stale weight, whatever users do, and really behind."""
 
 import copy
+import threading
 import time
 from functools import partial
 
@@ -233,6 +234,31 @@ def test_whoever_holds_a_weight_that_stays_on_the_device_sees_the_new_values(opt
     assert ours.seen == plain.seen and len(set(plain.seen)) > 6
 
 
+def test_an_update_that_begins_after_the_weights_were_read_is_awaited(monkeypatch):
+    reads, apply = threading.Event(), AdamStep.apply
+
+    def late(step, work, scale):
+        if threading.current_thread() is not threading.main_thread():
+            reads.wait(10)
+            time.sleep(0.02)
+        apply(step, work, scale)
+
+    class LooksBefore(Looks):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            self.before = sum(p.sum().item() for p in module.parameters())
+            reads.clear()
+
+        def on_train_batch_end(self, *arguments):
+            reads.set()
+            super().on_train_batch_end(*arguments)
+
+    monkeypatch.setattr(AdamStep, "apply", late)
+    ours, plain = LooksBefore(), LooksBefore()
+    fit({}, callbacks=[ours])
+    fit(AFTER, callbacks=[plain])
+    assert ours.seen == plain.seen
+
+
 @slow_updates
 def test_validation_and_checkpoints_in_the_middle(tmp_path):
     class Saves(Callback):
@@ -384,6 +410,25 @@ class AsksForOthers(Manual):
             y = block(y)
         (grad,) = torch.autograd.grad(y.square().mean(), x)
         self.record(grad.norm())
+
+
+class AsksForInputs(Task):
+    """`torch.autograd.grad` recomputes the units of a step that adds micro-batches up, before its last backward."""
+
+    def loss(self, batch):
+        inputs = []
+        handle = self.model.embed.register_forward_hook(lambda module, args, output: inputs.append(output))
+        loss = super().loss(batch)
+        handle.remove()
+        (grad,) = torch.autograd.grad(loss, inputs, retain_graph=True)
+        self.record(grad.norm())
+        return loss
+
+
+@slow_updates
+def test_updates_wait_for_the_last_micro_batch():
+    arguments = {"task": AsksForInputs, "accumulate_grad_batches": 2}
+    assert_same(fit(IGNORE, **arguments), fit(AFTER, **arguments))
 
 
 def triple(parameter):
