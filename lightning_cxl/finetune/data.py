@@ -196,7 +196,7 @@ class TextData(LightningDataModule):
     def held_out(self, count: int) -> list[tuple[Tensor, Tensor]]:
         """Return (prompt, expected) of up to `count` held-out samples, int64 ``(tokens,)`` each, after `setup`.
 
-        A conversation is cut where its first answer begins, and ends with it; a block is cut after 16 tokens.
+        A conversation is cut where its first answer begins, and ends with it; a document is cut after 16 tokens.
         """
         return [cut(self._held_out[number]) for number in range(min(count, len(self._held_out)))]
 
@@ -247,9 +247,7 @@ class TextData(LightningDataModule):
 def cut(sample: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return a sample as prompt and expected continuation, int64 ``(tokens,)`` each."""
     ids, labels = sample["input_ids"], sample["labels"]
-    if bool((labels == ids).all()):
-        return ids[:_PROMPT_TOKENS], ids[_PROMPT_TOKENS:]
-    start = max(1, int((labels != IGNORED).nonzero()[0]))  # nothing can be generated from no token
+    start = int((labels != IGNORED).nonzero()[0]) or _PROMPT_TOKENS  # nothing can be generated from no token
     after = (labels[start:] == IGNORED).nonzero()
     return ids[:start], ids[start : start + int(after[0]) if len(after) else None]
 

@@ -199,8 +199,10 @@ def test_text_and_conversations_are_not_mixed(write_lines, text_folder):
 
 def test_a_held_out_sample_that_begins_with_its_answer_has_a_prompt():
     """Nothing can be generated from no token."""
-    prompt, expected = cut({"input_ids": torch.tensor([5, 6, 7, 8]), "labels": torch.tensor([5, 6, IGNORED, IGNORED])})
-    assert prompt.tolist() == [5] and expected.tolist() == [6]
+    ids = torch.arange(20)
+    for end in (18, 4):
+        prompt, expected = cut({"input_ids": ids, "labels": ids.masked_fill(ids >= end, IGNORED)})
+        assert prompt.tolist() == list(range(16)) and expected.tolist() == list(range(16, end))
 
 
 def test_a_label_that_nothing_predicts_is_no_answer():
