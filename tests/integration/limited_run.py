@@ -1,12 +1,14 @@
 """One training run under a limit on the memory of its control group: a process of its own, see test_memory_limits.py.
 
-    python -m tests.integration.limited_run FILE_WITH_LIMIT FILE_WITH_USE FILE_WITH_STATISTICS PART EXTRA [unchecked]
+    python -m tests.integration.limited_run FILE_WITH_LIMIT FILE_WITH_USE FILE_WITH_STATISTICS PART EXTRA HOW ...
 
 The limit is what the process uses before it makes the model, PART of the bytes that are planned for the run, and EXTRA
-bytes. Prints numbers as JSON, one line before the run and one after it, if it gets there.
+bytes. Each run is a child, HOW is "checked" or "unchecked". Prints numbers as JSON: one line before a run and one after
+it, if it gets there, and the exit status of the child.
 """
 
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -54,7 +56,7 @@ def take_the_checks_away():
     Topology.node_free_bytes = Topology.host_available_bytes = lambda *_: 1 << 50
 
 
-def main(limit, use, statistics, part, extra, unchecked=""):
+def main(limit, use, statistics, part, extra, how):
     def used():
         lines = dict(line.split() for line in Path(statistics).read_text().splitlines())
         cached = sum(int(lines.get(f"{name}_file", 0)) for name in ("active", "inactive"))
@@ -76,7 +78,7 @@ def main(limit, use, statistics, part, extra, unchecked=""):
     before = used()
     known = {"roles": roles, "working": working, "base": base, "limit": allowed, "before": before}
     print(json.dumps(known), flush=True)
-    if unchecked:
+    if how == "unchecked":
         take_the_checks_away()
     num_steps, refusal = 0, ""
     try:
@@ -87,4 +89,10 @@ def main(limit, use, statistics, part, extra, unchecked=""):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    given = sys.argv[1:6]
+    for how in sys.argv[6:]:
+        child = os.fork()
+        if not child:
+            main(*given, how)
+            os._exit(0)
+        print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])), flush=True)

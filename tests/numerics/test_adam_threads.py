@@ -82,7 +82,7 @@ def test_every_chunk_is_updated_once_whatever_their_number(chunks):
 @pytest.mark.alone
 def test_chunks_of_a_moment_are_spread_over_memory():
     """Seen from outside during an update by two threads: what is done is no beginning of the tensor."""
-    case = Case.random(30_000_000)
+    case = Case.random(12_000_000)
     marks = case["momentum"][::65536]
     deadline, spread = time.monotonic() + 60, False
     while not spread and time.monotonic() < deadline:
