@@ -36,7 +36,7 @@ WAYS = {
     "fp4": NF4 | {"bnb_4bit_quant_type": "fp4"},
     "8 bit": {"load_in_8bit": True},
 }
-LAYERS, STEPS = 5, 6
+LAYERS, STEPS = 4, 4
 SIZES = {
     "vocab_size": 37, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
     "num_hidden_layers": LAYERS,

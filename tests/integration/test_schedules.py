@@ -32,7 +32,7 @@ def no_dropout():
     return TinyTransformer(dropout=0.0)
 
 
-def fit(options, *, make_model=TinyTransformer, task=Task, steps=6, **given):
+def fit(options, *, make_model=TinyTransformer, task=Task, steps=4, **given):
     return run(options, lambda: task(make_model()), steps, **given)
 
 
@@ -100,7 +100,7 @@ def test_is_the_plain_schedule_on_the_cpu_too(form, accumulate):
 
 @slow_updates
 def test_clipping_and_schedulers_are_those_of_the_plain_schedule():
-    arguments = {"gradient_clip_val": 0.3, "steps": 8}
+    arguments = {"gradient_clip_val": 0.3, "steps": 5}
     assert_same(fit({}, **arguments), fit(AFTER, **arguments))
 
 
@@ -191,9 +191,9 @@ class Looks(Callback):
 @slow_updates
 def test_whoever_looks_between_steps_sees_the_new_weights():
     ours, plain = Looks(), Looks()
-    fit(IGNORE, callbacks=[ours], steps=12)
-    fit(AFTER, callbacks=[plain], steps=12)
-    assert ours.seen == plain.seen and len(set(plain.seen)) == 12
+    fit(IGNORE, callbacks=[ours], steps=7)
+    fit(AFTER, callbacks=[plain], steps=7)
+    assert ours.seen == plain.seen and len(set(plain.seen)) == 7
 
 
 class Holds(Callback):
@@ -363,7 +363,7 @@ class RollsBack(Task):
 
 @slow_updates
 def test_an_optimizer_that_is_rolled_back_between_steps():
-    assert_same(fit({}, task=RollsBack), fit(AFTER, task=RollsBack))
+    assert_same(fit({}, task=RollsBack, steps=6), fit(AFTER, task=RollsBack, steps=6))
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -641,7 +641,7 @@ def test_hooks_around_the_step_get_the_plain_schedule(monkeypatch):
 
     monkeypatch.setattr(updates.Updates, "start", lambda *_: pytest.fail("an update ran behind"))
     ours = fit(IGNORE, task=Hooked)
-    assert len(set(seen)) == 6
+    assert len(set(seen)) == 4
     assert_same(ours, fit(AFTER))
 
 
@@ -656,7 +656,7 @@ def test_hooks_around_every_optimizers_step_run_too():
         ours = fit({})
     finally:
         handle.remove()
-    assert len(set(seen)) == 6
+    assert len(set(seen)) == 4
     assert_same(ours, fit(AFTER))
 
 
