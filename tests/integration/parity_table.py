@@ -77,7 +77,7 @@ SCHEDULES = {
 }
 """What each must equal, and its options."""
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
-ACCUMULATE = (1, 2, 8)
+ACCUMULATE = (1, 2, 4)
 
 
 def run(options, model, precision, accumulate):

@@ -85,10 +85,8 @@ def test_source_that_shadows_the_installed_package_says_what_to_do(tmp_path):
     options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": ""}}
     command = run("-m", "lightning_cxl", "env", **options)
     assert command.returncode == 1 and command.stderr.count("\n") == 1
-    program = run("-c", "import lightning_cxl", **options)
-    for shown in (command, program):
-        assert f"{tmp_path / 'lightning_cxl'} is source code without its compiled modules" in shown.stderr
-        assert "run the command `lightning-cxl`" in shown.stderr and "pip install -e ." in shown.stderr
+    assert f"{tmp_path / 'lightning_cxl'} is source code without its compiled modules" in command.stderr
+    assert "run the command `lightning-cxl`" in command.stderr and "pip install -e ." in command.stderr
     assert run("-m", "lightning_cxl", "plan", "--help", **options).returncode == 0
 
 
