@@ -219,8 +219,8 @@ plain_tensor_functions: Callable[[], AbstractContextManager[Any]] = find(
     "torch", "_C.DisableTorchFunctionSubclass", "ask such a stand-in for its shape"
 )
 _METADATA = frozenset(("device", "dim", "dtype", "is_floating_point", "is_meta", "layout", "ndim", "nelement", "numel"))
-_METADATA |= {"_version", "is_contiguous", "is_cpu", "is_leaf", "is_sparse", "nbytes", "requires_grad", "shape", "size"}
-_METADATA |= {"storage_offset", "stride"}
+_METADATA |= {"_version", "grad", "grad_fn", "is_contiguous", "is_cpu", "is_leaf", "is_sparse", "nbytes"}
+_METADATA |= {"register_hook", "requires_grad", "requires_grad_", "shape", "size", "storage_offset", "stride"}
 
 
 def asks_metadata(func: Any) -> bool:

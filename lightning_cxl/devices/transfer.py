@@ -336,7 +336,7 @@ class DeviceEngine(TransferEngine):
 @functools.cache
 def _copy_streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
     """Return the streams of both directions: one pair a device for good, as torch never gives a stream back."""
-    return torch.Stream(device), torch.Stream(device)
+    return torch.Stream(device, priority=-1), torch.Stream(device, priority=-1)  # before what computes
 
 
 def make_engine(device: torch.device | str) -> TransferEngine:

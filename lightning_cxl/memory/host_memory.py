@@ -577,11 +577,11 @@ def storage_extent(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-_CACHE_LINE_BYTES = 64  # what vectors of every element type start at
+_ALIGNMENT = 256  # bytes: torch's own of tensors on CUDA, by which libraries choose kernels
 
 
 def aligned_nbytes(tensor: torch.Tensor) -> int:
-    return -(-tensor.nbytes // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @torch.no_grad()

@@ -166,49 +166,52 @@ class AdamStep:
             tensors = {key: v.detach().clone() for key, v in options.items() if isinstance(v, torch.Tensor)}
             self._groups.append({**options, **tensors, "params": plain(group["params"])})
             check_group(self._groups[-1])
+        self._places = [
+            (number, index, p) for number, g in enumerate(self._groups) for index, p in enumerate(g["params"])
+        ]
+        self._ordinals: dict[torch.Tensor, list[int]] = {}  # torch only warns of a parameter that is there twice
+        for ordinal, (_, _, parameter) in enumerate(self._places):
+            self._ordinals.setdefault(parameter, []).append(ordinal)
 
     def collect(self, grads: Mapping[torch.Tensor, torch.Tensor] | None = None) -> list[Update]:
         """Return the updates of parameters that have gradients, or of those in `grads`."""
         updates = []
-        ordinal, num_used = -1, 0
         by_parameter, weights_beside = self._kept.by_parameter, self._optimizer.compute_weights
-        num_kept = len(by_parameter)
-        for group_index, group in enumerate(self._groups):
-            for index, parameter in enumerate(group["params"]):
-                ordinal += 1
-                kept = by_parameter.get(parameter)
-                if kept is not None:
-                    num_used += 1
-                grad = parameter.grad if grads is None else grads.get(parameter)
-                if grad is None:
-                    continue
-                compute = weights_beside.get(parameter) if weights_beside else None
-                shard, grad, beside = local(parameter), local(grad), None if compute is None else local(compute)
-                known = None if kept is None else kept.known
-                if (
-                    kept is not None
-                    and known is not None
-                    and (grad.is_cpu and grad.layout is torch.strided and not grad.is_neg() and grad.data_ptr() != 0)
-                    and known.signature == signature_of(shard, grad, beside)
-                    and kept.holds(self._state[parameter])
-                ):
-                    signature = known.signature
-                else:
-                    name = parameter_name(group, index)
-                    check_parameter(shard, name)
-                    kept = self._kept.of(parameter)
-                    kept.check(parameter, name)
-                    state = self._state.get(parameter)
-                    if state and not kept.holds(state):
-                        check_moments(name, parameter, state)
-                    check_compute_weights(beside, shard, name)
-                    grad = usable_gradient(grad, shard, name)
-                    signature = signature_of(shard, grad, beside)
-                written = (parameter,) if compute is None else (parameter, compute)
-                updates.append(Update(group_index, ordinal, shard, grad, kept, beside, signature, written))
-        if grads is None and num_used < num_kept:  # a group was removed: its parameters without state are let go
-            used = {parameter for group in self._groups for parameter in group["params"]}
-            for parameter in [each for each in by_parameter if each not in used and each not in self._state]:
+        chosen: Iterable[int] = range(len(self._places))
+        if grads is not None:
+            chosen = sorted(ordinal for parameter in grads for ordinal in self._ordinals.get(parameter, ()))
+        for ordinal in chosen:
+            group_index, index, parameter = self._places[ordinal]
+            grad = parameter.grad if grads is None else grads[parameter]
+            if grad is None:
+                continue
+            kept = by_parameter.get(parameter)
+            compute = weights_beside.get(parameter) if weights_beside else None
+            shard, grad, beside = local(parameter), local(grad), None if compute is None else local(compute)
+            known = None if kept is None else kept.known
+            if (
+                kept is not None
+                and known is not None
+                and (grad.is_cpu and grad.layout is torch.strided and not grad.is_neg() and grad.data_ptr() != 0)
+                and known.signature == signature_of(shard, grad, beside)
+                and kept.holds(self._state[parameter])
+            ):
+                signature = known.signature
+            else:
+                name = parameter_name(self._groups[group_index], index)
+                check_parameter(shard, name)
+                kept = self._kept.of(parameter)
+                kept.check(parameter, name)
+                state = self._state.get(parameter)
+                if state and not kept.holds(state):
+                    check_moments(name, parameter, state)
+                check_compute_weights(beside, shard, name)
+                grad = usable_gradient(grad, shard, name)
+                signature = signature_of(shard, grad, beside)
+            written = (parameter,) if compute is None else (parameter, compute)
+            updates.append(Update(group_index, ordinal, shard, grad, kept, beside, signature, written))
+        if grads is None:  # of a group that was removed, parameters without state are let go
+            for parameter in [p for p in by_parameter if p not in self._ordinals and p not in self._state]:
                 del by_parameter[parameter]
         return updates
 

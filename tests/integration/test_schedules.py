@@ -8,10 +8,24 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import (
+    DeviceStatsMonitor,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    ProgressBar,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+)
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import lightning_cxl
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.gradients import step as updates
 from lightning_cxl.gradients.offload import GradientOffload
@@ -611,6 +625,42 @@ def test_a_step_returns_while_its_updates_run(monkeypatch):
     opens = Opens()
     fit({}, callbacks=[opens], steps=1)
     assert not opens.was_open and gate.num_waiting == 6, "three blocks, embedding, norm, head"
+
+
+class HoldsUpdates(Task):
+    """Lets no update run from a forward to the next step's, and logs as users do."""
+
+    gate: Gate
+    flops_per_batch = 1  # for `ThroughputMonitor`
+
+    def training_step(self, batch, batch_idx):
+        self.gate.is_open.set()
+        loss = super().training_step(batch, batch_idx)
+        self.gate.is_open.clear()  # the forward has waited for all updates
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.gate.is_open.set()
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        LearningRateMonitor, lambda: TQDMProgressBar(refresh_rate=1), lambda: Timer(duration={"hours": 1}),
+        lambda: ThroughputMonitor(batch_size_fn=len), DeviceStatsMonitor, ModelSummary,
+        lambda: GradientAccumulationScheduler({0: 1}), lambda: EarlyStopping("loss", check_on_train_epoch_end=True),
+        lambda: ModelCheckpoint(every_n_train_steps=1000), lambda: lightning_cxl.OffloadProgressBar(),
+    ],
+)  # fmt: skip
+def test_callbacks_of_lightning_cost_no_wait(tmp_path, monkeypatch, callback):
+    if callback is DeviceStatsMonitor:  # asks the accelerator, which the device apart does not have
+        monkeypatch.setattr(training_device.accelerator().__class__, "get_device_stats", lambda *_: {}, raising=False)
+    HoldsUpdates.gate, made = Gate(monkeypatch), callback()
+    given = {"enable_progress_bar": True} if isinstance(made, ProgressBar) else {}
+    given |= {"enable_checkpointing": True} if isinstance(made, ModelCheckpoint) else {}
+    fit(IGNORE, task=HoldsUpdates, callbacks=[made], logger=CSVLogger(tmp_path), log_every_n_steps=1, steps=3, **given)
+    assert HoldsUpdates.gate.num_waiting >= 3 * 3
 
 
 def test_updates_run_behind_the_backward(monkeypatch):

@@ -196,6 +196,9 @@ def test_outside_of_their_computation_parameters_show_the_host(engine):
     streamed = Streamed(engine, model)
     homes = {id(place.parameter): place.host.data_ptr() for unit in streamed.units for place in unit.places}
     assert len(homes) == 5 * 5
+    assert all(
+        offset % 256 == 0 for unit in streamed.units for place in unit.places for offset in place.offsets.values()
+    )
     model(batch(0, model.first)).backward()
     streamed.finish()
     for name, parameter in model.named_parameters():

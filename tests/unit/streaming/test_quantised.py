@@ -50,7 +50,7 @@ def test_state_goes_with_the_bytes():
     module = block()
     before = [tensor.clone() for tensor in (module.weight.data, *state_of(module))]
     unit = streamed(module)
-    assert unit.nbytes == piece_nbytes(module, list(module.parameters())) == 64 * 2 + 64 + 4 * 64 + 1024
+    assert unit.nbytes == piece_nbytes(module, list(module.parameters())) == 256 + 256 + 4 * 256 + 1024
     slot = torch.full((unit.nbytes,), 255, dtype=torch.uint8)
     unit.enter(slot)
     assert all((tensor.view(-1).view(torch.uint8) == 255).all() for tensor in (module.weight.data, *state_of(module)))
