@@ -371,11 +371,9 @@ def test_an_emulated_tier_is_as_fast_as_the_memory_behind_it_also_where_it_is_ad
 
 
 def test_devices_without_a_measurement_are_marked(two_nodes):
-    host = machine_of(two_nodes, "cpu")
-    assert host.device.is_host and host.device.flops > 0
+    host, gpu = machine_of(two_nodes, "cpu"), machine_of(two_nodes, torch.device("cuda"))
+    assert host.device.is_host and host.device.flops > 0 and "cpu: default" in host.source
     assert host.device.h2d_bytes_per_s == host.tiers[0].device_read_bytes_per_s
-    assert "cpu: default" in host.source
-    gpu = machine_of(two_nodes, torch.device("cuda"))
     assert not gpu.device.is_host and gpu.device.h2d_bytes_per_s == 51.8 * GIB
     assert "default, as an H100 with PCIe 5.0 x16" in gpu.source
 
@@ -431,11 +429,8 @@ A, B, C = "drive1/a", "drive1/b", "drive2/c"
 def test_the_tier_ssd_has_what_was_measured_on_its_drives(on_drives, paths, measured, read, written_, origin):
     topology = on_drives(paths, measured, checkpoint="reference")
     found = machine_of(topology)
-    assert (found.ssd.capacity_bytes, found.ssd.read_bytes_per_s, found.ssd.write_bytes_per_s) == (
-        1 << 40,
-        read,
-        written_,
-    )
+    ssd = found.ssd
+    assert (ssd.capacity_bytes, ssd.read_bytes_per_s, ssd.write_bytes_per_s) == (1 << 40, read, written_)
     assert (found.ssd.num_drives, found.ssd.versions, found.ssd.has_speeds) == (len(paths), 2, read is not None)
     assert f"; ssd: {origin}" in found.source and found.names == ("dram", "cxl")
     assert machine_without_speeds(topology).ssd == found.ssd

@@ -20,17 +20,12 @@ def placer(topology=TOPOLOGY, dram=8 << 30, **options) -> Placer:
 
 
 @pytest.mark.parametrize("role", list(TensorRole))
-def test_every_role_has_a_home(role):
+def test_every_role_has_a_home_and_weights_are_near_the_cpu_that_computes(role):
     placement = placer().place(role, 1024)
     assert placement.tiers == (("cxl", "dram") if role in CXL_HOMES else ("dram", "cxl"))
-    assert not placement.pinned
-    assert role.value in placement.reason
-
-
-def test_weights_are_at_home_where_the_cpu_computes():
-    of_cpu = placer(cpu_computes=True)
-    assert of_cpu.place(TensorRole.COMPUTE_WEIGHTS, 1).tiers == ("dram", "cxl")
-    assert of_cpu.place(TensorRole.ACTIVATIONS, 1).tiers == ("cxl", "dram")
+    assert not placement.pinned and role.value in placement.reason
+    of_cpu = placer(cpu_computes=True).place(role, 1024)
+    assert of_cpu.tiers == (("cxl", "dram") if role is TensorRole.ACTIVATIONS else ("dram", "cxl"))
 
 
 def test_explicit_tier_goes_first():

@@ -28,18 +28,6 @@ def opened(tmp_path):
         store.close()
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("nbytes", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * CHUNK, 10 * CHUNK + 5])
-def test_what_was_written_is_read(opened, count, nbytes):
-    store = opened(count)
-    first, second = store.reserve("first", nbytes), store.reserve("second", nbytes)
-    assert first.padded_nbytes % BLOCK == 0 and 0 <= first.padded_nbytes - nbytes < BLOCK
-    wrote = {record: put(store, record, seed) for seed, record in enumerate((first, second))}
-    assert all(get(store, record) == contents for record, contents in wrote.items())
-    wrote[first] = put(store, first, 7)
-    assert all(get(store, record) == contents for record, contents in wrote.items())
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_later_store_overwrites_nothing_that_a_window_shows(tmp_path, count):
     """Weights of a model may still lie in the file of an earlier run, which stays where a generation is kept."""
@@ -116,13 +104,6 @@ def test_a_write_waits_for_slow_reads_and_writes_before_it(opened, slow):
     assert get(store, record) == contents[2]
     if slow == "read":
         assert bytes_of(target) == contents[0]
-
-
-def test_files_are_for_their_owner_alone(opened, tmp_path):
-    opened(2)
-    for folder in folders(tmp_path, 2):
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
 
 
 def test_a_budget_holds(opened):
@@ -326,13 +307,16 @@ def test_a_forked_child_has_no_file_of_a_store_open(opened, tmp_path):
 
 def test_files_of_runs_that_are_gone_are_removed_and_others_are_not(opened, tmp_path):
     (folder,) = folders(tmp_path)
-    folder.mkdir()
+    opened().close()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "for its owner alone"
     others = {"notes.txt", "lightning_cxl-abc.data", "lightning_cxl-0123456789abcdef-0.data.bak"}
     ours = {"lightning_cxl-0123456789abcdef-0.data", "lightning_cxl-manifest.json.new"}
     for name in others | ours:
         (folder / name).touch()
     opened().close()
     assert {path.name for path in folder.iterdir()} == others | {"lightning_cxl.lock"}
+    opened(keeps=True)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir() if file.name not in others} == {0o600}
 
 
 def test_paths_must_be_folders_and_different(tmp_path):

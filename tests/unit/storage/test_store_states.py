@@ -14,7 +14,7 @@ from lightning_cxl.storage.store import Store
 from tests.faulty_system import FaultySystem
 from tests.storage_cases import BLOCK, BUDGET, bytes_of, folders, get, put
 
-SIZES = (1, BLOCK, 3 * BLOCK + 1, 9 * BLOCK)
+SIZES = (1, BLOCK - 1, BLOCK, 3 * BLOCK + 1, 9 * BLOCK)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -32,13 +32,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self):
-        self.store = Store(
-            folders(self.path, self.count),
-            budget_bytes=BUDGET,
-            keeps=True,
-            system=FaultySystem(),
-            chunk_bytes=2 * BLOCK,
-        )
+        options = {"keeps": True, "system": FaultySystem(), "chunk_bytes": 2 * BLOCK}
+        self.store = Store(folders(self.path, self.count), budget_bytes=BUDGET, **options)
         self.number = max([0, *self.kept]) if self.kept else 0
         self.sizes = {name: size for name, size in self.sizes.items() if self.kept}
         self.records = {name: self.store.reserve(name, size) for name, size in self.sizes.items()}
