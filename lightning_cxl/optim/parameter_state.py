@@ -38,24 +38,17 @@ from lightning_cxl.shards import first_element, is_sharded, local, shard_of, sha
 
 
 class AdamScalars(NamedTuple):
-    """The numbers of one update; the row of numbers the kernel takes, in this order."""
+    """The numbers of one update: the fields of ``struct adam_scalars``, in order."""
 
     decay: float
-    """Factor of the weight before the update: 1 - lr * weight_decay when decoupled, else 1."""
     l2: float
-    """Weight decay added to the gradient when not decoupled, else 0."""
     lerp_weight: float
-    """1 - beta1."""
     beta2: float
     square_weight: float
-    """1 - beta2."""
     bias2_sqrt: float
-    """sqrt(1 - beta2 ** step)."""
     eps: float
     neg_step_size: float
-    """-lr / (1 - beta1 ** step)."""
     grad_scale: float
-    """Factor of the gradient, before anything else: unscaling and clipping in one."""
 
 
 def scalars_of(group: Mapping[str, Any], step: float, grad_scale: float) -> AdamScalars:
@@ -340,14 +333,10 @@ class ParameterState:
             )
 
     def bind(self, parameter: torch.Tensor, state: dict[str, Any], at: At | None = None) -> None:
-        """Make ``optimizer.state[parameter]`` refer to this memory.
+        """Make ``optimizer.state[parameter]``, which has passed the checks, refer to this memory.
 
-        The keys are torch's (``exp_avg``, ``exp_avg_sq``), with 8-bit state bitsandbytes' (``state1``, ``absmax1``,
-        ``qmap1``, ...), so that torch does not take codes for numbers. An empty `state` starts at zero. A tensor that
-        someone else put there is copied in and replaced by ours. The parameter has passed `check` and
-        `check_parameter`, the state `check_moments`. Of a parameter that is cut over processes the state shows tensors
-        that are cut alike, but of each shard its own scales of 8-bit state. In a region of `reached`, `at` says where
-        the memory is now.
+        An empty `state` starts at zero. A tensor that someone else put there is copied in and replaced by ours. In a
+        region of `reached`, `at` says where the memory is now.
         """
         if not state:
             self.step.zero_()
@@ -471,7 +460,7 @@ class ParameterStates:
 # Saved state: which entry belongs to which parameter, is it sound, and what torch's optimizers read of it.
 
 _MOMENTS = tuple(keys.values for keys in MOMENT_KEYS)
-_CODED = tuple(keys.codes for keys in MOMENT_KEYS)
+_CODED = tuple(keys.codes for keys in MOMENT_KEYS)  # so that torch does not take codes for numbers
 _WRAPPED = "__bnb_optimizer_quant_state__"  # in its state dicts of late, these lie in a dict of their own
 _SCALES = tuple(keys.scales for keys in MOMENT_KEYS)
 _MAPS = tuple(keys.map for keys in MOMENT_KEYS)

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,7 @@ class UserLoop:
 
     def attach_scaler(self, scaler: Any) -> None:
         """Let a loss scaler of torch's, perhaps on a device, unscale gradients on the host; until `close`."""
-        setattr(scaler, UNSCALE, _Unscale(scaler, self))
+        setattr(scaler, UNSCALE, partial(_unscale, scaler, self))
         self.session.active.callback(put_back, scaler, UNSCALE, None)
 
     def run_of(self, optimizer: Optimizer) -> Run:
@@ -460,13 +461,7 @@ class _NoHook:
         pass
 
 
-class _Unscale:
+def _unscale(scaler: Any, loop: UserLoop, optimizer: Optimizer, *args: Any) -> Any:
     """`GradScaler._unscale_grads_` for optimizers of several runs."""
-
-    def __init__(self, scaler: Any, loop: UserLoop) -> None:
-        self._scaler = scaler
-        self._loop = loop
-
-    def __call__(self, optimizer: Optimizer, *args: Any) -> Any:
-        guard = self._loop.run_of(optimizer).guard
-        return HostUnscale(self._scaler, lambda same: same, lambda _: False, guard)(optimizer, *args)
+    guard = loop.run_of(optimizer).guard
+    return HostUnscale(scaler, lambda same: same, lambda _: False, guard)(optimizer, *args)

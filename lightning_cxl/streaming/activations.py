@@ -159,7 +159,7 @@ class UnitInput:
         self._held: torch.Tensor | None = None  # what is not stored, from the end of the forward on
         self._spare: torch.Tensor | None = None
         self._on_the_way: tuple[torch.Tensor, Transfer] | None = None
-        self._near: torch.Tensor | None = None  # the tensor itself, while no other unit has run
+        self.near: torch.Tensor | None = None  # the tensor itself, while no other unit has run
         self._is_changed = True  # for all we know, until the forward has returned
         self._is_safe = cautious
         if stored is not None:
@@ -194,19 +194,16 @@ class UnitInput:
             )
         if self._stored is not None:
             self._stored.transfer.wait()
-            self._near = None if self._is_changed or engine.computes_on_host else self._alias
+            self.near = None if self._is_changed or engine.computes_on_host else self._alias
         elif self._is_changed and self._spare is not None:
             self._held, self._version = self._spare, version_of(self._spare)
         else:
             self._held = self._alias
         self._alias = self._spare = None
 
-    def drop_device_copy(self) -> None:
-        self._near = None
-
     def prefetch(self, engine: TransferEngine) -> None:
         """Start bringing a stored tensor to the device, unless it need not move or is on the way."""
-        if self._near is not None and version_of(self._near) == self._version:
+        if self.near is not None and version_of(self.near) == self._version:
             return
         if self._stored is not None and self._stored.must_move(engine) and self._on_the_way is None:
             self._on_the_way = self._stored.fetch(engine)
@@ -227,7 +224,7 @@ class UnitInput:
             return self._held
         if not self._stored.must_move(engine):
             return self._stored.shape_like_source(self._stored.on_host())
-        near, self._near = self._near, None
+        near, self.near = self.near, None
         if near is not None and version_of(near) == self._version:
             return near
         self.prefetch(engine)
@@ -415,11 +412,11 @@ class _UnitCall:
         self._before, unit.offload.latest = unit.offload.latest, weakref.ref(self)
         before = self._before()
         for each in before._inputs if before is not None else ():
-            each.drop_device_copy()
+            each.near = None
 
     def _keep(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
-            return copied(leaf) if is_cache(leaf) else leaf
+            return copied(leaf)
         self._inputs.append(self._unit.keep(leaf, len(self._inputs)))
         return self._inputs[-1]
 
@@ -459,12 +456,7 @@ class _UnitCall:
 
     def _recompute(self) -> Any:
         engine = self._unit.offload.engine
-        leaves: list[Any] = []
-        for leaf in self._leaves:
-            if isinstance(leaf, UnitInput):
-                leaves.append(leaf.load(engine))
-            else:
-                leaves.append(copied(leaf) if is_cache(leaf) else leaf)
+        leaves = [leaf.load(engine) if isinstance(leaf, UnitInput) else copied(leaf) for leaf in self._leaves]
         before = self._before()
         for each in before._inputs if before is not None else ():
             each.prefetch(engine)

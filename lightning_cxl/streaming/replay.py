@@ -301,15 +301,6 @@ class _ContainerPickler(pickle.Pickler):
         return self.leaves.setdefault(id(value), (len(self.leaves), value))[0]
 
 
-class _ContainerUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, leaves: Sequence[Any]) -> None:
-        super().__init__(file)
-        self._leaves = leaves
-
-    def persistent_load(self, number: int) -> Any:
-        return self._leaves[number]
-
-
 def is_container(value: Any) -> bool:
     """Whether an argument, or what is in it, is copied for a recompute."""
     if isinstance(value, (torch.Tensor, nn.Module, type)) or is_cache(value):
@@ -339,7 +330,9 @@ def taken_apart(value: Any, unit: str, is_container: Callable[[Any], bool]) -> t
 
 def put_together(containers: bytes, leaves: Sequence[Any]) -> Any:
     """Return what `taken_apart` was given, in new containers."""
-    return _ContainerUnpickler(io.BytesIO(containers), leaves).load()
+    unpickler = pickle.Unpickler(io.BytesIO(containers))
+    unpickler.persistent_load = leaves.__getitem__  # type: ignore[method-assign]
+    return unpickler.load()
 
 
 def is_cache(value: Any) -> bool:
@@ -366,9 +359,10 @@ def grows_by_replacing(cache: Any) -> bool:
     return type(cache).__name__ in _CACHES and all(type(layer).__name__ in _LAYERS for layer in cache.layers)
 
 
-def copied(cache: Any) -> Any:
-    if not grows_by_replacing(cache):
-        return cache
-    twin = copy.copy(cache)
-    twin.layers = [copy.copy(layer) for layer in cache.layers]
+def copied(value: Any) -> Any:
+    """Return a copy of a cache that grows by replacing its tensors, and anything else as it is."""
+    if not is_cache(value) or not grows_by_replacing(value):
+        return value
+    twin = copy.copy(value)
+    twin.layers = [copy.copy(layer) for layer in value.layers]
     return twin

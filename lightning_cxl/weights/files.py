@@ -458,6 +458,7 @@ class NamedTensor(NamedTuple):
         return self.tensor.numel() * self.dtype.itemsize
 
 
+@torch.no_grad()
 def write_tensors(path: Path, tensors: Sequence[NamedTensor], metadata: Mapping[str, str]) -> None:
     # wide elements first, as the reference implementation writes: every tensor is then aligned to its elements
     ordered = sorted(tensors, key=lambda item: -item.dtype.itemsize)
@@ -467,18 +468,15 @@ def write_tensors(path: Path, tensors: Sequence[NamedTensor], metadata: Mapping[
     try:
         _write(fd, memoryview(start))
         for _, tensor, dtype, read in ordered:
-            _write_tensor(fd, (tensor if read is None else read()).detach(), dtype, staging)
+            values = tensor if read is None else read()
+            for chunk in chunks(values, CHUNK_BYTES // max(dtype.itemsize, values.dtype.itemsize)):
+                is_plain = is_raw(chunk) and chunk.dtype == dtype
+                _write(fd, bytes_of(chunk if is_plain else staging.like(chunk, dtype).copy_(chunk)))
+            del values, chunk  # what was made for this tensor goes before the next
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
-
-
-@torch.no_grad()
-def _write_tensor(fd: int, tensor: torch.Tensor, dtype: torch.dtype, staging: Staging) -> None:
-    for chunk in chunks(tensor, CHUNK_BYTES // max(dtype.itemsize, tensor.dtype.itemsize)):
-        plain = is_raw(chunk) and chunk.dtype == dtype
-        _write(fd, bytes_of(chunk if plain else staging.like(chunk, dtype).copy_(chunk)))
 
 
 def _write(fd: int, memory: memoryview) -> None:

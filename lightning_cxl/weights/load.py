@@ -169,6 +169,7 @@ def _paths(
 # Which tensor of the files goes to which weight: decided from headers and names, before a byte is loaded.
 
 _SHOWN = 8
+_MAY_BE_MISSING = "_keys_to_ignore_on_load_missing"
 
 
 class Read(NamedTuple):
@@ -201,12 +202,16 @@ def match_names(model: nn.Module, tensors: Sequence[WeightSource], translate: Tr
     }
     reads, unexpected, wrong = [], [], []
     prefix = f"{getattr(model, 'base_model_prefix', '')}."  # a base model loads into one with a head, and back
+
+    def is_ignored(attribute: str, name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in getattr(model, attribute, None) or ())
+
     for name, source in translate(tensors):
         if name not in weights and prefix != ".":
             name = next((each for each in (f"{prefix}{name}", name.removeprefix(prefix)) if each in weights), name)
         weight = weights.get(name)
         if weight is None:
-            if name not in computed and not _is_ignored(model, "_keys_to_ignore_on_load_unexpected", name):
+            if name not in computed and not is_ignored("_keys_to_ignore_on_load_unexpected", name):
                 unexpected.append(source.name)
             continue
         own = weight.tensor.dtype  # numbers of one kind become the other by rounding
@@ -224,10 +229,7 @@ def match_names(model: nn.Module, tensors: Sequence[WeightSource], translate: Tr
         weight.names[0]
         for weight in distinct(weights)
         if id(weight) not in filled
-        and not (
-            (completes or not weight.tensor.is_meta)
-            and _is_ignored(model, "_keys_to_ignore_on_load_missing", weight.names[0])
-        )
+        and ((weight.tensor.is_meta and not completes) or not is_ignored(_MAY_BE_MISSING, weight.names[0]))
     ]
     return Matches(reads, missing, unexpected, [name for name, tensor in computed.items() if tensor.is_meta])
 
@@ -239,23 +241,15 @@ def refuse_mismatch(matches: Matches, model: nn.Module) -> None:
             f"because the model computes them when it is built: {_list(matches.lost)}. Nothing has been loaded. Build "
             "it in `lightning_cxl.empty_weights()`, which keeps buffers real."
         )
-    if not matches.missing and not matches.unexpected:
-        return
-    texts = []
-    if matches.missing:
-        texts.append(f"{len(matches.missing)} weights are missing from the files: {_list(matches.missing)}")
-    if matches.unexpected:
-        texts.append(
-            f"{len(matches.unexpected)} tensors of the files are not in the model: {_list(matches.unexpected)}"
-        )
-    raise CheckpointError(
-        f"the files do not fit {type(model).__name__}: {'. '.join(texts)}. {len(matches.reads)} tensors fit. Nothing "
-        "has been loaded. Load into the class that was saved, or pass strict=False to load what fits."
+    both = (
+        (matches.missing, "weights are missing from the files"),
+        (matches.unexpected, "tensors of the files are not in the model"),
     )
-
-
-def _is_ignored(model: nn.Module, attribute: str, name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in getattr(model, attribute, None) or ())
+    if texts := [f"{len(names)} {what}: {_list(names)}" for names, what in both if names]:
+        raise CheckpointError(
+            f"the files do not fit {type(model).__name__}: {'. '.join(texts)}. {len(matches.reads)} tensors fit. "
+            "Nothing has been loaded. Load into the class that was saved, or pass strict=False to load what fits."
+        )
 
 
 def _show(tensor: WeightSource | torch.Tensor) -> str:
@@ -525,11 +519,15 @@ def load_weights(
             model = MyModel()
         lightning_cxl.load_weights(model, "folder", dtype=torch.bfloat16)
     """
-
-    def as_they_are(tensors: Sequence[WeightSource]) -> list[tuple[str, WeightSource]]:
-        return [(tensor.name, tensor) for tensor in tensors]
-
-    return load_translated(model, source, as_they_are, strict=strict, dtype=dtype, mapped=mapped, completes=False)
+    return load_translated(
+        model,
+        source,
+        lambda tensors: [(tensor.name, tensor) for tensor in tensors],
+        strict=strict,
+        dtype=dtype,
+        mapped=mapped,
+        completes=False,
+    )
 
 
 def load_translated(
