@@ -132,11 +132,7 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Place a module and adopt its optimizers.
-
-        Raises:
-            UnsupportedError: there are several processes.
-        """
+        """Place a module and adopt its optimizers; for one process."""
         if self.is_distributed:
             raise UnsupportedError(
                 f"{type(self).__name__} cuts the model over {self.world_size} processes, and an optimizer that was "

@@ -48,8 +48,7 @@ class LazyTensor(Tensor):
     def lazily(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a function gives without the numbers; `NotImplemented` where it needs them.
 
-        Args:
-            name: of the function; of an attribute that is read or set, with a dot in front.
+        The `name` of an attribute that is read or set has a dot in front.
         """
         return NotImplemented
 

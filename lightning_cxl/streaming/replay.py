@@ -143,7 +143,7 @@ class _Kept:
 
     def __init__(self, original: torch.Tensor) -> None:
         self._original: torch.Tensor | None = original
-        self._copy: torch.Tensor | None = _copy_of(original)
+        self._copy: torch.Tensor | None = original.detach().clone()
         self._version: int | None = None
 
     def settle(self) -> None:
@@ -160,7 +160,7 @@ class _Kept:
     def fresh(self) -> torch.Tensor:
         """Return a copy of its own for one recompute (the unchanged original itself where that is kept)."""
         if self._copy is not None:
-            return _copy_of(self._copy)
+            return self._copy.clone()
         assert self._original is not None
         if version_of(self._original) != self._version:
             what = f"a buffer of shape {tuple(self._original.shape)} and {self._original.dtype}"
@@ -236,11 +236,6 @@ def _keep(value: Any, kept: dict[int, _Kept]) -> Any:
     if id(value) not in kept:
         kept[id(value)] = _Kept(value)
     return kept[id(value)]
-
-
-def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return tensor.clone()
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

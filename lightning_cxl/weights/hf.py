@@ -31,7 +31,7 @@ from lightning_cxl.weights.load import (
     empty_weights,
     load_translated,
     model_weights,
-    quantised_on_meta,
+    quantised_like,
     weight_beside,
 )
 from lightning_cxl.weights.save import named_tensors, save_tensors
@@ -131,7 +131,9 @@ class Quantizer:
     def fill_on_meta(self, model: Any) -> None:
         for name, parameter in list(_quantised_parameters(model)):
             layer = model.get_submodule(name.rpartition(".")[0])
-            layer.weight = quantised_on_meta(parameter)
+            layer.weight = quantised_like(
+                parameter, parameter.dtype, lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
+            )
         model.hf_quantizer = self._own
         self._own.postprocess_model(model)
 

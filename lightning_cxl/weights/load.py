@@ -280,14 +280,7 @@ _CHUNK_NUMBERS = 2**20  # a multiple of every block size of bitsandbytes; its ke
 _NESTED_BLOCK = 256  # numbers; what bitsandbytes takes for scales of scales
 
 
-def quantised_on_meta(meta: Any) -> nn.Parameter:
-    """Return what ``Params4bit`` or ``Int8Params`` of bitsandbytes become, on the meta device: for plans."""
-    return _quantised_like(meta, meta.dtype, lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
-
-
-def _quantised_like(
-    meta: Any, dtype: torch.dtype, make: Callable[[Sequence[int], torch.dtype], Tensor]
-) -> nn.Parameter:
+def quantised_like(meta: Any, dtype: torch.dtype, make: Callable[[Sequence[int], torch.dtype], Tensor]) -> nn.Parameter:
     """Return the quantised parameter for the place of one that waits, which its module dequantises to `dtype`."""
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn.modules import Int8Params, Params4bit
@@ -328,7 +321,7 @@ def _quantised_like(
 def _quantised(source: WeightSource, meta: Any, dtype: torch.dtype, spec: TierSpec | None) -> nn.Parameter:
     """Return a quantised parameter for the place of one on the meta device; values are rounded to `dtype` first."""
     with large_blocks_apart():  # what the kernels take for chunks
-        parameter: Any = _quantised_like(meta, dtype, lambda shape, own: _new(shape, own, spec))
+        parameter: Any = quantised_like(meta, dtype, lambda shape, own: _new(shape, own, spec))
         with ordinary_memory(), default_dtype(torch.float32):  # bitsandbytes makes code books without naming a type
             if type(meta).__name__ == "Int8Params":
                 _fill_8bit(parameter, source, dtype)
