@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from lightning_cxl import torch_private
 
@@ -333,3 +334,20 @@ def test_versions_of_torch_are_declared_as_tested():
         requirements = tomllib.load(file)["project"]["dependencies"]
     (oldest, newest) = torch_private.OLDEST, torch_private.NEWEST
     assert f"torch>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}" in requirements
+
+
+def test_versions_of_lightning_that_run_code_of_checkpoints_are_refused():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        requirements = map(Requirement, tomllib.load(file)["project"]["dependencies"])
+    (lightning,) = (each for each in requirements if each.name == "lightning")
+    assert not list(lightning.specifier.filter(["2.6.1", "2.6.4", "2.6.5"]))
+    assert lightning.specifier.contains("2.6.6")
+
+
+@pytest.mark.parametrize(
+    ("words", "home"),
+    [("weights_only=False", None), ("gradient_clip_val", "integrations/lightning"), ("max_grad_norm", "integrations")],
+)
+def test_users_are_told_words_of_their_front_end_and_never_to_run_code_of_checkpoints(words, home):
+    found = [path for path in MODULES if words in path.read_text()]
+    assert [path for path in found if home is None or not path.is_relative_to(PACKAGE / home)] == []
