@@ -1,7 +1,9 @@
 """The main job: LightningCLI over `CausalLM` and `TextData`; short errors about options; what a run ends with."""
 
+import difflib
 import logging
 import os
+import re
 import resource
 import sys
 import traceback
@@ -24,12 +26,14 @@ from lightning_cxl.integrations.lightning.lightning_api import (
     LightningArgumentParser,
     LightningCLI,
     LightningModule,
+    StrategyRegistry,
     Trainer,
 )
 from lightning_cxl.text import format_bytes
 from lightning_cxl.weights.hf import require_model
 
 _EXAMPLE = "--config examples/configs/finetune_stdlib.yaml"
+_UNKNOWN = re.compile(r"unrecognized arguments: .*?--([\w.-]+)|does not accept option '([\w.-]+)'")
 _MOST_LINES, _MOST_WIDTH = 12, 240
 _PARSERS = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "jsonargparse"}
 _ACCIDENTS = (ArithmeticError, LookupError, AttributeError, AssertionError)  # say nothing about an option
@@ -97,14 +101,26 @@ class FitSummary(Callback):
 
 
 class ShortErrors(LightningArgumentParser):
-    """A parser whose errors have a few lines; ``--help`` shows all options."""
+    """A parser whose errors have a few lines, and the nearest name; ``--help`` shows all options."""
+
+    _file = "<unicode string>"
+
+    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        self._file = str(path)
+        return super().parse_path(path, *args, **kwargs)
 
     def print_usage(self, file: IO[str] | None = None) -> None:
         pass
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        message = message.replace("<unicode string>", self._file)
         lines = [line if len(line) <= _MOST_WIDTH else f"{line[:_MOST_WIDTH]} ..." for line in message.splitlines()]
-        super().error("\n".join([*lines[:_MOST_LINES], *(["..."] if len(lines) > _MOST_LINES else [])]), ex)
+        lines = [*lines[:_MOST_LINES], *(["..."] if len(lines) > _MOST_LINES else [])]
+        if found := _UNKNOWN.search(message):
+            parser: Any = getattr(ex, "subcommand_parser", None) or self
+            near = difflib.get_close_matches(f"--{found[1] or found[2]}", parser._option_string_actions, n=1)
+            lines += [f"did you mean `{each}`?" for each in near]
+        super().error("\n".join(lines), ex)
         raise AssertionError("the parser goes on after an error")
 
 
@@ -158,6 +174,10 @@ class FinetuneCLI(LightningCLI):
         for name in ("accumulate_grad_batches", "val_check_interval", "check_val_every_n_epoch"):
             if config.trainer[name] == 0:
                 raise ConfigError(f"trainer.{name} must be larger than 0")
+        strategy, known = config.trainer.strategy, StrategyRegistry.available_strategies()
+        if isinstance(strategy, str) and strategy not in known:  # if no name is near, Lightning has a message
+            for near in difflib.get_close_matches(strategy, known, n=1, cutoff=0.8):
+                raise ConfigError(f"there is no strategy {strategy!r}: did you mean {near!r}?")
         name = config.model.name_or_path
         if name is None and not any(each.startswith(("--config", "-c", "--model")) for each in sys.argv):
             raise ConfigError(

@@ -178,7 +178,8 @@ def test_ctrl_c_says_what_is_saved_and_how_to_go_on(command, tmp_path, monkeypat
         ({"model.num_heads": 0}, "'num_heads': 0"),
         ({"model.name_or_path": "./nowhere"}, "no model './nowhere'"),
         ({"model.name_or_path": "qwen2.5-0.5b"}, "`fit` needs weights: use Qwen/Qwen2.5-0.5B"),
-        ({"trainer.strategy": "cxl_ofload"}, "invalid strategy name"),
+        ({"trainer.strategy": "cxl_ofload"}, "no strategy 'cxl_ofload': did you mean 'cxl_offload'"),
+        ({"trainer.strategy": "nothing"}, "invalid strategy name"),
         ({"ckpt_path": "nowhere.ckpt"}, "nowhere.ckpt"),
         ({"model.quantization": "4bit"}, "quantization need a folder"),
         ({"ckpt_path": "other.ckpt"}, "Error: "),
@@ -189,6 +190,15 @@ def test_what_cannot_be_done_ends_in_one_message(command, changed, message, hub_
     with pytest.raises(SystemExit, match=message) as caught:
         command("fit", "--config", EXAMPLE, **changed)
     assert str(caught.value.code).partition(":")[0] in ("ConfigError", "CheckpointError")
+
+
+def test_a_misspelled_option_gets_the_nearest_name(command, tmp_path, capsys):
+    (tmp_path / "wrong.yaml").write_text("model:\n  num_layer: 2\n")
+    for arguments in (["--model.nun_layers", "2"], ["--config", "wrong.yaml"]):
+        with pytest.raises(SystemExit):
+            command("fit", *arguments, tiny=False)
+        said = capsys.readouterr().err
+        assert "did you mean `--model.num_layers`?" in said and len(said.splitlines()) < 8, said
 
 
 @pytest.fixture
