@@ -112,7 +112,9 @@ class OffloadConfig:
             or class names.
         stream_weights: Keep the weights of units in host memory and bring each unit to the device when it computes;
             needs `activation_offload`. ``"auto"`` does so when the device is apart from the host.
-        overlap_step: Run `CPUAdam` on streamed units behind the next forward, and behind the backward where nothing can
+        units_on_device: How many units keep their weights on the device instead, those first that no step writes: what
+            has room there need not be copied. `plan --units-on-device auto` says how many have. With one process.
+        overlap_step: Run `CPUAdam` unit after unit behind the next forward, and behind the backward where nothing can
             call the step off: ``on_overflow="ignore"``, no clipping, no loss scaling, no hook that looks at gradients.
             ``"auto"`` does so when the device is apart from the host. Losses are the same.
         cpu_adam: Replace ``torch.optim.Adam`` and ``AdamW`` by the compiled `CPUAdam`.
@@ -152,6 +154,7 @@ class OffloadConfig:
     activation_offload: bool = True
     units: str | Sequence[str] = "auto"
     stream_weights: bool | Literal["auto"] = "auto"
+    units_on_device: int = 0
     overlap_step: bool | Literal["auto"] = "auto"
     cpu_adam: bool = True
     state: Literal["fp32", "bf16", "8bit"] = "fp32"
@@ -205,12 +208,15 @@ class OffloadConfig:
                 f"state={self.state!r} needs cpu_adam=True: it is an option of `CPUAdam`, which replaces torch's Adam "
                 "and AdamW. With cpu_adam=False every optimizer keeps its state as it likes"
             )
-        for name, counted in (("batch_tokens", "tokens"), ("max_overflows", "steps"), ("num_threads", "threads")):
-            value, may_be_none = getattr(self, name), name != "max_overflows"
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        for name, counted, least in (
+            ("batch_tokens", "tokens", 1), ("max_overflows", "steps", 1), ("num_threads", "threads", 1),
+            ("units_on_device", "units", 0),
+        ):  # fmt: skip
+            value, may_be_none = getattr(self, name), name in ("batch_tokens", "num_threads")
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
             if not is_count and not (may_be_none and value is None):
-                also = " or None" if may_be_none else ""
-                raise ConfigError(f"{name} must be a positive number of {counted}{also}, got {value!r}")
+                wanted = ("a positive number" if least else "a number") + f" of {counted}" + " or None" * may_be_none
+                raise ConfigError(f"{name} must be {wanted}, got {value!r}")
         names = [self.units] if isinstance(self.units, str) else self.units
         if not isinstance(names, Sequence) or not names or not all(isinstance(n, str) and n for n in names):
             raise ConfigError(

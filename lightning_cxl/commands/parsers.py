@@ -80,6 +80,10 @@ def _option(default: Any, text: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": text, **more})
 
 
+def _count_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 def _choice(choices: tuple[str, ...], default: str | None, text: str) -> Any:
     return _option(default, text, choices=choices)
 
@@ -106,6 +110,12 @@ class PlanOptions:
     )
     activation_offload: bool = _switch(True, "inputs of units to the host (on)")
     stream_weights: bool | str = _switch("auto", "weights of units to the host (on with a GPU)")
+    units_on_device: int | str = _option(
+        0,
+        "units whose weights stay on the device; auto: as many as have room (%(default)s)",
+        type=_count_or_auto,
+        metavar="K",
+    )
     loss: str = _choice(
         ("full", "chunked"),
         "full",

@@ -1,6 +1,7 @@
 """``python -m lightning_cxl plan``: bytes of a job by tier, whether they fit, predicted seconds, and advice."""
 
 import argparse
+import bisect
 import json
 import shlex
 import sys
@@ -80,7 +81,7 @@ class Settings(parsers.PlanOptions):
                 f'overlap "{self.overlap}" needs weights that stream, and they do not: set stream weights, or '
                 'choose overlap "none"'
             )
-        same = ("activation_offload", "stream_weights", "state", "master", "accumulate")
+        same = ("activation_offload", "stream_weights", "units_on_device", "state", "master", "accumulate")
         given: dict[str, Any] = {name: getattr(self, name) for name in same}
         given["on_overflow"] = "ignore" if self.overlap == "backward" else "skip"
         return OffloadConfig(**given, overlap_step=overlaps)
@@ -146,6 +147,10 @@ class PlannedModel:
         job = model_job(self.name, plan)
         note = wide_experts(model)
         return replace(job, notes=(*job.notes, note)) if note else job
+
+
+_USED_OF_DEVICE = 0.95
+"""Of its memory, by units that stay there: the rest is for gaps between tensors."""
 
 
 def loss_on_meta(model: Any, batch: int, sequence: int, *, chunked: bool = False) -> Callable[[], torch.Tensor]:
@@ -230,6 +235,7 @@ def make_plan(
     """Plan a job under all policies; `policy`, a name or the import path of a class, is the one shown in full."""
     if policy == "auto":  # what a run takes
         policy = "bandwidth" if machine.has_speeds else "by_role"
+    settings = _with_units_on_device(model, settings, machine)
     job = model.job(settings, machine)
     plans = compare(job, machine, dict.fromkeys([*POLICIES, policy]))
     if plans[policy].needs_speeds:
@@ -240,6 +246,23 @@ def make_plan(
     predicted, host = dram_only_time(job, machine), _host_bytes(job, machine)
     found = Findings(model.name, settings, machine, job, policy, plans, predicted, host, command=command)
     return found if found.fits else replace(found, ways=what_fits(model, settings, machine, policy))
+
+
+def _with_units_on_device(model: PlannedModel, settings: Settings, machine: Machine) -> Settings:
+    """Settle "auto": as many units as have room beside all else at its peak."""
+    if settings.units_on_device != "auto":
+        return settings
+
+    def is_too_much(count: int) -> bool:
+        job = model.job(replace(settings, units_on_device=count), machine)
+        return job.device_bytes is None or job.device_bytes > _USED_OF_DEVICE * machine.device.memory_bytes
+
+    none = replace(settings, units_on_device=0)
+    if not settings.streams(machine) or none.mesh(machine).is_sharded:
+        return none
+    most = model.job(none, machine).num_units
+    count = bisect.bisect_left(range(1, most), True, key=is_too_much) if is_too_much(most) else most
+    return replace(settings, units_on_device=count)
 
 
 def _machine(options: argparse.Namespace) -> Machine:
@@ -521,6 +544,8 @@ def _device(found: Findings) -> list[str]:
         verdict = "fits" if fits_device(job, found.machine) else "DOES NOT FIT"
         text += f" of {format_bytes(device.memory_bytes)}: {verdict}"
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in job.device_parts.items())
+    if staying := found.settings.units_on_device:
+        parts += f"; {staying} of {job.num_units} units stay there (`units_on_device: {staying}`)"
     return [text, *wrapped(f"  {parts}")]
 
 

@@ -329,14 +329,17 @@ class _ResidentForward(StandIn):
         return call_under(compiler, self.original, args, kwargs)
 
 
-def waiting_forwards(model: nn.Module, units: Iterable[nn.Module]) -> list[_ResidentForward]:
-    """Put stand-ins on the outermost modules with parameters that neither are units nor contain one."""
-    of_units = {id(each) for unit in units for each in unit.modules()}
+def waiting_forwards(
+    model: nn.Module, units: Iterable[nn.Module], streamed: Iterable[nn.Module]
+) -> list[_ResidentForward]:
+    """Put stand-ins on units that do not stream, and on the outermost other modules that contain no unit."""
+    of_units = {id(unit) for unit in units}
+    seen = {id(each) for unit in streamed for each in unit.modules()}
     found: list[_ResidentForward] = []
-    seen = set(of_units)
     for module in model.modules():
         parts = {id(each) for each in module.modules()}
-        if id(module) not in seen and parts.isdisjoint(of_units) and any(True for _ in module.parameters()):
+        contains_unit = not (parts - {id(module)}).isdisjoint(of_units)
+        if id(module) not in seen and not contains_unit and any(True for _ in module.parameters()):
             found.append(_ResidentForward(module))
             seen |= parts
     return found

@@ -295,6 +295,9 @@ class Plan:
         return {"planned_roles": roles, "reasons": {role: list(texts) for role, texts in reasons.items()}}
 
 
+_Unit = tuple[str, nn.Module, list[nn.Parameter]]
+
+
 def list_tensors(
     model: nn.Module,
     optimizers: Sequence[Optimizer] | None,
@@ -317,7 +320,7 @@ def list_tensors(
     streams = config.streams_weights(workload.computes_on_host)
     precisions = precisions_of(model, config)
     precisions.consider(optimizers)
-    found = list(streamable(model, units if streams else []))
+    found = _streaming(list(streamable(model, units if streams else [])), config.units_on_device)
     foreign = _held_by(each for each in optimizers if not precisions.becomes_cpu_adam(each))
     cut = [*(model.parameters() if workload.mesh.is_sharded else filter(is_sharded, model.parameters()))]
     why_not = ""  # no weights that are cut over processes may lie on SSD
@@ -326,6 +329,11 @@ def list_tensors(
             "weights that are cut over several processes lie there only for devices with memory of their own: a CPU "
             "gathers them from memory. Leave the weights out (optimizer state and activations can lie there), or train "
             "with one process"
+        )
+    if cut and streams and config.units_on_device:
+        raise ConfigError(
+            f"units_on_device={config.units_on_device} is for one process: with several, each device has a part of all "
+            "weights and gathers a unit when it computes. Leave the option out"
         )
     stays = foreign | ({id(parameter) for parameter in cut} if why_not else set())
     in_units = {id(parameter) for _, _, own in found for parameter in own}
@@ -351,7 +359,8 @@ def list_tensors(
     unit_of = units_by_parameter(streamed)
     all_on_host = workload.computes_on_host or workload.mesh.is_sharded  # with several ranks, shards of all weights
     overlap: Overlap = "none"
-    if streamed and config.overlaps_step(workload.computes_on_host):
+    may_wait = bool(streamed or (units and not workload.computes_on_host and not cut))  # the forward, for an update
+    if may_wait and config.overlaps_step(workload.computes_on_host):
         overlap = "both" if workload.updates_in_backward else "forward"
     state = [
         each._replace(unit=unit_of.get(id(each.parameter), ""))
@@ -390,6 +399,17 @@ def list_tensors(
         overlap=overlap,
         record_of=record_of,
     )
+
+
+def _streaming(found: list[_Unit], num_on_device: int) -> list[_Unit]:
+    """Return the units that stream. Of the others those come first that no step writes, spread evenly."""
+    trained = [index for index, (_, _, own) in enumerate(found) if any(p.requires_grad for p in own)]
+    frozen = sorted(set(range(len(found))) - set(trained))
+    stay: set[int] = set()
+    for indices in (frozen, trained):
+        count = min(len(indices), num_on_device - len(stay))
+        stay |= {indices[(2 * number + 1) * len(indices) // (2 * count)] for number in range(count)}
+    return [unit for index, unit in enumerate(found) if index not in stay]
 
 
 def precisions_of(model: nn.Module, config: OffloadConfig) -> Precisions:

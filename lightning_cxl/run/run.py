@@ -505,8 +505,8 @@ class Run:
                 place_on_ssd=self._placed.activation_on_ssd,
             )
             streamer = self._streamer = ParamStreamer(engine, units, lambda: activations.phase) if units else None
-            overlaps = streamer is not None and plan.overlap != "none"
-            executor = ThreadPoolExecutor(1, "lightning_cxl", engine.use_in_this_thread) if overlaps else None
+            behind = plan.overlap != "none"
+            executor = ThreadPoolExecutor(1, "lightning_cxl", engine.use_in_this_thread) if behind else None
             worker = None if executor is None else HostWorker(executor)
             self._grads = GradientOffload(
                 engine,
@@ -519,8 +519,11 @@ class Run:
                 reserves_streamed=plan.overlap != "backward",
                 are_read_early=loop.reads_gradients,
             )
-            apart = worker is not None and not engine.computes_on_host
-            resident = waiting_forwards(model, (module for _, module in plan.units)) if apart else []
+            resident = []
+            if behind and not engine.computes_on_host:
+                resident = waiting_forwards(
+                    model, (module for _, module in plan.units), (unit.module for unit in plan.streamed)
+                )
             for each in resident:
                 cleanup.callback(each.remove)
             self._updates = Updates(

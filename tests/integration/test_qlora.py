@@ -147,8 +147,9 @@ def test_is_the_run_without_us_on_the_cpu(folder, way, stream):
     planned, peak = (
         sum(strategy.report()[f"{kind}_roles"]["compute_weights"].values()) for kind in ("planned", "peak")
     )
-    unit = strategy.report()["streamed"]["host_bytes"] / LAYERS if stream else 0  # is there twice while it moves
-    assert planned == pytest.approx(peak - unit, rel=0.01)
+    # is there twice while it moves, once without gaps
+    unit = strategy.report()["streamed"]["host_bytes"] / LAYERS if stream else 0
+    assert planned == pytest.approx(peak - unit, rel=0.05)
 
 
 def test_quantised_weights_are_on_their_tier_from_the_first_byte(folder):

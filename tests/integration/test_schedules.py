@@ -274,6 +274,31 @@ def test_an_update_that_begins_after_the_weights_were_read_is_awaited(monkeypatc
 
 
 @slow_updates
+@pytest.mark.parametrize(
+    ("form", "count", "accumulate"),
+    [("fp32", 1, 1), ("8bit", 2, 2), ("split", 3, 1), pytest.param("fp32", 9, 1, marks=pytest.mark.full)],
+)
+def test_units_that_stay_on_the_device_are_not_copied_and_train_the_same(form, count, accumulate):
+    given = {**FORMS[form]}
+    precision = given.pop("precision", "32-true")
+
+    def trained(**options):
+        return fit({**given, **options}, precision=precision, accumulate_grad_batches=accumulate, steps=4)
+
+    def streamed_by(trainer):
+        streamed = trainer.strategy.report()["streamed"]
+        return streamed.get("num_units", 0), streamed.get("host_bytes", 0)
+
+    plain = trained(**AFTER)
+    _, nbytes = streamed_by(plain[1])
+    num_left = max(0, 3 - count)
+    for options in ({}, IGNORE, AFTER):
+        module, trainer = trained(units_on_device=count, **options)
+        assert_same((module, trainer), plain)
+        assert streamed_by(trainer) == (num_left, nbytes * num_left // 3)
+
+
+@slow_updates
 def test_validation_and_checkpoints_in_the_middle(tmp_path):
     class Saves(Callback):
         def on_train_batch_end(self, trainer, *_):

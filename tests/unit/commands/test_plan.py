@@ -137,6 +137,19 @@ def test_options_change_the_bytes(plan):
     assert overlaps == {"auto": "forward", "none": "none", "backward": "both", "forward": "forward"}
 
 
+def test_as_many_units_stay_on_the_device_as_have_room(plan):
+    parts = [plan("--units-on-device", str(count))[2]["device_bytes"] for count in range(5)]
+    assert parts[1] < parts[2] < parts[3]  # with the first one that streams, slots go as well
+    for count in range(5):
+        _, text, data = plan("--units-on-device", "auto", gpu=f"{int(parts[count] / 0.95) + 1}B")
+        most = max(each for each in range(5) if parts[each] <= parts[count])
+        assert data["device_bytes"] == parts[most]
+        assert (f"{most} of 4 units stay there (`units_on_device: {most}`)" in " ".join(text.split())) == (most > 0)
+    assert plan("--units-on-device", "auto", gpu="1MiB")[2]["device_bytes"] == parts[0]
+    with pytest.raises(ConfigError, match="is for one process"):
+        plan("--units-on-device", "1", count=2, cxl=None, more=LINKS)
+
+
 def test_a_job_that_does_not_fit_the_host_says_what_would(plan):
     _, _, data = plan()
     room = f"{sum(data['roles'].values()) // 2 - (8 << 20)}B"

@@ -6,8 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_cxl.inventory.plan import sensitive_parameters
-from lightning_cxl.inventory.tensors import Mesh
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.inventory.plan import list_tensors, sensitive_parameters
+from lightning_cxl.inventory.tensors import Mesh, Workload
+from tests.models import TinyTransformer
 
 SHAPES = st.lists(st.integers(1, 40), max_size=3).map(lambda shape: torch.empty(shape, device="meta"))
 MESHES = st.builds(Mesh, num_devices=st.integers(1, 9), num_machines=st.integers(1, 5), replicates=st.booleans())
@@ -28,6 +31,28 @@ def test_a_machine_has_its_ranks_shards():
     assert Mesh(num_devices=4).machine_bytes(12, [odd]) == 16
     assert Mesh().machine_bytes(77, [even]) == 77
     assert shards.machine_bytes(5, []) == 5
+
+
+@pytest.mark.parametrize(
+    ("count", "frozen", "streamed"),
+    [
+        (0, (), "012345"), (1, (), "01245"), (2, (), "0235"), (3, (), "024"), (1, (0, 1, 2), "02345"),
+        (4, (0, 1, 2), "35"), (6, (), ""), (9, (5,), ""),
+    ],
+)  # fmt: skip
+def test_units_stay_on_the_device_spread_evenly_and_frozen_ones_first(count, frozen, streamed):
+    model = TinyTransformer(depth=6)
+    for index in frozen:
+        model.blocks[index].requires_grad_(False)
+    plan = list_tensors(model, None, OffloadConfig(units_on_device=count), Workload(batch=1, sequence=8))
+    assert "".join(unit.name[-1] for unit in plan.streamed) == streamed
+    assert plan.overlap == "forward"
+
+
+def test_several_processes_keep_no_units_on_devices():
+    load = Workload(batch=1, sequence=8, mesh=Mesh(num_devices=2))
+    with pytest.raises(ConfigError, match="units_on_device=1 is for one process"):
+        list_tensors(TinyTransformer(), None, OffloadConfig(units_on_device=1), load)
 
 
 class RMSNormOfAFamily(nn.RMSNorm):
