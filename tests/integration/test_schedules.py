@@ -1,5 +1,6 @@
 """Streamed weights and updates behind the device: never a stale weight, whatever users do, and really behind."""
 
+import contextlib
 import copy
 import threading
 import time
@@ -429,6 +430,41 @@ class Manual(Task):
 
     def beside(self):
         pass
+
+
+class Catches(Task):
+    """Goes on after a backward that fails when the gradients of all blocks but the first have come."""
+
+    def __init__(self, model, *, fails):
+        super().__init__(model)
+        self.automatic_optimization, self.fails = False, fails
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        if self.fails and batch_idx:
+            loss = self.loss(batch)
+            handle = self.model.blocks[0].mlp[0].weight.register_hook(self.raise_error)
+            with contextlib.suppress(ZeroDivisionError):
+                self.manual_backward(loss)
+            handle.remove()
+        loss = self.loss(batch)
+        self.record(loss)
+        self.manual_backward(loss)
+        optimizer.step()
+
+    @staticmethod
+    def raise_error(_):
+        raise ZeroDivisionError
+
+
+@slow_updates
+@pytest.mark.parametrize("options", [{}, AFTER])
+def test_gradients_of_a_backward_that_failed_are_dropped(options):
+    def trained(fails):
+        return fit(options, make_model=no_dropout, task=lambda model: Catches(model, fails=fails), steps=4)
+
+    assert_same(trained(fails=True), trained(fails=False))
 
 
 class OnTheHost(Manual):
