@@ -70,7 +70,7 @@ _ONE_HOLDER = _holders(_alone)
 
 
 def is_only_holder(tensor: Tensor) -> bool:
-    """Return whether nothing else reaches the memory of a CPU tensor whose storage object exists already."""
+    """Return whether nothing else reaches the memory of a tensor whose storage object exists already."""
     return _holders(tensor) == _ONE_HOLDER
 
 

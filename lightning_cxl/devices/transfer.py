@@ -333,6 +333,11 @@ class DeviceEngine(TransferEngine):
         self._retire()
 
 
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the stream that the calling thread queues work of a device apart on."""
+    return torch.accelerator.current_stream(device)
+
+
 @functools.cache
 def _copy_streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
     """Return the streams of both directions: one pair a device for good, as torch never gives a stream back."""

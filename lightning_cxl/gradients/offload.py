@@ -209,6 +209,7 @@ class GradientOffload:
         self._unit: object = None  # whose group is not complete
         self._group: dict[int, Gradient] = {}  # what has come of it, by id of the pair
         self._groups: deque[GradientGroup] = deque()  # copied, not known to be accumulated
+        self._staged: deque[GradientGroup] = deque()  # of these and of those handed over, where there is a worker
         self._on_device: deque[tuple[Transfer, int]] = deque()  # that the device has not waited for, and their bytes
         self._device_bytes = self._largest_bytes = 0
         self._pending: dict[int, WeightPair] = {}  # whose ``.grad`` is None because gradients are on their way, by id
@@ -388,8 +389,11 @@ class GradientOffload:
             return
         staying = [each for each in group if each.stays]
         staged = [each for each in group if not each.stays]
-        while staged and sum(each.is_staged for each in self._groups) >= MAX_STAGED:
-            self._groups.popleft().wait()
+        if self._worker is None:
+            while staged and sum(each.is_staged for each in self._groups) >= MAX_STAGED:
+                self._groups.popleft().wait()
+        while self._staged and (self._staged[0].done() or (staged and len(self._staged) >= MAX_STAGED)):
+            self._staged.popleft().wait()
         memory = self._new_memory([each.pair for each in staying], [each.grad.dtype for each in staying])
         if staged:
             memory += self._allocate_all([(each.pair.compute, each.grad.dtype) for each in staged], TensorRole.STAGING)
@@ -411,6 +415,8 @@ class GradientOffload:
         started = GradientGroup(pair_ids, bool(staged), transfer, landed, self._accumulate)
         if self._worker is not None:
             self._worker.accumulate(started)
+            if staged:
+                self._staged.append(started)
         self._groups.append(started)
         while self._groups and self._groups[0].done():
             self._groups.popleft().wait()
@@ -573,6 +579,7 @@ class GradientOffload:
             if pair.master.grad_dtype is None and (grad is None or grad.dtype is pair.master.dtype):
                 pair.master.grad_dtype = pair.master.dtype
         self._groups.clear()
+        self._staged.clear()
         self._on_device.clear()
         for state in (self._group, self._pending, self._handed, self._sums, self._stash, self._watched, self._units):
             state.clear()

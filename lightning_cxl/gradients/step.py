@@ -43,7 +43,8 @@ from lightning_cxl.torch_private import keeps_mark, mark_as_called, step_hooks
 #
 # What stays on the device gets its new values when the step is over, from the worker, behind all that the device was
 # asked for before. The forward of its module waits for them (`_ResidentForward`), and so does any other use of it
-# ([Note: Compute and master weights]). A parameter of a module that contains units is written by the step itself.
+# ([Note: Compute and master weights]). A parameter of a module that contains units is written by the step itself. So is
+# one whose memory another tensor reaches (``p.data`` or ``p.detach()`` that were kept): past it nobody waits.
 #
 # A step reads hyper-parameters when it begins, so schedulers may go on. Versions of the weights go up when an update is
 # started, by the thread that starts it: copies on the device are stale from then on. Until it is done the unit is
@@ -153,7 +154,7 @@ class Updates:
             unit = None if pair is None else self._unit_of.get(id(pair.compute))
             if pair is not None and unit is not None and self._is_for_worker(pair):
                 parts.setdefault(id(unit), []).append(each)
-            elif pair is not None and id(pair.compute) in self._awaited:
+            elif pair is not None and self._may_be_late(pair):
                 residents.setdefault(self._awaited[id(pair.compute)], []).append((pair, each))
             else:
                 now.append(each)
@@ -221,8 +222,9 @@ class Updates:
 
     def _write_back_residents(self) -> None:
         """Let the worker write back what was updated in the backward; what no forward waits for, at once."""
-        behind = [(pair, update) for pair, update in self._residents if id(pair.compute) in self._awaited]
-        self._residents = [(pair, update) for pair, update in self._residents if id(pair.compute) not in self._awaited]
+        behind = [(pair, update) for pair, update in self._residents if self._may_be_late(pair)]
+        own = {id(pair) for pair, _ in behind}
+        self._residents = [(pair, update) for pair, update in self._residents if id(pair) not in own]
 
         def raise_errors() -> None:
             for _, update in behind:
@@ -232,13 +234,15 @@ class Updates:
             self._start_residents([pair for pair, _ in behind], raise_errors, -1)
         self._end_residents()
 
+    def _may_be_late(self, pair: WeightPair) -> bool:
+        """Whether the device may get new weights after the step: whoever uses them is known, and waits."""
+        return id(pair.compute) in self._awaited and pair.may_be_late
+
     def _start_residents(self, pairs: Sequence[WeightPair], job: Callable[[], None], order: int) -> None:
         """Let a job that updates masters run on the worker; the device gets the new weights after it."""
         assert self._worker is not None
         update: Future[None] = Future()
-        write = self._masters.writing_back(pairs)
-        for pair in pairs:
-            pair.begin_update(update)
+        write = self._masters.writing_back(pairs, update)
 
         def run() -> None:
             job()

@@ -25,8 +25,9 @@ somebody kept a reference, and the device waits for the copy.
 
 import copy
 import functools
+import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -34,7 +35,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_cxl import torch_private
-from lightning_cxl.devices.transfer import HostEngine, Transfer, TransferEngine
+from lightning_cxl.devices.transfer import HostEngine, Transfer, TransferEngine, current_stream
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.kernels import MasterForm, is_flat_like
 from lightning_cxl.shards import is_sharded, local, settle, sharded_like
@@ -50,19 +51,8 @@ class WeightPair:
     """The compute and the master weights of one trained parameter, and in which precision its gradient is kept."""
 
     __slots__ = (
-        *(
-            "__weakref__",
-            "_aliases",
-            "_front",
-            "_plain_type",
-            "_update",
-            "_written",
-            "compute",
-            "grad_dtype",
-            "master",
-            "name",
-        ),
-        *("on_access", "version"),
+        *("__weakref__", "_aliases", "_front", "_pid", "_plain_type", "_stream", "_update", "_written"),
+        *("compute", "grad_dtype", "master", "name", "on_access", "version"),
     )
 
     def __init__(self, name: str, compute: Parameter, master: Parameter, grad_dtype: torch.dtype) -> None:
@@ -77,6 +67,8 @@ class WeightPair:
         self._update: Future[None] | None = None  # of the master and of what the device has, behind the training
         self._written: Transfer | None = None  # to the device, in that update
         self._front: type[Parameter] | None = None  # of the compute parameter, before that update
+        self._stream: object = None  # that the step ran on
+        self._pid = 0
 
     @property
     def is_shared(self) -> bool:
@@ -107,10 +99,19 @@ class WeightPair:
     def is_updating(self) -> bool:
         return self._update is not None
 
+    @property
+    def may_be_late(self) -> bool:
+        """Whether all that reaches the compute weights, which have a front, goes by the parameter itself."""
+        self.compute.untyped_storage()  # the first access, which counts from then on
+        return not self.may_be_written and torch_private.is_only_holder(self.compute)
+
     def begin_update(self, update: "Future[None]") -> None:
-        """Let whoever uses the compute weights, which have a front, wait for an update, and raise its error."""
+        """Let whoever uses the compute weights wait for an update, and raise its error."""
         self.settle()
-        self._update, self._front = update, type(self.compute)
+        torch.autograd.graph.increment_version([self.compute])  # graphs from before the step have old weights
+        self.agree()
+        self._update, self._front, self._pid = update, type(self.compute), os.getpid()
+        self._stream = current_stream(self.compute.device)
         self.compute.__class__ = _updating_of(self._front)
 
     def note_copy(self, transfer: Transfer) -> None:
@@ -124,9 +125,13 @@ class WeightPair:
         if update is None:
             return
         try:
+            if os.getpid() != self._pid:
+                return  # forked: the thread is the parent's, and so is the device, as torch says
             update.result()
-            if self._written is not None:
-                self._written.wait()
+            if (written := self._written) is not None:
+                written.wait()
+                if current_stream(self.compute.device) != self._stream:
+                    written.wait_host()  # nobody waits any more in the stream that the next forward runs on
         finally:  # not earlier: until then nobody may take the weights for new
             self._update = self._written = None
             self.compute.__class__ = self._front or type(self.compute)
@@ -178,6 +183,8 @@ class _Front:
             return own  # a compiler would fail where it is not beside its weight
         pair.on_access()
         grad: torch.Tensor | None = pair.master.grad
+        if grad is not None:
+            pair.settle()  # an update may be reading it
         return grad
 
     @grad.setter
@@ -342,16 +349,18 @@ class MasterWeights:
         self._written.append(transfer)
         return transfer
 
-    def writing_back(self, pairs: Iterable[WeightPair]) -> Callable[[], None]:
-        """Return what copies masters to the device, in any thread, behind all that the device is asked for now."""
+    def writing_back(self, pairs: Sequence[WeightPair], update: "Future[None]") -> Callable[[], None]:
+        """Begin an update; return what copies masters to the device, in any thread, behind all that it is asked now."""
         copies = [(pair, local(pair.compute.detach()), self._staging(pair)) for pair in pairs]
-        after = [self._engine.mark()]
+        mark = self._engine.mark()
+        for pair in pairs:
+            pair.begin_update(update)
 
         @torch.no_grad()
         def write() -> None:
             while copies:  # staging memory goes back when its copy is done
                 pair, target, staging = copies.pop()
-                pair.note_copy(self._copy(pair, target, staging, after))
+                pair.note_copy(self._copy(pair, target, staging, [mark]))
 
         return write
 

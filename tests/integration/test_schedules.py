@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import os
+import signal
 import threading
 import time
 from functools import partial
@@ -29,8 +31,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import lightning_cxl
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.gradients import step as updates
-from lightning_cxl.gradients.offload import GradientOffload
+from lightning_cxl.gradients.offload import MAX_STAGED, GradientOffload, HostWorker
 from lightning_cxl.optim.cpu_adam import AdamStep
+from lightning_cxl.run import run as runs
 from tests import training_device
 from tests.cases import every_value
 from tests.integration.gate import Gate
@@ -272,6 +275,122 @@ def test_an_update_that_begins_after_the_weights_were_read_is_awaited(monkeypatc
     fit({}, callbacks=[ours])
     fit(AFTER, callbacks=[plain])
     assert ours.seen == plain.seen
+
+
+class KeepsAlias(Task):
+    """Reads, and writes to, another tensor over the memory of a weight that stays on the device."""
+
+    def __init__(self, model, *, taken):
+        super().__init__(model)
+        self.taken, self.seen = taken, []
+
+    def on_train_batch_end(self, *_):
+        if not self.seen:
+            self.alias = self.taken(self.model.norm.weight)
+        self.alias.clamp_(-1, 1)
+        self.seen.append(self.alias.double().sum().item())
+
+    def on_train_end(self):
+        del self.alias
+
+
+@slow_updates
+@pytest.mark.parametrize("options", [{}, IGNORE])
+@pytest.mark.parametrize("taken", [lambda p: p.data, lambda p: p.detach()], ids=["data", "detach"])
+def test_another_tensor_over_a_weight_that_stays_on_the_device_is_never_late(taken, options):
+    def trained(options):
+        return fit(options, task=lambda model: KeepsAlias(model, taken=taken))
+
+    ours, plain = trained(options), trained(AFTER)
+    assert_same(ours, plain)
+    assert ours[0].seen == plain[0].seen and len(set(plain[0].seen)) > 3
+
+
+class ByHand(Task):
+    def __init__(self, model):
+        super().__init__(model, scheduler=False)
+        self.automatic_optimization = False
+
+
+class ZeroesInPlace(ByHand):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.record(loss)
+        self.manual_backward(loss)
+        self.optimizers().step()
+        if batch_idx % 2:
+            self.zero_grad(set_to_none=False)
+        else:
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+
+
+@slow_updates
+def test_gradients_that_are_cleared_in_place_after_a_step():
+    given = {"task": ZeroesInPlace, "make_model": no_dropout, "steps": 4}
+    assert_same(fit({}, **given), fit(AFTER, **given))
+
+
+@pytest.mark.parametrize("options", [{}, AFTER])
+@pytest.mark.parametrize("part", ["norm", "head"])
+def test_a_graph_of_before_a_step_is_refused_while_updates_run(monkeypatch, part, options):
+    gate = Gate(monkeypatch)
+
+    class GoesBackLater(ByHand):
+        def training_step(self, batch, batch_idx):
+            x = torch.randn(2, self.model.head.in_features, device=self.device, requires_grad=True)
+            later = getattr(self.model, part)(x).square().mean()
+            self.manual_backward(self.loss(batch))
+            self.optimizers().step()
+            try:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    self.manual_backward(later)
+            finally:
+                gate.is_open.set()
+
+    fit(options, task=GoesBackLater, steps=1)
+
+
+def test_a_forked_process_does_not_wait_for_an_update(monkeypatch):
+    gate, ended = Gate(monkeypatch), []
+
+    class Forks(Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            child = os.fork()
+            if not child:
+                signal.alarm(20)
+                try:
+                    module.model.norm.weight.detach().sum()
+                finally:
+                    os._exit(0)  # whatever torch says of a device in a forked process
+            ended.append(os.waitpid(child, 0)[1])
+            gate.is_open.set()
+
+    fit({}, callbacks=[Forks()], steps=1)
+    assert ended == [0], "the child waited until it was ended"
+
+
+@slow_updates
+@pytest.mark.parametrize("options", [{}, IGNORE])
+def test_few_groups_are_staged_where_units_wait_for_their_update(monkeypatch, options):
+    alive, most = [0], []
+    accumulate = GradientOffload._accumulate
+
+    def counts(self, group):
+        accumulate(self, group)
+        alive[0] -= group.is_staged
+
+    class CountsWorker(HostWorker):
+        def accumulate(self, group):
+            alive[0] += group.is_staged
+            most.append(alive[0])
+            super().accumulate(group)
+
+    monkeypatch.setattr(GradientOffload, "_accumulate", counts)
+    monkeypatch.setattr(runs, "HostWorker", CountsWorker)
+    fit(options, make_model=lambda: TinyTransformer(depth=8, dropout=0.0), accumulate_grad_batches=2, steps=2)
+    assert 0 < max(most) <= MAX_STAGED + 1
 
 
 @slow_updates
