@@ -9,6 +9,7 @@ from torch import nn
 
 import lightning_cxl
 from lightning_cxl import ConfigError, TierFullError, TierKind, TierNotFoundError, Topology, residency
+from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Block, Task, TinyTransformer, token_data
 
@@ -235,3 +236,24 @@ def test_zero_size_parameters_train():
 
     module = run("cxl_offload", WithEmpty())
     assert module.model.nothing.shape == (0, 32)
+
+
+class MadeLate(LlamaTask):
+    """A model with tied or own weights in its head, made in `configure_model`."""
+
+    def __init__(self, tied):
+        super().__init__(None)
+        self.tied = tied
+
+    def configure_model(self):
+        if self.model is None:
+            self.model = tiny_llama(vocab_size=4000, tie_word_embeddings=self.tied)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_are_made_in_configure_model_take_what_was_planned(tied):
+    trainer = make_trainer(offload(), max_steps=1)
+    trainer.fit(MadeLate(tied), token_data())
+    report = trainer.strategy.report()
+    planned, peak = (sum(report[f"{kind}_roles"]["compute_weights"].values()) for kind in ("planned", "peak"))
+    assert planned == pytest.approx(peak, rel=1e-3), "tied weights were placed twice for a moment"
