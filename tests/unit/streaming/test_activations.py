@@ -4,8 +4,10 @@ import collections
 import copy
 import dataclasses
 import random
+import sys
 import typing
 from collections import namedtuple
+from functools import partial
 
 import numpy as np
 import pytest
@@ -281,7 +283,9 @@ def nested(x):
 
 
 @pytest.mark.parametrize("container", [nested, lambda x: Marking({"x": x})], ids=["deep", "not readable"])
-def test_a_container_that_cannot_be_copied_is_refused(offload, container):
+def test_a_container_that_cannot_be_copied_is_refused(offload, container, request):
+    request.addfinalizer(partial(sys.setrecursionlimit, sys.getrecursionlimit()))
+    sys.setrecursionlimit(1000)  # Python's own: torch's inductor raises it for good
     block = nn.Linear(8, 8)
     offload.attach([("block", block)])
     for _ in range(2):
