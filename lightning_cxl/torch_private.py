@@ -12,7 +12,7 @@ import functools
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -219,13 +219,13 @@ plain_tensor_functions: Callable[[], AbstractContextManager[Any]] = find(
     "torch", "_C.DisableTorchFunctionSubclass", "ask such a stand-in for its shape"
 )
 _METADATA = frozenset(("device", "dim", "dtype", "is_floating_point", "is_meta", "layout", "ndim", "nelement", "numel"))
-_METADATA |= {"_version", "grad", "grad_fn", "is_contiguous", "is_cpu", "is_leaf", "is_sparse", "nbytes"}
-_METADATA |= {"register_hook", "requires_grad", "requires_grad_", "shape", "size", "storage_offset", "stride"}
+_METADATA |= {"requires_grad", "shape", "size"}
 
 
-def asks_metadata(func: Any) -> bool:
-    """Whether what a `__torch_function__` is called for reads nothing of a tensor's bytes."""
-    return getattr(getattr(func, "__self__", func), "__name__", "") in _METADATA
+def asks_metadata(func: Any, more: Collection[str] = ()) -> bool:
+    """Whether a `__torch_function__` is called for what reads no bytes of a tensor, or for one of these names."""
+    name = getattr(getattr(func, "__self__", func), "__name__", "")
+    return name in _METADATA or name in more
 
 
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")

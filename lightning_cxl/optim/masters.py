@@ -232,6 +232,11 @@ def _updating_of(front: type[Parameter]) -> type[Parameter]:
     return type(front.__name__, (_Updating, front), {})
 
 
+_NOT_WRITTEN = frozenset(("_version", "grad", "grad_fn", "is_contiguous", "is_cpu", "is_leaf", "is_sparse", "nbytes"))
+_NOT_WRITTEN |= {"register_hook", "requires_grad_", "storage_offset", "stride"}
+"""Of a parameter, besides its metadata: an update does not touch it."""
+
+
 class _Updating:
     """A compute parameter on a device whose update runs behind."""
 
@@ -239,7 +244,7 @@ class _Updating:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch_private.asks_metadata(func):
+        if torch_private.asks_metadata(func, _NOT_WRITTEN):
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
         updating = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, _Updating)]
         for leaf in updating:

@@ -162,6 +162,7 @@ def test_forked_children_that_use_weights_they_do_not_have_get_an_error(weights,
         "state dict": lambda model: model.blocks[1].state_dict()["qkv.weight"].tolist(),
         "call": lambda model: model.blocks[2].qkv(torch.ones(1, 32)).tolist(),
         "data": lambda model: model.blocks[3].qkv.weight.data.tolist(),
+        "gradient": lambda model: model.blocks[3].out.weight.grad,  # may be in such memory, too
         "shapes": lambda model: [(p.shape, p.device, p.dtype, p.numel(), p.requires_grad) for p in model.parameters()],
         "nothing": lambda model: torch.ones(4).sum(),
         "in the fork of a fork": lambda model: refused_in_child(lambda: model.blocks[4].out.weight.sum().item()),
