@@ -139,12 +139,14 @@ class PlannedModel:
             compute_loss = loss_on_meta(model, load.batch, load.sequence, chunked=settings.loss == "chunked")
             self._measured[key] = measure(model, config, load, compute_loss)
         plan = list_tensors(model, None, config, load, measured=self._measured[key])
-        room = with_working_memory(model_job(self.name, plan), machine)
-        free = FreeMemory({tier.name: tier.capacity_bytes for tier in room.tiers}, room.memory_bytes).usable_bytes
-        plan = settle_gradients(plan, free)
-        if machine.ssd is not None:
-            plan = settle_state(plan, free, machine.ssd, "spill")
         job = model_job(self.name, plan)
+        room = with_working_memory(job, machine)
+        free = FreeMemory({tier.name: tier.capacity_bytes for tier in room.tiers}, room.memory_bytes).usable_bytes
+        settled = settle_gradients(plan, free)
+        if machine.ssd is not None:
+            settled = settle_state(settled, free, machine.ssd, "spill")
+        if settled is not plan:
+            job = model_job(self.name, settled)
         note = wide_experts(model)
         return replace(job, notes=(*job.notes, note)) if note else job
 

@@ -114,9 +114,9 @@ class SampleLoader:
 
 
 class TextData(LightningDataModule):
-    """Text files as blocks of `seq_len` tokens, or conversations as samples of up to `seq_len` tokens.
+    """Documents and conversations as samples of up to `seq_len` tokens, packed into rows.
 
-    Documents and conversations are shuffled once, tokenized and packed; in a row no token attends to another one's.
+    They are shuffled once, tokenized and packed; in a row no sample attends to another one.
     Samples are cached (LIGHTNING_CXL_CACHE) until text, tokenizer or `seq_len` change.
     """
 
@@ -137,8 +137,8 @@ class TextData(LightningDataModule):
         Args:
             text_files: Files or globs: text in UTF-8, or JSONL with conversations or documents, a line each. None: the
                 Python standard library's sources.
-            seq_len: Tokens in a block, and most tokens of a conversation.
-            batch_size: Blocks or rows in a batch, per process.
+            seq_len: Most tokens of a row, and of a sample in it.
+            batch_size: Rows in a batch, per process.
             vocab_size: Size of the byte-level BPE that is trained on the files; unused with a model's own tokenizer.
             val_fraction: Share of the samples that is held out for validate, test and predict.
             seed: Of the order of the training samples.

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -78,8 +77,8 @@ class Updates:
         *,
         in_backward: bool,
         max_in_flight: int,
-        parameters: Sequence[Parameter] = (),  # in the order of the forward, as far as that is known
-        awaited: Mapping[int, int] = MappingProxyType({}),  # numbers of stand-ins whose forward waits, by parameter id
+        parameters: Iterable[Parameter],  # in the order of the forward, as far as that is known
+        awaited: Mapping[int, int],  # numbers of stand-ins whose forward waits, by parameter id
     ) -> None:
         self._units = units
         self._masters = masters
@@ -160,15 +159,15 @@ class Updates:
                 now.append(each)
         step.apply(now, optimizer.grad_scale)
         torch.autograd.graph.increment_version(written_by(now))
-        for unit in self._units:
-            part = parts.get(id(unit))
-            if part is not None:
-                self.start(unit, written_by(part), partial(step.apply, part, optimizer.grad_scale))
-        for group in residents.values():
+        for group in residents.values():  # before units: the worker begins at once, and the embedding is needed first
             part = [each for _, each in group]
             torch.autograd.graph.increment_version(written_by(part))
             job = partial(step.apply, part, optimizer.grad_scale)
             self._start_residents([pair for pair, _ in group], job, self._order[id(group[0][0].compute)])
+        for unit in self._units:
+            if id(unit) in parts:
+                part = parts[id(unit)]
+                self.start(unit, written_by(part), partial(step.apply, part, optimizer.grad_scale))
         optimizer.grad_scale = 1.0
         self._write_back_residents()
 
@@ -223,8 +222,7 @@ class Updates:
     def _write_back_residents(self) -> None:
         """Let the worker write back what was updated in the backward; what no forward waits for, at once."""
         behind = [(pair, update) for pair, update in self._residents if self._may_be_late(pair)]
-        own = {id(pair) for pair, _ in behind}
-        self._residents = [(pair, update) for pair, update in self._residents if id(pair) not in own]
+        self._residents = [each for each in self._residents if each not in behind]
 
         def raise_errors() -> None:
             for _, update in behind:
@@ -341,9 +339,10 @@ def waiting_forwards(
     seen = {id(each) for unit in streamed for each in unit.modules()}
     found: list[_ResidentForward] = []
     for module in model.modules():
+        if id(module) in seen:
+            continue
         parts = {id(each) for each in module.modules()}
-        contains_unit = not (parts - {id(module)}).isdisjoint(of_units)
-        if id(module) not in seen and not contains_unit and any(True for _ in module.parameters()):
+        if (parts - {id(module)}).isdisjoint(of_units) and any(True for _ in module.parameters()):
             found.append(_ResidentForward(module))
             seen |= parts
     return found

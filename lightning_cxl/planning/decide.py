@@ -86,9 +86,10 @@ def settle_gradients(plan: Plan, memory_bytes: int) -> Plan:
     The backward then waits for updates where it is faster ([Note: Overlapped updates]). The same where weights lie on
     SSD: memory is to have parts of the model only.
     """
+    if plan.overlap != "both" or plan.workload.num_arrivals > 1:
+        return plan
     on_ssd = any(each.tier == SSD and each.role is TensorRole.COMPUTE_WEIGHTS for each in plan.tensors)
-    has_room = memory_bytes_of(plan) <= memory_bytes and not on_ssd
-    if plan.overlap != "both" or plan.workload.num_arrivals > 1 or has_room:
+    if memory_bytes_of(plan) <= memory_bytes and not on_ssd:
         return plan
     return replace(plan, tensors=tuple(gradients_at_once(plan.tensors)), overlap="backward")
 

@@ -534,7 +534,7 @@ class Run:
                 worker,
                 in_backward=plan.overlap in ("backward", "both"),
                 max_in_flight=MAX_UNITS_IN_FLIGHT if plan.overlap == "backward" else len(units),
-                parameters=list(peek(model)),
+                parameters=peek(model),
                 awaited={id(p): number for number, each in enumerate(resident) for p in each.module.parameters()},
             )
             for each in resident:
