@@ -94,7 +94,15 @@ class _PacedUpdates(Updates):
         grads: GradientOffload,
     ) -> None:
         super().__init__(
-            rig.units, masters, grads, rig.streamer, worker, in_backward=True, max_in_flight=len(rig.units)
+            rig.units,
+            masters,
+            grads,
+            rig.streamer,
+            worker,
+            in_backward=True,
+            max_in_flight=len(rig.units),
+            parameters=rig.model.parameters(),
+            awaited={},
         )
         self._engine: SimulatedEngine = rig.engine
         self._traffic = traffic
