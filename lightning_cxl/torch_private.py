@@ -355,16 +355,20 @@ GLOO_THREAD = "pt_gloo_runloop"
 
 def sharded_parameters(model: nn.Module) -> Iterator[Any]:
     """Yield what FSDP2 knows of each parameter that it manages in a model, one for tied ones; see `put_shard`."""
-    for together in gathered_together(model):
-        yield from together
+    for group in gather_groups(model):
+        yield from group.fsdp_params
 
 
-def gathered_together(model: nn.Module) -> Iterator[list[Any]]:
-    """Yield what `sharded_parameters` does, those together that FSDP2 gathers as one."""
+def gather_groups(model: nn.Module) -> Iterator[Any]:
+    """Yield what FSDP2 gathers as one: `fsdp_params` are what `sharded_parameters` yields."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in _groups(module):
-                yield list(group.fsdp_params)
+            yield from _groups(module)
+
+
+def awaits_backward(group: Any) -> bool:
+    """Return whether a forward of what is gathered as one has been followed by no backward yet."""
+    return bool(group._post_forward_indices)
 
 
 def _groups(module: Any) -> list[Any]:

@@ -181,7 +181,7 @@ class GradientOffload:
         meter: GradientMeter,
         worker: HostWorker | None,
         release_units: Callable[[], None],
-        streamed: Mapping[int, object],  # the unit of each parameter whose weights stream, by the parameter's id
+        streamed: Mapping[int, object],  # the unit of each parameter on the host, by the parameter's id
         *,
         half_sums: bool = False,  # bfloat16 gradients are added up in bfloat16
         reserves_streamed: bool = True,  # `watch` makes sure that the gradients of all streamed parameters have room
@@ -300,6 +300,8 @@ class GradientOffload:
         size = 1 if unit is None else sum(each.compute.requires_grad for each in self._units[id(unit)])
         if len(self._group) >= size:
             self._copy_group()
+            if is_sharded(pair.compute):  # FSDP2 has reduced all of the unit
+                self.unit_is_over(unit)
         if unit is None and self.updates is not None:
             self.updates.resident_has_come(pair)
 

@@ -21,6 +21,7 @@ from lightning_cxl.optim.cpu_adam import AdamStep, CPUAdam, Precisions, Update, 
 from lightning_cxl.optim.masters import MasterWeights, WeightPair
 from lightning_cxl.optim.parameter_state import AllocateState, AwaitedParams, plain
 from lightning_cxl.optim.swapped_state import StateSwapper
+from lightning_cxl.sharding.host_shard import ShardedUnit
 from lightning_cxl.streaming.unit_weights import ParamStreamer, UnitWeights
 from lightning_cxl.streaming.units import Compiler, StandIn, call_under
 from lightning_cxl.torch_private import keeps_mark, mark_as_called, step_hooks
@@ -69,7 +70,7 @@ class Updates:
 
     def __init__(
         self,
-        units: Sequence[UnitWeights],
+        units: Sequence[UnitWeights | ShardedUnit],
         masters: MasterWeights,
         grads: GradientOffload,
         streamer: ParamStreamer | None,
@@ -82,7 +83,7 @@ class Updates:
     ) -> None:
         self._units = units
         self._masters = masters
-        self._unit_of = {id(place.parameter): unit for unit in units for place in unit.places}
+        self._unit_of = {id(parameter): unit for unit in units for parameter in unit.parameters}
         self._worker = worker
         self._grads = grads
         if worker is not None:
@@ -112,8 +113,8 @@ class Updates:
             self.wait()  # it may read and write anything, at any time
             return
         self._optimizer = optimizer if self._in_backward and not has_step_hooks(optimizer) else None
-        for unit in self._units:
-            unit.num_forwards = 0
+        if self._streamer is not None:
+            self._streamer.begin_step()
 
     def give_up(self) -> None:
         """Learn that the closure has failed."""
@@ -149,7 +150,7 @@ class Updates:
         residents: dict[int, list[tuple[WeightPair, Update]]] = {}
         now: list[Update] = []
         for each in updates:
-            pair = self._masters.find(each.parameter)
+            pair = self._masters.find(each.written[0])
             unit = None if pair is None else self._unit_of.get(id(pair.compute))
             if pair is not None and unit is not None and self._is_for_worker(pair):
                 parts.setdefault(id(unit), []).append(each)
@@ -261,10 +262,10 @@ class Updates:
                 if id(pair.compute) in ids:
                     pair.settle()
 
-    def unit_is_over(self, unit: UnitWeights) -> None:
-        if self._optimizer is None or not self._is_last_backward or unit.num_forwards != 1:
+    def unit_is_over(self, unit: UnitWeights | ShardedUnit) -> None:
+        if self._optimizer is None or not self._is_last_backward or unit.runs_again:
             return
-        found = [self._masters.find(place.parameter) for place in unit.places]
+        found = map(self._masters.find, unit.parameters)
         pairs = self._grads.hand_over(pair for pair in found if pair is not None and self._is_for_worker(pair))
         if not pairs:
             return
@@ -301,23 +302,24 @@ class Updates:
 
     def _is_for_worker(self, pair: WeightPair) -> bool:
         """Whether the kernel writes the compute weights itself, so that nothing is left to do after it."""
-        return pair.is_shared or pair.master in self._masters.kernel_weights
+        return pair.is_same_memory or pair.master in self._masters.kernel_weights
 
-    def start(self, unit: UnitWeights, written: Sequence[torch.Tensor], job: Callable[[], None]) -> None:
+    def start(self, unit: UnitWeights | ShardedUnit, written: Sequence[torch.Tensor], job: Callable[[], None]) -> None:
         """Let a job that writes parameters of `unit` run on the worker; they count as written from now on."""
         self._started = [each for each in self._started if not each.done()]
         update: Future[None] = Future()
         unit.begin_update(update)  # before its versions go up: nobody may take old weights for the new ones
         torch.autograd.graph.increment_version(written)
-        assert self._worker is not None and self._streamer is not None
-        fetch_ahead = self._streamer.fetch_ahead
-        update.add_done_callback(lambda _: fetch_ahead())
+        assert self._worker is not None
+        if self._streamer is not None:
+            fetch_ahead = self._streamer.fetch_ahead
+            update.add_done_callback(lambda _: fetch_ahead())
 
         def run() -> None:
             unit.wait_for_readers()  # the end of another update may have fetched this unit before it was known as next
             job()
 
-        self._worker.update(self._order.get(id(unit.places[0].parameter), 0), run, update)
+        self._worker.update(self._order.get(id(unit.parameters[0]), 0), run, update)
         self._started.append(update)
 
 

@@ -357,13 +357,16 @@ def list_tensors(
     streamed = pieces_of(shards=False)
     gathered = pieces_of(shards=True) if ssd is not None and not why_not else ()
     unit_of = units_by_parameter(streamed)
+    gradient_unit_of = dict(unit_of)  # of what leaves a device, shards as well
+    if not workload.computes_on_host:
+        gradient_unit_of |= {id(p): name for name, _, own in found for p in own if is_sharded(p)}
     all_on_host = workload.computes_on_host or workload.mesh.is_sharded  # with several ranks, shards of all weights
     overlap: Overlap = "none"
-    may_wait = bool(streamed or (units and not workload.computes_on_host and not cut))  # the forward, for an update
-    if may_wait and config.overlaps_step(workload.computes_on_host):
+    on_device = bool(units) and not workload.computes_on_host
+    if (streamed or (on_device and not gathered)) and config.overlaps_step(workload.computes_on_host):
         overlap = "both" if workload.updates_in_backward else "forward"
     state = [
-        each._replace(unit=unit_of.get(id(each.parameter), ""))
+        each._replace(unit=gradient_unit_of.get(id(each.parameter), ""))
         for each in state_tensors(
             optimizers,
             precisions,

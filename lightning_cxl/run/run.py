@@ -62,6 +62,7 @@ from lightning_cxl.planning.decide import RunPolicy, decide, free_for, settle_gr
 from lightning_cxl.planning.policies import PlanningPolicy
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.sharding.fsdp import place_shards, pooled_exchanges
+from lightning_cxl.sharding.host_shard import ShardedUnit, sharded_units
 from lightning_cxl.shards import is_sharded, local, sharded_like
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
@@ -506,6 +507,8 @@ class Run:
             )
             streamer = self._streamer = ParamStreamer(engine, units, lambda: activations.phase) if units else None
             behind = plan.overlap != "none"
+            shards = sharded_units(model) if behind and not engine.computes_on_host else []
+            on_host: list[UnitWeights | ShardedUnit] = [*units, *shards]
             executor = ThreadPoolExecutor(1, "lightning_cxl", engine.use_in_this_thread) if behind else None
             worker = None if executor is None else HostWorker(executor)
             self._grads = GradientOffload(
@@ -514,26 +517,26 @@ class Run:
                 self.meter,
                 worker,
                 (lambda: None) if streamer is None else streamer.release,  # [Note: Which hooks stay]
-                {id(place.parameter): unit for unit in units for place in unit.places},
+                {id(parameter): unit for unit in on_host for parameter in unit.parameters},
                 half_sums=config.accumulate == "bf16",
                 reserves_streamed=plan.overlap != "backward",
                 are_read_early=loop.reads_gradients,
             )
             resident = []
-            if behind and not engine.computes_on_host:
+            if behind and not engine.computes_on_host and not shards:
                 resident = waiting_forwards(
                     model, (module for _, module in plan.units), (unit.module for unit in plan.streamed)
                 )
             for each in resident:
                 cleanup.callback(each.remove)
             self._updates = Updates(
-                units,
+                on_host,
                 self.masters,
                 self._grads,
                 streamer,
                 worker,
                 in_backward=plan.overlap in ("backward", "both"),
-                max_in_flight=MAX_UNITS_IN_FLIGHT if plan.overlap == "backward" else len(units),
+                max_in_flight=MAX_UNITS_IN_FLIGHT if plan.overlap == "backward" else len(on_host),
                 parameters=peek(model),
                 awaited={id(p): number for number, each in enumerate(resident) for p in each.module.parameters()},
             )

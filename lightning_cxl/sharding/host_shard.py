@@ -12,6 +12,8 @@ for the copy of each one. A `HostShard` says that it is on the device, so for FS
   `register_post_accumulate_grad_hook`, parameter by parameter, and current then is the stream that has reduced them:
   a copy that a hook starts, without naming what it begins after, begins after that. When the hook sets `.grad` to None,
   the unit's tensor may go. It needs no event and no `record_stream`: [Note: Copies and streams] keeps the tensor.
+* Updates. A thread may write `host` behind the training (`ShardedUnit`): a gather waits for that on the host, and so
+  does whoever reads or writes the shard.
 * Drives. `host` may only show what lies on drives, and a gather brings it from there: [Note: Shards on SSD].
 * Bytes. `host` is written by who updates weights, on the host. When the host has run ahead, a copy to the device may
   still read it: `settle` waits for that. Torch's own writes through the shard wait by themselves.
@@ -19,7 +21,9 @@ for the copy of each one. A `HostShard` says that it is on the device, so for FS
   the bytes on the host. Copies to the CPU do not go over the device.
 """
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -29,6 +33,8 @@ from lightning_cxl.devices.transfer import Transfer, TransferEngine
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.torch_private import (
     TO_COPY,
+    awaits_backward,
+    gather_groups,
     make_wrapper,
     no_torch_function,
     put_shard,
@@ -64,6 +70,11 @@ class _Bytes:
         self.engine = engine
         self._reading: Transfer | None = None
         self.drives: Any = None  # a `ShardsOnSsd`, where the host only shows what lies on drives
+        self.unit: ShardedUnit | None = None  # whose updates run behind the training
+
+    def wait(self) -> None:
+        if self.unit is not None:
+            self.unit.wait()
 
     def to_device(self, host: Tensor, arrived: Tensor) -> None:
         self._reading = self.engine.h2d(host, arrived)
@@ -76,10 +87,14 @@ class _Bytes:
         if self.drives is not None:
             self.drives.written()
 
-    def settle(self) -> None:
+    def wait_for_readers(self) -> None:
         if self._reading is not None:
             self._reading.wait_host()  # of all: copies to the device are done in order
             self._reading = None
+
+    def settle(self) -> None:
+        self.wait()
+        self.wait_for_readers()
         if self.drives is not None:
             self.drives.settle()
 
@@ -109,7 +124,7 @@ class HostShard(Tensor):
         return shard
 
     def settle(self) -> None:
-        """Wait until no copy to a device reads the bytes any more; then the host may write them."""
+        """Wait until no update writes the bytes and no copy to a device reads them; then the host may write them."""
         self._bytes.settle()
 
     def move(self, memory: Tensor) -> "HostShard":
@@ -132,6 +147,7 @@ class HostShard(Tensor):
         shape = list(self.shape)
         if self.shape[1:] == outer_size[1:]:  # sharded by rows; the processes give the same number of them
             shape[0] = -(-outer_size[0] // mesh.size())
+        self._bytes.wait()
         drives = self._bytes.drives
         if drives is not None and list(self.shape) == shape:
             arrived = drives.to_device(self.host)
@@ -151,6 +167,7 @@ class HostShard(Tensor):
         return None if out is not None else (outputs[0], ())
 
     def untyped_storage(self) -> torch.UntypedStorage:
+        self._bytes.wait()
         return self.host.untyped_storage()  # FSDP2 asks whether it is still the one that it knows, DCP copies it
 
     def data_ptr(self) -> int:
@@ -180,6 +197,9 @@ class HostShard(Tensor):
         if func.is_view:
             views, shared = func(args[0].host, *args[1:], **kwargs), args[0]._bytes
             return tree_map(lambda view: HostShard._of(view, shared), views)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, HostShard):
+                leaf._bytes.wait()
         if func is TO_COPY and torch.device(kwargs.get("device") or "meta").type == "cpu":
             return func(args[0].host, **kwargs)
         if (arguments := written_by(func, args, kwargs)) is None:
@@ -223,6 +243,62 @@ def _to_device(values: Any, copies: dict[int, Tensor] | None = None) -> Any:
         return copies[id(value)]
 
     return tree_map(on_device, values)
+
+
+class ShardedUnit:
+    """What FSDP2 gathers together: its gradients leave the device together, and its update may run behind the training.
+
+    It does for an update what `UnitWeights` does for weights that stream.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.parameters: list[nn.Parameter] = [each.sharded_param for each in group.fsdp_params]
+        self._group = group
+        self._update: Future[None] | None = None
+        self._pid = os.getpid()
+        self._bytes: list[_Bytes] = [p._local_tensor._bytes for p in self.parameters]  # type: ignore[attr-defined]
+        for each in self._bytes:
+            each.unit = self
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether a backward of this step may still gather it, as far as its forwards tell."""
+        return awaits_backward(self._group)
+
+    def begin_update(self, update: "Future[None]") -> None:
+        self.wait()
+        self._update = update
+
+    def wait(self) -> None:
+        """Return when no update writes the shards; raises what went wrong in one."""
+        update = self._update
+        if update is None:
+            return
+        if os.getpid() != self._pid:
+            raise UnsupportedError(
+                "this process was forked, as workers of a DataLoader are, from one that updates its shards of weights "
+                "behind the training, and may have half of the new values. Use a copy that was made before "
+                "(`p.detach().clone()`), or `num_workers=0`"
+            )
+        try:
+            update.result()
+        finally:  # not earlier: until then nobody may take the weights for new
+            self._update = None
+
+    def wait_for_readers(self) -> None:
+        for each in self._bytes:
+            each.wait_for_readers()
+
+    def settle(self) -> None:
+        for each in self._bytes:
+            each.settle()
+
+
+def sharded_units(model: nn.Module) -> list[ShardedUnit]:
+    """Return what FSDP2 gathers, in memory of the host; none where something lies on drives."""
+    groups = [group for group in gather_groups(model) if group.fsdp_params]
+    on_drives = any(each.sharded_param._local_tensor._bytes.drives for group in groups for each in group.fsdp_params)
+    return [] if on_drives else [ShardedUnit(group) for group in groups]
 
 
 Allocate = Callable[[str, torch.Size, torch.dtype], Tensor]

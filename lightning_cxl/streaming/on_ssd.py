@@ -49,7 +49,7 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.sharding.host_shard import HostShard
 from lightning_cxl.storage.store import Area, Record
 from lightning_cxl.storage.swap import Swapper, uninterrupted
-from lightning_cxl.torch_private import gathered_together, put_shard
+from lightning_cxl.torch_private import gather_groups, put_shard
 
 # ----------------------------------------------------------------------------------------------------
 
@@ -351,8 +351,8 @@ class ShardsOnSsd:
         wanted = {id(parameter) for parameter in parameters}
         moved: list[tuple[Any, HostShard, torch.Tensor]] = []
         with torch.no_grad(), self._record.filling() as memory:
-            for gathered in gathered_together(model):
-                group = [each for each in gathered if id(each.sharded_param) in wanted]
+            for gathered in gather_groups(model):
+                group = [each for each in gathered.fsdp_params if id(each.sharded_param) in wanted]
                 begins = []
                 for managed in group:
                     shard: HostShard = managed.sharded_param._local_tensor

@@ -184,7 +184,7 @@ class UnitWeights:
         self.pieces: list[WeightPiece] = []
         self.places: list[Place] = []
         self._slot: torch.Tensor | None = None  # the device memory that the parameters show
-        self.num_forwards = 0  # that backward repeats; whoever counts sets it back
+        self.num_forwards = 0  # in this step, that backward repeats
         self.is_accessed = False  # the user's code has accessed parameters, and may write to them
         self.readers: Sequence[Transfer] = ()  # the latest copies to the device, in flight; those before are done then
         self._num_accesses = 0
@@ -228,6 +228,15 @@ class UnitWeights:
         self.places += moved
         self.pieces.append(WeightPiece(self.nbytes, host.buffer.tensor((end,), torch.uint8), host))
         self.nbytes += end
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [place.parameter for place in self.places]
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether a backward of this step may still compute with it, as far as its forwards tell."""
+        return self.num_forwards != 1
 
     @property
     def memory_bytes(self) -> int:
@@ -564,6 +573,10 @@ class ParamStreamer:
             "num_fetches": self.num_fetches,
             "num_late": self.num_late,
         }
+
+    def begin_step(self) -> None:
+        for unit in self._units:
+            unit.num_forwards = 0
 
     def enter(self, unit: UnitWeights) -> None:
         phase = self.phase()
