@@ -52,8 +52,8 @@ from lightning_cxl.torch_private import keeps_mark, mark_as_called, step_hooks
 # ([Note: Awaited parameters]), and so does whoever looks at the optimizer's state. When it is done, the worker has the
 # unit fetched if it is expected next. An error in an update is raised where it is waited for.
 #
-# With several processes, and a device apart, a unit is what FSDP2 gathers together (`ShardedUnit`): its backward is over
-# when all of its gradients have come, and its gather waits. What the root gathers is a unit, too, so that embedding and
+# With several processes, and a device apart, a unit is what FSDP2 gathers together (`ShardedUnit`): its backward is
+# over when all of its gradients have come, and its gather waits. What the root gathers is a unit, too, so embedding and
 # head are updated first.
 #
 # A unit that ran more than once since the step began, or part of which the worker cannot update, is left to the end of
