@@ -457,12 +457,3 @@ def compiled_module(module: nn.Module) -> nn.Module:
     """Return the module inside a wrapper of ``torch.compile``; any other module as it is."""
     inner = module._modules.get("_orig_mod")
     return module if inner is None or type(module).__name__ != "OptimizedModule" else inner
-
-
-_COMPILED_CALL = "_compiled_call_impl"
-if not hasattr(nn.Module(), _COMPILED_CALL):
-    find("torch", f"nn.Module.{_COMPILED_CALL}", "know whether a module is compiled")
-
-
-def is_compiled(module: nn.Module) -> bool:
-    return getattr(module, _COMPILED_CALL) is not None or compiled_module(module) is not module

@@ -2,12 +2,11 @@
 
 Documents are the source files of the running interpreter's standard library, as tokens of a BPE that is trained on
 them; those longer than a row are cut into pieces of a row. A Llama with random weights learns the same documents in
-three ways, forward and backward on the CPU, with sdpa attention:
+two ways, forward and backward on the CPU, with sdpa attention:
 
 * padded: each document has a row, padded to the longest of its batch;
-* packed, one mask: documents share rows, with positions that begin anew with each; transformers makes a mask of all
-  pairs of tokens;
-* packed: the same with what `packed_arguments` gives besides ([Note: Attention document by document] in the package).
+* packed: documents share rows, with positions that begin anew with each; transformers makes a mask of all pairs of
+  tokens.
 
 A batch has as many rows each time. Only tokens of documents count. Rounds alternate; before them, a batch of each
 warms up. CPU seconds of the process are shown, too: they count where others use the cores. That no token attends to
@@ -23,6 +22,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from own_memory import Growth
@@ -71,18 +71,14 @@ def packed(pieces: list[list[int]], row: int, batch: int) -> list[Batch]:
     ]
 
 
-def learn(
-    model: LlamaForCausalLM, way: str, batches: list[Batch], backward: bool = True
-) -> tuple[float, float, float, int]:
+def learn(model: LlamaForCausalLM, batches: list[Batch], backward: bool = True) -> tuple[float, float, float, int]:
     """Return the sum of all losses, seconds, CPU seconds, and how many tokens were given, with padding."""
     total, given, began, cpu_began = 0.0, 0, time.perf_counter(), time.process_time()
     for batch in batches:
-        arguments = {}
+        arguments: dict[str, Any] | None = {}
         if "position_ids" in batch:
             arguments = packed_arguments(model, batch["position_ids"])
-            assert arguments is not None and "attention_mask" in arguments
-            if way == "packed, one mask":
-                del arguments["attention_mask"]
+            assert arguments is not None
         with chunked_loss(model), torch.set_grad_enabled(backward):
             loss = model(
                 input_ids=batch["input_ids"], labels=batch["labels"], use_cache=False, num_items_in_batch=1, **arguments
@@ -97,8 +93,7 @@ def learn(
 def made(options: argparse.Namespace) -> tuple[list[list[int]], dict[str, list[Batch]], LlamaForCausalLM]:
     """Return documents, batches of each way, and the model."""
     pieces = documents(options.documents, min(options.longest or options.row, options.row))
-    side_by_side = packed(pieces, options.row, options.batch)
-    ways = {"padded": padded(pieces, options.batch), "packed, one mask": side_by_side, "packed": side_by_side}
+    ways = {"padded": padded(pieces, options.batch), "packed": packed(pieces, options.row, options.batch)}
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
@@ -112,11 +107,11 @@ def child(way: str, options: argparse.Namespace) -> float:
     """Return the MiB that this process grows by while it learns a batch."""
     _, ways, model = made(options)
     batch = ways[way][0]
-    learn(model, way, [{name: values[:, :300] for name, values in batch.items()}])  # what libraries take at first
+    learn(model, [{name: values[:, :300] for name, values in batch.items()}])  # what libraries take at first
     model.zero_grad()
     growth = Growth()
     growth.start()
-    learn(model, way, [batch])
+    learn(model, [batch])
     return growth.stop() / 2**20
 
 
@@ -143,10 +138,10 @@ def main() -> None:
         return
     pieces, ways, model = made(options)
     tokens = sum(map(len, pieces))
-    losses = {way: learn(model, way, batches, backward=False)[0] for way, batches in ways.items()}
+    losses = {way: learn(model, batches, backward=False)[0] for way, batches in ways.items()}
     assert max(losses.values()) / min(losses.values()) - 1 < 1e-5, losses
-    for way, batches in ways.items():
-        learn(model, way, batches[:1])
+    for batches in ways.values():
+        learn(model, batches[:1])
     grown = {way: measured(way) for way in ways}
     speeds: dict[str, list[float]] = {way: [] for way in ways}
     cpu: dict[str, list[float]] = {way: [] for way in ways}
@@ -154,7 +149,7 @@ def main() -> None:
     for round_ in range(options.rounds):
         for way in list(ways)[:: 1 if round_ % 2 else -1]:
             model.zero_grad()
-            _, seconds, cpu_seconds, given[way] = learn(model, way, ways[way])
+            _, seconds, cpu_seconds, given[way] = learn(model, ways[way])
             speeds[way].append(tokens / seconds)
             cpu[way].append(tokens / cpu_seconds)
     print(f"{len(pieces)} pieces, {tokens:,} tokens, rows of {options.row}")

@@ -13,9 +13,8 @@ They alone say where a sequence begins. Three things follow:
 
 import bisect
 import inspect
-import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.sequences.chunked_loss import IGNORED, LazyTensor, tell_once
+from lightning_cxl.sequences.chunked_loss import IGNORED, tell_once
 from lightning_cxl.streaming.units import find_units
-from lightning_cxl.torch_private import is_compiled, tree_leaves, wrapper_tensor
+from lightning_cxl.torch_private import tree_leaves
 
 
 def fit_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
@@ -114,121 +113,6 @@ def lengths_of(position_ids: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------
-# `PackedMask`: the attention mask of packed rows, which no one has to make.
-#
-# [Note: Attention document by document]
-# A mask has one number for each pair of tokens of a row: 1 GiB for 32,768 tokens. In packed rows nearly all of them are
-# False, and sdpa attention still computes all pairs. So models of transformers that use sdpa attention are given a
-# `PackedMask`. They hand it on, as they do with every mask of four dimensions, to
-# ``torch.nn.functional.scaled_dot_product_attention``, which is torch's way to ask a tensor of a class of its own. It
-# is answered in pieces:
-#
-# * A long document is a piece, causal and without a mask: torch has its fastest kernels for that.
-# * Short documents that follow each other, up to `_GROUP_TOKENS` together, are a piece with a small mask of their own.
-#   Padding at the end of a row, in which each token is a document, is in such pieces, too.
-# * A long document of a layer with a sliding window is cut into parts at least as long as the window. A part attends to
-#   itself and to the part before.
-#
-# Any other operation on the mask gets it as it is in transformers, made then: right, but large and slow.
-
-_GROUP_TOKENS = 256
-
-
-class PackedMask(LazyTensor):
-    """Bool ``(rows, 1, tokens, tokens)``: which keys a query sees. See [Note: Attention document by document]."""
-
-    FIELDS = LazyTensor.FIELDS | {"requires_grad", "is_leaf", "_version", "is_sparse", "is_nested", "grad_fn", "grad"}
-    METHODS = LazyTensor.METHODS | {"is_inference", "is_complex"}
-    _lengths: Sequence[Sequence[int]]
-    _window: int | None
-    _all: Tensor | None
-    _small: dict[Any, Tensor]
-
-    @staticmethod
-    def __new__(
-        cls, lengths: Sequence[Sequence[int]], device: torch.device, *, window: int | None = None
-    ) -> "PackedMask":
-        # in a window a token sees that many tokens at most, itself included; else all of its document
-        tokens = sum(lengths[0])
-        self: PackedMask = wrapper_tensor(cls, (len(lengths), 1, tokens, tokens), torch.bool, device)
-        self._lengths, self._window, self._all, self._small = lengths, window, None, {}
-        return self
-
-    def made(self, operation: str) -> Tensor:
-        """Return the whole mask; says once what asks for it."""
-        tell_once(f"The mask of packed rows is made as a whole: `{operation}` asks for it.")
-        if self._all is None:
-            self._all = self.whole()
-        return self._all
-
-    def whole(self) -> Tensor:
-        return torch.stack([self._visible(each) for each in self._lengths])[:, None]
-
-    def _visible(self, lengths: Sequence[int]) -> Tensor:
-        counts = torch.tensor(lengths, device=self.device)
-        document = torch.repeat_interleave(torch.arange(len(lengths), device=self.device), counts)
-        visible = (document[:, None] == document).tril()
-        return visible if self._window is None else visible.triu(1 - self._window)
-
-    def _kept(self, key: Any, lengths: Sequence[int], first_query: int = 0) -> Tensor:
-        """Return a small mask for queries from `first_query` on; it is made once."""
-        if key not in self._small:
-            self._small[key] = self._visible(lengths)[first_query:]
-        return self._small[key]
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Return what ``scaled_dot_product_attention`` returns with this mask."""
-        rows = []
-        for lengths, *row in zip(self._lengths, *(torch.split(each, 1) for each in (query, key, value)), strict=True):
-            pieces: list[tuple[int, ...]] = []  # documents in their order: long ones alone, short neighbours together
-            for length in lengths:
-                if pieces and sum(pieces[-1]) + length <= _GROUP_TOKENS:
-                    pieces[-1] += (length,)
-                else:
-                    pieces.append((length,))
-            sizes = list(map(sum, pieces))
-            # `split`, not slices: its backward puts gradients side by side, that of slices adds up whole tensors
-            parts = zip(*(torch.split(each, sizes, 2) for each in row), strict=True)
-            rows.append(torch.cat([self._of_piece(*each, options) for each in zip(pieces, parts, strict=True)], 2))
-        return torch.cat(rows)
-
-    def _of_piece(
-        self, lengths: tuple[int, ...], tensors: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]
-    ) -> Tensor:
-        attention, window, tokens = functional.scaled_dot_product_attention, self._window, sum(lengths)
-        if len(lengths) > 1 or (window is not None and window < tokens <= _GROUP_TOKENS):
-            return attention(*tensors, attn_mask=self._kept(lengths, lengths), **options)
-        if window is None or tokens <= window:
-            return attention(*tensors, is_causal=True, **options)
-        size = max(window, _GROUP_TOKENS)
-        results: list[Tensor] = []
-        before: tuple[Tensor, Tensor] | None = None
-        for query, key, value in zip(*(torch.split(each, size, 2) for each in tensors), strict=True):
-            keys, values = key, value
-            if before is not None:
-                keys, values = (torch.cat(both, 2) for both in zip(before, (key, value), strict=True))
-            new, old = query.shape[2], keys.shape[2] - query.shape[2]
-            mask = self._kept((new, old), [old + new], old)  # no group of documents is that long, or 0 tokens long
-            results.append(attention(query, keys, values, attn_mask=mask, **options))
-            before = key, value
-        return torch.cat(results, 2)
-
-    @classmethod
-    def lazily(cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in ("detach", "clone", "contiguous"):
-            return args[0]
-        if func is functional.scaled_dot_product_attention:
-            given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
-            given |= kwargs
-            mask = given.pop("attn_mask", None)
-            is_alone = isinstance(mask, cls) and mask._all is None and not given.pop("is_causal", False)
-            three = [given[each] for each in ("query", "key", "value")]
-            if is_alone and all(each.dim() == 4 and each.shape[::2] == mask.shape[::2] for each in three):
-                return mask.attend(**given)
-        return NotImplemented
-
-
-# ----------------------------------------------------------------------------------------------------
 # `packed_arguments`: what a model of transformers is given so that packed sequences do not attend to each other.
 #
 # [Note: Boundaries of packed sequences]
@@ -236,8 +120,6 @@ class PackedMask(LazyTensor):
 #
 # * eager, sdpa and flex attention: the model makes a block-diagonal mask where positions begin anew, for each row of a
 #   batch. It looks for that only where it is given no ``attention_mask`` and no cache.
-# * sdpa attention needs no such mask where the model takes a `PackedMask`, see [Note: Attention document by document].
-#   Models that are compiled, or whose routers have a loss, which reads the mask, are not given one.
 # * flash attention: the kernel is told where sequences begin. The model finds that out from positions for a batch of
 #   one row only; in larger batches sequences would attend to each other. So it is told, for all rows together.
 #
@@ -252,7 +134,6 @@ _BEGINS = 3
 """Where its second sequence begins: a token that sees nothing but itself, in any window."""
 _FORBIDDEN = -1e4
 _answers: weakref.WeakKeyDictionary[nn.Module, tuple[Any, str | None]] = weakref.WeakKeyDictionary()
-_windows_of: weakref.WeakKeyDictionary[nn.Module, tuple[Any, "Windows | None"]] = weakref.WeakKeyDictionary()
 
 
 def why_not_apart(model: nn.Module) -> str | None:
@@ -300,7 +181,7 @@ def _ask(model: nn.Module, implementation: str) -> str | None:
 
 
 def first_block(
-    model: nn.Module, position_ids: Tensor, implementation: str, **arguments: Any
+    model: nn.Module, position_ids: Tensor, implementation: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return what the first block of `model` is given for a packed row; None where its forward calls none."""
 
@@ -311,7 +192,7 @@ def first_block(
     positions = position_ids.to(device)
     others = [] if device.type == "cpu" else [device]
     handle = find_units(model)[0][1].register_forward_pre_hook(stop, with_kwargs=True)
-    arguments |= _arguments(implementation, positions)
+    arguments = _arguments(implementation, positions)
     try:
         with torch.no_grad(), torch.random.fork_rng(others, device_type=device.type):  # embeddings may drop some
             model(input_ids=torch.zeros_like(positions), use_cache=False, **arguments)
@@ -350,71 +231,14 @@ def packed_arguments(model: nn.Module, position_ids: Tensor) -> dict[str, Any] |
         Keyword arguments. None where `model` would let sequences attend to each other; a line in the log says why.
 
     Raises:
-        ConfigError: positions do not begin at 0 with each row and sequence, or do not count up by one.
+        ConfigError: with flash attention, positions do not begin at 0 with each row and sequence, or do not count up.
     """
     why = why_not_apart(model)
     if why is not None:
         tell_once(f"{type(model).__name__} cannot keep packed sequences apart: {why}. Each gets a row of its own.")
         return None
     config: Any = model.config
-    config = config.get_text_config()
-    arguments = _arguments(config._attn_implementation, position_ids)
-    if config._attn_implementation == "sdpa":
-        windows = _windows(model, config, position_ids.shape[1])
-        if windows is not None:
-            arguments["attention_mask"] = _packed_masks(windows, position_ids)
-    return arguments
-
-
-Windows = dict[str | None, int | None]
-"""Tokens that a token sees at most, None for all, by the kind of layer; None for all layers of a model."""
-
-
-def _windows(model: nn.Module, config: Any, tokens: int) -> Windows | None:
-    """Return the windows of a model that can be given `PackedMask`s for rows of `tokens`; None for any other model."""
-    window = getattr(config, "sliding_window", None)
-    window = window if isinstance(window, int) and 0 < window < tokens else None  # some say 0 for none
-    # the loss of routers reads the mask, of two dimensions; a compiler would make a graph for each mask
-    if getattr(config, "output_router_logits", False) or any(map(is_compiled, model.modules())):
-        return None
-    if model not in _windows_of or _windows_of[model][0] != window:
-        candidates: list[Windows] = [{None: None}, {None: window}] if window else [{None: None}]
-        try:
-            kinds: set[str | None] = set(getattr(config, "layer_types", None) or ())
-            if len(kinds) > 1:
-                candidates = [{kind: window if kind == "sliding_attention" else None for kind in kinds}]
-            found = next((each for each in candidates if _takes(model, each, window or 0)), None)
-        except Exception:  # whatever a model does with a mask of a class of its own
-            found = None
-        _windows_of[model] = window, found
-    return _windows_of[model][1]
-
-
-def _takes(model: nn.Module, windows: Windows, longest: int) -> bool:
-    """Return whether the first block has these windows, and is given the mask that the model is given."""
-    from transformers import PreTrainedModel
-
-    owner = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
-    if owner is None or not type(owner).__module__.startswith("transformers.models."):
-        return False
-    positions = torch.tensor([[*range(longest + 2), *_QUESTION]])
-    reached = first_block(model, positions, "sdpa")
-    wanted = [each for each in tree_leaves(reached) if isinstance(each, Tensor) and each.dim() == 4]
-    masks = _packed_masks(windows, positions.to(wanted[0].device))
-    reached = first_block(model, positions, "sdpa", attention_mask=masks)
-    given = [each for each in tree_leaves(reached) if isinstance(each, PackedMask)]
-    return len(given) == 1 and any(torch.equal(given[0].whole(), each) for each in wanted)
-
-
-def _packed_masks(windows: Windows, position_ids: Tensor) -> Any:
-    rows, tokens = position_ids.shape
-    flat, lengths = lengths_of(position_ids).tolist(), []
-    for _ in range(rows):
-        ends = list(itertools.takewhile(lambda end: end <= tokens, itertools.accumulate(flat)))
-        lengths.append(flat[: len(ends)])
-        flat = flat[len(ends) :]
-    masks = {kind: PackedMask(lengths, position_ids.device, window=window) for kind, window in windows.items()}
-    return masks.get(None, masks)
+    return _arguments(config.get_text_config()._attn_implementation, position_ids)
 
 
 def _arguments(implementation: str, position_ids: Tensor) -> dict[str, Any]:

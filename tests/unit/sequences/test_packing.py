@@ -2,7 +2,6 @@ import logging
 
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -11,7 +10,6 @@ from torch.nn import functional
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.sequences import packing
 from lightning_cxl.sequences.packing import (
-    PackedMask,
     fit_rows,
     lengths_of,
     pack_sequences,
@@ -68,122 +66,6 @@ def test_lengths_and_labels_come_from_positions():
     assert without_first(ids, positions).tolist() == [[-100, 1, 2, -100, 4, -100], [-100, 7, -100, -100, 10, 11]]
 
 
-CPU = torch.device("cpu")
-ROWS = [[5, 1, 1, 3, 40, 2, 12], [30, 4, *[1] * 30], [64], [20, 44]]
-
-
-@pytest.fixture
-def short_pieces(monkeypatch):
-    monkeypatch.setattr(packing, "_GROUP_TOKENS", 8)
-
-
-def inputs(rows, dtype, heads=4):
-    torch.manual_seed(0)
-    shapes = [(len(rows), each, sum(rows[0]), 8) for each in (4, heads, heads)]
-    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
-
-
-def attend(mask, rows, **options):
-    """Return the result and the gradients of attention, transposed as models do it."""
-    given = inputs(rows, torch.float64, heads=2 if options.get("enable_gqa") else 4)
-    result = functional.scaled_dot_product_attention(*given, attn_mask=mask, **options)
-    return result, *torch.autograd.grad(result, given, torch.linspace(-1, 1, result.numel()).double().view_as(result))
-
-
-@pytest.mark.usefixtures("short_pieces")
-@pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"enable_gqa": True}, {"dropout_p": 0.0, "is_causal": False}])
-@pytest.mark.parametrize("window", [None, 1, 3, 8, 17, 63, 64, 100])
-def test_attention_and_its_gradients_are_those_of_the_whole_mask(window, options, monkeypatch):
-    whole = PackedMask(ROWS, CPU, window=window).whole()
-    expected = attend(whole, ROWS, **options)
-    monkeypatch.setattr(PackedMask, "whole", None)
-    for found, wanted in zip(attend(PackedMask(ROWS, CPU, window=window), ROWS, **options), expected, strict=True):
-        torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.usefixtures("short_pieces")
-def test_the_whole_mask_is_that_of_documents_and_window():
-    mask = PackedMask([[2, 3]], CPU, window=2)
-    assert mask.shape == (1, 1, 5, 5) and mask.dtype is torch.bool
-    assert mask.whole()[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [0, 0, 1, 0, 0],
-        [0, 0, 1, 1, 0],
-        [0, 0, 0, 1, 1],
-    ]
-
-
-@pytest.mark.usefixtures("short_pieces")
-def test_no_piece_is_long_but_for_one_document(monkeypatch):
-    seen = []
-    attention = functional.scaled_dot_product_attention
-
-    def watched(query, key, value, attn_mask=None, **options):
-        seen.append((query.shape[2], key.shape[2], options.get("is_causal", False)))
-        assert options.get("is_causal") == (True if attn_mask is None else None)
-        return attention(query, key, value, attn_mask=attn_mask, **options)
-
-    mask = PackedMask([[5, 1, 1, 3, 40, 2, 12]], CPU)
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", watched)
-    mask.attend(*inputs([[64]], torch.float32))
-    assert seen == [(7, 7, False), (3, 3, True), (40, 40, True), (2, 2, True), (12, 12, True)]
-    seen.clear()
-    PackedMask([[40, 24]], CPU, window=10).attend(*inputs([[64]], torch.float32))
-    assert seen == [(10, 10, False), *[(10, 20, False)] * 3, (10, 10, False), (10, 20, False), (4, 14, False)]
-
-
-@pytest.mark.usefixtures("short_pieces")
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda mask: mask[:, :, :, :3],
-        lambda mask: torch.where(mask, 0.0, -1.0),
-        lambda mask: mask.to(torch.float32),
-        lambda mask: mask.expand(-1, 2, -1, -1),
-        lambda mask: ~mask,
-    ],
-)
-def test_any_other_operation_gets_the_whole_mask_and_the_log_says_so(operation, caplog, monkeypatch):
-    monkeypatch.setattr("lightning_cxl.sequences.chunked_loss._told", set())
-    caplog.set_level(logging.INFO, logger="lightning_cxl")
-    mask = PackedMask(ROWS, CPU, window=3)
-    expected = operation(mask.whole())
-    assert torch.equal(operation(mask), expected) and torch.equal(operation(mask), expected)
-    assert len(caplog.records) == 1
-
-
-@pytest.mark.usefixtures("short_pieces")
-def test_attention_of_other_shapes_gets_the_whole_mask():
-    """As with a cache: one query, all keys."""
-    mask = PackedMask([[64]], CPU)
-    query, key, value = inputs([[64]], torch.float64)
-    found = functional.scaled_dot_product_attention(query[:, :, -1:], key, value, mask[:, :, -1:])
-    last = functional.scaled_dot_product_attention(query, key, value, mask)[:, :, -1:]
-    torch.testing.assert_close(found, last)
-    two = [each.expand(2, -1, -1, -1) for each in (query, key, value)]
-    found = functional.scaled_dot_product_attention(*two, PackedMask([[20, 44]], CPU))  # of one row, for each of two
-    expected = functional.scaled_dot_product_attention(query, key, value, PackedMask([[20, 44]], CPU))
-    torch.testing.assert_close(found, expected.expand(2, -1, -1, -1))
-
-
-@pytest.mark.usefixtures("short_pieces")
-def test_what_is_written_into_a_mask_counts():
-    mask = PackedMask([[32, 32]], CPU)
-    mask[..., 0] = True
-    query, key, value = inputs([[64]], torch.float64)
-    found = functional.scaled_dot_product_attention(query, key, value, mask)
-    expected = functional.scaled_dot_product_attention(query, key, value, mask + False)
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.usefixtures("short_pieces")
-def test_a_mask_is_held_between_forward_and_backward_as_it_is():
-    mask = PackedMask(ROWS, CPU)
-    assert mask.detach() is mask and mask.clone() is mask
-    assert (mask._version, mask.is_inference(), mask.requires_grad) == (0, False, False)
-
-
 POSITIONS = torch.tensor([[*range(6), *range(9), 0, 0], [*range(3), *range(3), *range(3), *range(3), *range(5)]])
 CHANGED = [(0, slice(0, 6)), (1, slice(3, 6)), (1, slice(12, 17))]
 """Sequences of which other tokens are taken: the first, one in the middle, and the last of a row."""
@@ -203,13 +85,6 @@ def changed():
     return one, other, same
 
 
-@pytest.fixture(params=[4, 256], ids=["short pieces", "long pieces"])
-def pieces(request, monkeypatch):
-    """How many tokens of short documents are attended to together."""
-    monkeypatch.setattr(packing, "_GROUP_TOKENS", request.param)
-
-
-@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", APART)
 def test_no_token_attends_to_another_sequence(family, implementation):
@@ -218,7 +93,6 @@ def test_no_token_attends_to_another_sequence(family, implementation):
     model = tiny(family, attention=implementation).eval()
     one, other, same = changed()
     arguments = packed_arguments(model, POSITIONS)
-    assert ("attention_mask" in arguments) == (implementation == "sdpa")
     with torch.no_grad():
         before, after = (model(input_ids=ids, use_cache=False, **arguments).logits for ids in (one, other))
         alone = model(input_ids=one[:1, 6:15], use_cache=False).logits[0]
@@ -227,78 +101,10 @@ def test_no_token_attends_to_another_sequence(family, implementation):
     torch.testing.assert_close(before[0, 6:15], alone, rtol=1e-4, atol=1e-4)
 
 
-BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "windows"),
-    [
-        ("Mistral", {}, [3]),
-        ("Mistral", {"sliding_window": 16}, [16]),
-        ("Mistral", {"sliding_window": 17}, [None]),  # no row is longer
-        ("Mistral", {"sliding_window": None}, [None]),
-        ("Qwen2Moe", {}, [None]),  # its config says 0
-        ("Gemma3Text", BOTH, [3, None]),
-        ("Qwen3", {"sliding_window": 3}, [None]),  # which it does not use
-    ],
-)
-def test_windows_are_those_of_the_model(family, options, windows, monkeypatch):
-    monkeypatch.setattr(packing, "_GROUP_TOKENS", 4)
-    model = tiny(family, attention="sdpa", **options).eval()
-    arguments, ids = packed_arguments(model, POSITIONS), tokens(1)
-    mask = arguments["attention_mask"]
-    masks = [mask[kind] for kind in BOTH["layer_types"]] if isinstance(mask, dict) else [mask]
-    assert [each._window for each in masks] == windows
-    with torch.no_grad():
-        found = model(input_ids=ids, use_cache=False, **arguments).logits
-        expected = model(input_ids=ids, use_cache=False, position_ids=POSITIONS).logits
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_model_of_longer_rows_is_asked_again():
-    model = tiny("Mistral", attention="sdpa", sliding_window=9)
-    short = POSITIONS[:, :6]
-    windows = [packed_arguments(model, each)["attention_mask"]._window for each in (short, POSITIONS, short)]
-    assert windows == [None, 9, None]
-
-
-class OwnLlama(transformers.LlamaForCausalLM):
-    """May do with its mask what it likes."""
-
-
-def of_the_user(model):
-    model.__class__ = OwnLlama
-
-
-def with_a_loss_of_routers(model):
-    model.config.output_router_logits = True
-
-
-def compiled(model):
-    model.model.layers[1].compile(backend="eager")
-
-
-def wrapped(model):
-    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
-
-
-def that_fails(model):
-    def forward(attention_mask=None, **given):
-        assert attention_mask is None
-        return type(model).forward(model, attention_mask=attention_mask, **given)
-
-    model.forward = forward
-
-
-@pytest.mark.parametrize("change", [of_the_user, with_a_loss_of_routers, compiled, wrapped, that_fails])
-def test_models_that_make_a_mask_of_their_own(change):
+def test_positions_that_do_not_say_where_sequences_begin_are_refused(monkeypatch):
     model = tiny("Llama", attention="sdpa")
-    change(model)
-    assert list(packed_arguments(model, POSITIONS)) == ["position_ids"]
-
-
-def test_positions_that_do_not_say_where_sequences_begin_are_refused():
-    model = tiny("Llama", attention="sdpa")
+    monkeypatch.setattr(packing, "why_not_apart", lambda model: None)
+    model.config._attn_implementation = "flash_attention_2"
     for wrong in ([[3, 4, 5, 0, 1]], [[0, 1, 2], [3, 4, 5]], [[0, 1, 3, 4]]):
         with pytest.raises(ConfigError, match="begin at 0 with each row"):
             packed_arguments(model, torch.tensor(wrong))
