@@ -74,59 +74,58 @@ def test_a_folder_has_its_name_when_it_is_complete(tmp_path, locks, exchanges):
     assert names(path.parent) == []
 
 
-class Another:
-    """A save elsewhere that comes to look for what was left, just before this one locks its new folder."""
+@pytest.mark.parametrize("is_file", [False, True], ids=["a folder", "a file"])
+@pytest.mark.parametrize("when", ["before it is opened", "before it is locked", "behind the lock of another"])
+def test_who_loses_what_it_has_just_made_makes_another(tmp_path, monkeypatch, when, is_file):
+    """A save elsewhere has looked for what killed runs left, and taken it for such."""
+    owner, call = (os, "open") if when == "before it is opened" else (fcntl, "flock")
+    usual, lost = getattr(owner, call), []
 
-    def __init__(self, monkeypatch, folder, wins):
-        self.taken: list[Path] = []
-        self._folder, self._wins, self._lock = folder, wins, fcntl.flock
-        monkeypatch.setattr(checkpoint_folder.fcntl, "flock", self.flock)
+    def loses_first(*args, **keywords):
+        if not lost and (made := list(tmp_path.iterdir())):
+            lost.extend(made)
+            if when == "behind the lock of another":
+                raise BlockingIOError(errno.EWOULDBLOCK, "locked")
+            remove(made[0])
+        return usual(*args, **keywords)
 
-    def flock(self, fd, operation):
-        found = [] if self.taken or operation == fcntl.LOCK_UN else list(self._folder.glob(".*.partial"))
-        for path in found:
-            self.taken.append(path)
-            other = os.open(path, os.O_RDONLY)
-            try:
-                self._lock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._wins == "removes it":
-                    path.rmdir()
-                    os.close(other)
-                    other = -1
-                self._lock(fd, operation)
-            finally:
-                if other >= 0:
-                    path.rmdir()
-                    os.close(other)
-        if not found:
-            self._lock(fd, operation)
+    monkeypatch.setattr(owner, call, loses_first)
+    with unfinished(tmp_path / "a.ckpt", is_file=is_file) as path:
+        assert lost and path not in lost and path.is_file() == is_file and path.exists()
 
 
-@pytest.mark.parametrize("wins", ["removes it", "has locked it"])
-def test_who_loses_its_new_folder_takes_another_one(tmp_path, monkeypatch, wins):
-    another = Another(monkeypatch, tmp_path, wins)
-    path = tmp_path / "a.ckpt"
-    with unfinished(path) as folder:
-        assert another.taken and folder not in another.taken and folder.is_dir()
-        with unfinished(tmp_path / "b.ckpt"):  # a third one: it leaves the folder alone
-            pass
-        assert folder.is_dir()
-        put_in_place(folder, path)
-    assert [name for name in names(tmp_path) if not name.startswith(".b")] == ["a.ckpt"]
+@pytest.mark.parametrize("before", ["a file", "a link", "a link to nothing"])
+def test_what_has_the_name_is_replaced(tmp_path, before):
+    path, aim = tmp_path / "last.ckpt", tmp_path / "step=1.ckpt"
+    write(aim, 1)
+    if before == "a file":
+        path.write_bytes(b"x")
+    else:
+        path.symlink_to(aim.name if before == "a link" else "gone")
+    write(path, 2)
+    assert number_at(path) == 2 and not path.is_symlink() and number_at(aim) == 1
+    assert names(tmp_path) == ["last.ckpt", "step=1.ckpt"]
 
 
-def test_a_new_folder_that_is_gone_before_it_is_opened(tmp_path, monkeypatch):
-    usual, taken = Path.mkdir, []
+def left_by_a_kill(folder, name):
+    left = folder / f".{name}.partial"
+    left.mkdir()
+    (left / "__0_0.distcp").write_bytes(b"x")
+    return left
 
-    def mkdir(path, *args, **keywords):
-        usual(path, *args, **keywords)
-        if path.name.endswith(".partial") and not taken:
-            taken.append(path)
-            path.rmdir()
 
-    monkeypatch.setattr(Path, "mkdir", mkdir)
-    write(tmp_path / "a.ckpt", 1)
-    assert taken and names(tmp_path) == ["a.ckpt"]
+def test_folders_that_killed_runs_have_left_are_removed_and_nothing_else(tmp_path):
+    left = [left_by_a_kill(tmp_path, name) for name in ("a.ckpt", "step=3.ckpt")]
+    written, users = left_by_a_kill(tmp_path, "b.ckpt"), left_by_a_kill(tmp_path, "mine")
+    (users / "notes.txt").write_text("")
+    fd = os.open(written, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)  # as a run that is saving there
+        write(tmp_path / "a.ckpt", 1)
+    finally:
+        os.close(fd)
+    assert not any(path.exists() for path in left)
+    assert written.is_dir() and users.is_dir() and number_at(tmp_path / "a.ckpt") == 1
 
 
 def test_many_saves_beside_each_other(tmp_path):
@@ -210,6 +209,15 @@ def test_what_is_being_replaced_is_found_where_lightning_looks_for_the_last_one(
     assert {Path(each).name for each in saving._find_last_checkpoints(None)} == {lying_at(tmp_path / "last.ckpt").name}
 
 
+def test_a_checkpoint_is_removed_at_once(tmp_path, monkeypatch):
+    write(tmp_path / "a.ckpt", 1)
+    assert killed_at(monkeypatch, 2, lambda: remove(tmp_path / "a.ckpt")), "behind the rename"
+    (left,) = names(tmp_path)
+    assert left.startswith(".a.ckpt.") and left.endswith(".partial")
+    write(tmp_path / "b.ckpt", 1)
+    assert names(tmp_path) == ["b.ckpt"]
+
+
 def test_a_path_without_a_name_is_no_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert not is_sharded_checkpoint(Path("."))
@@ -251,9 +259,7 @@ class Stops:
         signal.pause()
 
 
-@pytest.fixture
-def saving(tmp_path):
-    """A process that is in the middle of saving `one.ckpt`."""
+def test_what_a_run_is_writing_stays_until_it_is_killed(tmp_path, caplog):
     started, says = os.pipe()
     child = os.fork()
     if child == 0:
@@ -261,37 +267,20 @@ def saving(tmp_path):
             save_file({"weights": torch.ones(1 << 12), "stops": Stops(says)}, tmp_path / "one.ckpt")
         finally:
             os._exit(1)
-    os.read(started, 1)
-    yield child
-    for end in (started, says):
-        os.close(end)
-    if os.waitpid(child, os.WNOHANG) == (0, 0):
+    try:
+        os.read(started, 1)  # now it is in the middle of it
+        (written,) = names(tmp_path)
+        save_file({}, tmp_path / "two.ckpt")
+        assert names(tmp_path) == [written, "two.ckpt"]
+    finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-def test_the_next_save_removes_what_a_killed_run_has_left(tmp_path, saving, caplog):
-    (left,) = names(tmp_path)
-    os.kill(saving, signal.SIGKILL)
-    os.waitid(os.P_PID, saving, os.WEXITED | os.WNOWAIT)
+        os.close(started)
+        os.close(says)
     with caplog.at_level("INFO"):
         save_file({}, tmp_path / "two.ckpt")
     assert names(tmp_path) == ["two.ckpt"]
-    assert left in caplog.text
-
-
-def test_what_another_run_is_writing_stays(tmp_path, saving):
-    (written,) = names(tmp_path)
-    save_file({}, tmp_path / "two.ckpt")
-    assert names(tmp_path) == [written, "two.ckpt"]
-
-
-def test_what_this_process_is_writing_stays(tmp_path):
-    with unfinished(tmp_path / "one.ckpt", is_file=True) as path:
-        remove_left(tmp_path)
-        assert path.exists()
-    remove_left(tmp_path)
-    assert not path.exists()
+    assert written in caplog.text
 
 
 def test_files_of_others_stay(tmp_path):
@@ -321,10 +310,14 @@ def test_a_file_has_its_name_before_its_lock_ends(tmp_path, monkeypatch):
     assert names(tmp_path) == ["one.ckpt"]
 
 
-@pytest.mark.parametrize("name", ["x" * 255, "\N{GRINNING FACE}" * 63], ids=["letters", "pictures"])
-def test_a_name_may_be_as_long_as_the_filesystem_takes(tmp_path, name):
+@pytest.mark.parametrize(
+    "name", ["one.ckpt", "x" * 255, "\N{GRINNING FACE}" * 63], ids=["short", "letters", "pictures"]
+)
+def test_what_this_process_is_writing_stays_whatever_its_name(tmp_path, name):
+    """A name may be as long as the filesystem takes."""
     (tmp_path / name).touch()
     with unfinished(tmp_path / name, is_file=True) as path:
+        remove_left(tmp_path)
         assert path.exists()
     remove_left(tmp_path)
     assert not path.exists()
@@ -332,31 +325,9 @@ def test_a_name_may_be_as_long_as_the_filesystem_takes(tmp_path, name):
     assert names(tmp_path) == [name]
 
 
-@pytest.mark.parametrize("when", ["before the lock", "behind the lock of another"])
-def test_a_file_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch, when):
-    flock, calls = fcntl.flock, []
-
-    def removed_first(file, how):
-        calls.append(how)
-        if len(calls) == 1:
-            (path,) = tmp_path.iterdir()
-            if when == "behind the lock of another":
-                raise BlockingIOError(errno.EWOULDBLOCK, "locked")
-            path.unlink()
-        flock(file, how)
-
-    monkeypatch.setattr(checkpoint_folder.fcntl, "flock", removed_first)
-    with unfinished(tmp_path / "one.ckpt", is_file=True) as path:
-        assert path.exists()
-        assert len(calls) == 2
-
-
 def test_where_nothing_can_be_locked_nothing_is_removed(tmp_path, monkeypatch):
-    def refuses(file, how):
-        raise OSError(errno.ENOLCK, "no locks")
-
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_folder.fcntl, "flock", refuses)
+        without_locks(patch)
         with unfinished(tmp_path / "one.ckpt", is_file=True) as path:
             (tmp_path / ".one.ckpt.0123abcd.checkpoint.partial").touch()
             remove_left(tmp_path)

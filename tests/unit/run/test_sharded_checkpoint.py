@@ -6,12 +6,13 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from lightning_cxl.errors import CheckpointError
 from lightning_cxl.run import sharded_checkpoint
 from lightning_cxl.run.checkpoint import is_sharded_checkpoint, load_file
-from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint, save
+from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint, optimizer_tensors, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -73,6 +74,73 @@ def test_what_does_not_fit_is_said(tmp_path):
     (path / ".metadata").unlink()
     with pytest.raises(CheckpointError, match="damaged or not a checkpoint"):
         ShardedCheckpoint(path)
+
+
+class Nested(torch.optim.Optimizer):
+    """Keeps lists and dicts of tensors, as second-order optimizers do."""
+
+    def __init__(self, groups, lr=0.1):
+        super().__init__(groups, {"lr": torch.tensor(lr), "betas": [torch.tensor(0.9), torch.tensor(0.95)]})
+
+    def fill(self, number):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                number += 1
+                like = torch.full_like(parameter, number)
+                self.state[parameter] = {"factors": [like, like[:1] + 1], "of.dim": {"0": like + 2}, "step": number}
+        return self
+
+
+class Model(nn.Module):
+    """Names with digits, and something beside tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(3, 2)) for _ in range(2)])
+        self.exp_avg = nn.ModuleList([nn.Linear(2, 2)])
+        self.note = {"text": "", "list": [0]}
+
+    def get_extra_state(self):
+        return self.note
+
+    def set_extra_state(self, state):
+        self.note = state
+
+
+def optimizer_of(model):
+    return Nested([{"params": list(model.weights)}, {"params": list(model.exp_avg.parameters()), "lr": 0.5}])
+
+
+def names_of(model):
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return names.__getitem__
+
+
+def test_names_with_dots_and_nested_state_come_back(tmp_path):
+    model = Model()
+    optimizer = optimizer_of(model).fill(7)
+    with torch.no_grad():
+        model.weights[1].fill_(3)
+    model.note = {"text": "kept", "list": [1, 2]}
+    path = tmp_path / "a.ckpt"
+    save(path, {"state_dict": model.state_dict(), "optimizer_0": optimizer_tensors(optimizer, names_of(model))}, {})
+    other = Model()
+    loaded = optimizer_of(other)
+    folder = ShardedCheckpoint(path)
+    assert folder.read_weights(other, strict=True) == []
+    folder.optimizer(0, loaded, names_of(other))
+    assert other.note == model.note and torch.equal(other.weights[1], model.weights[1])
+    assert [group["lr"] for group in loaded.param_groups] == [torch.tensor(0.1), 0.5]
+    assert all(list(map(float, group["betas"])) == pytest.approx([0.9, 0.95]) for group in loaded.param_groups)
+    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        mine, expected = loaded.state[ours], optimizer.state[theirs]
+        assert mine.keys() == expected.keys() and mine["step"] == expected["step"]
+        assert all(torch.equal(a, b) for a, b in zip(mine["factors"], expected["factors"], strict=True))
+        assert torch.equal(mine["of.dim"]["0"], expected["of.dim"]["0"])
+    parameters = list(other.parameters())
+    regrouped = Nested([{"params": parameters[:1]}, {"params": parameters[1:]}])
+    with pytest.raises(CheckpointError, match=r"`weights\.1`\) are spread over the saved groups"):
+        folder.optimizer(0, regrouped, names_of(other))
 
 
 # -- folders that somebody else has written ----------------------------------------------------------------------------
