@@ -29,26 +29,27 @@ def test_a_part_that_hangs_is_ended_with_what_it_has_started():
     assert "begun" in part["error"]
 
 
-def test_the_error_of_a_part_is_kept_and_its_last_figures_are_taken():
-    part = gpu.with_figures(gpu.run(python("print('{\"a\": 1}'); raise SystemExit('broken')"), 60))
-    assert part["state"] == "failed"
-    assert "broken" in part["error"]
-    assert part["figures"] == {"a": 1}
-
-
 @pytest.mark.parametrize(
-    ("line", "state"), [('{"state": "skipped", "reason": "one device"}', "skipped"), ("nothing", "failed")]
+    ("code", "state", "figures"),
+    [
+        ("print('{\"a\": 1}'); raise SystemExit('broken')", "failed", {"a": 1}),
+        ('print(\'{"state": "skipped", "reason": "one device"}\')', "skipped", {"reason": "one device"}),
+        ("print('nothing')", "failed", None),
+    ],
 )
-def test_a_part_passes_only_with_figures(line, state):
-    assert gpu.with_figures(gpu.run(python(f"print({line!r})"), 60))["state"] == state
+def test_a_part_passes_only_with_figures_and_keeps_its_error(code, state, figures):
+    part = gpu.with_figures(gpu.run(python(code), 60))
+    assert (part["state"], part.get("figures")) == (state, figures)
+    assert ("broken" in part.get("error", "")) == ("broken" in code)
 
 
-def test_tests_are_counted_one_by_one(tmp_path):
+def test_tests_are_counted_one_by_one_and_those_that_take_long_left_out(tmp_path):
     (tmp_path / "conftest.py").write_text("def pytest_addoption(parser): parser.addoption('--device')\n")
-    tests = tmp_path / "test_three.py"
+    tests = tmp_path / "test_four.py"
     tests.write_text(
         "import pytest\n\ndef test_good(): pass\n\ndef test_bad(): assert 1 == 2\n\n"
-        "@pytest.mark.skip(reason='no such device')\ndef test_absent(): pass\n"
+        "@pytest.mark.skip(reason='no such device')\ndef test_absent(): pass\n\n"
+        "@pytest.mark.full\ndef test_long(): assert False\n"
     )
     part = gpu.pytest([str(tests)], "cpu", 100)
     figures = part["figures"]
@@ -64,13 +65,6 @@ def test_the_file_is_written_and_tells_what_was_not_run(tmp_path):
     done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr  # a part that was not run is no success
     assert json.loads(path.read_text())["states"] == {"overlap": "no time"}
-
-
-def test_tests_that_take_long_are_left_out(tmp_path):
-    (tmp_path / "conftest.py").write_text("def pytest_addoption(parser): parser.addoption('--device')\n")
-    tests = tmp_path / "test_two.py"
-    tests.write_text("import pytest\n\ndef test_short(): pass\n\n@pytest.mark.full\ndef test_long(): assert False\n")
-    assert gpu.pytest([str(tests)], "cpu", 100)["state"] == "passed"
 
 
 @pytest.mark.full

@@ -16,18 +16,15 @@ class Pool:
         self._processes = {device: Processes(device, folder) for device in ("cpu", "apart")}
 
     def of(self, world: int, device: str = "cpu") -> Ranks:
-        """Return `world` ranks, each with a device of this kind."""
         if device == "apart" and (why := apart.why_unavailable()):
             pytest.skip(why)
         return Ranks(self._processes[device], world)
 
     def part(self) -> None:
-        """End all process groups."""
         for each in self._processes.values():
             each.part()
 
     def close(self) -> None:
-        """End all processes."""
         for each in self._processes.values():
             each.close()
 

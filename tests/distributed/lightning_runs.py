@@ -8,6 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import AutoModelForCausalLM
 
 import lightning_cxl
 from tests.distributed.training import place, whole
@@ -30,9 +31,14 @@ class Module(LightningModule):
         llama: bool = False,
         by_method: bool = False,
         quantised: str = "",
+        folder: str = "",
+        loading: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if quantised:
+        self.folder, self.loading = folder, loading or {}
+        if folder:
+            self.model: Any = None
+        elif quantised:
             self.model = adapted(quantised)
             self.strict_loading = False  # bitsandbytes does not load its layers from a state dict
         else:
@@ -47,16 +53,18 @@ class Module(LightningModule):
         self.seen = 0
         """Micro-batches so far: the next one follows from it, also after a resume."""
 
+    def configure_model(self) -> None:
+        """Load what the files of a folder have, when the processes have met."""
+        if self.model is None:
+            self.model = lightning_cxl.from_pretrained(AutoModelForCausalLM, self.folder, **self.loading).train()
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what was seen."""
         checkpoint["seen"] = self.seen
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on there."""
         self.seen = checkpoint["seen"]
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss."""
         logits = (self.model.forward if self.by_method else self.model)(tokens[:, :-1])
         logits = getattr(logits, "logits", logits)
         logits = logits if self.scale is None else logits * self.scale
@@ -78,11 +86,9 @@ class Module(LightningModule):
         return None
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the loss of all ranks."""
         self.log("val_loss", self.loss(rows(batch_idx)), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer with a schedule."""
         kind = getattr(torch.optim, self.optimizer)
         options = {"eps": 1e-5} if "Adam" in self.optimizer else {"momentum": 0.9}
         optimizer = kind([each for each in self.parameters() if each.requires_grad], lr=1e-3, **options)
@@ -90,7 +96,6 @@ class Module(LightningModule):
 
 
 def adapted(kind: str) -> nn.Module:
-    """Return a quantised llama with adapters."""
     import peft
 
     model = tiny_llama(hidden_size=64, tie_word_embeddings=True)
@@ -107,10 +112,6 @@ def rows(number: int) -> torch.Tensor:
     return tokens.chunk(world)[rank]
 
 
-class Result(dict[str, Any]):
-    """Losses, whole weights, and what the callback metrics are."""
-
-
 def fit(
     steps: int,
     *,
@@ -121,16 +122,17 @@ def fit(
     save: str | None = None,
     callback: Callback | list[Callback] | None = None,
     evaluate: bool = False,
-) -> Result:
+    kind: type[Module] = Module,
+) -> dict[str, Any]:
     """Train on all ranks, perhaps from a checkpoint, and perhaps save one at the end."""
     _, world = place()
     seed_everything(5, verbose=False)
-    task = Module(**(module or {}))
+    task = kind(**(module or {}))
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    defaults = {"strategy": lightning_cxl.CXLOffloadStrategy(**(options or {})), **dict.fromkeys(off, False)}
     runner = Trainer(
         accelerator="cpu", devices=world, max_steps=steps, max_epochs=-1, use_distributed_sampler=False,
-        strategy=lightning_cxl.CXLOffloadStrategy(**(options or {})), callbacks=callback,
-        **{**dict.fromkeys(off, False), **(trainer or {})},
+        callbacks=callback, **{**defaults, **(trainer or {})},
     )  # fmt: skip
     loader = DataLoader(TensorDataset(torch.arange(64)))
     if evaluate:
@@ -142,4 +144,4 @@ def fit(
             assert Path(save).is_dir()
             dist.barrier()
     weights = {name: whole(parameter) for name, parameter in task.named_parameters()}
-    return Result(losses=task.losses, weights=weights, metrics=dict(runner.callback_metrics))
+    return {"losses": task.losses, "weights": weights}

@@ -25,8 +25,6 @@ Task = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Meeting(NamedTuple):
-    """Where processes make a group."""
-
     world: int
     file: str
 
@@ -138,19 +136,29 @@ class Ranks(NamedTuple):
 
 
 def of_rank_0(pool: Any, world: int, train: Callable[..., dict[str, Any]], *args: Any, **keywords: Any) -> Any:
-    """Return what rank 0 has of a run of `world` ranks, where all have the same losses and norms.
+    """Return what rank 0 has of a run of `world` ranks, where all have the same losses, norms and weights.
 
     Args:
         pool: gives ranks; a run of one is in this process.
         world: their number.
-        train: returns ``losses`` and ``norms`` among others.
+        train: returns ``losses`` and ``weights`` among others.
     """
     if world == 1:
         return train(*args, **keywords)
     results = pool.of(world).run(train, *args, **keywords)
     for each in results[1:]:
-        assert (each["losses"], each["norms"]) == (results[0]["losses"], results[0]["norms"])
+        assert (each["losses"], each.get("norms")) == (results[0]["losses"], results[0].get("norms"))
+        for name, weights in each["weights"].items():
+            assert torch.equal(weights, results[0]["weights"][name]), name
     return results[0]
+
+
+def gone_on(pool: Any, train: Callable[..., dict[str, Any]], before: int, after: int, path: str, **given: Any) -> Any:
+    """Return the second half of a run that other ranks go on with from a checkpoint, and of one that did not end."""
+    of_rank_0(pool, before, train, 3, save=path, **given)
+    rest = of_rank_0(pool, after, train, 6, resume=path, **given)
+    whole = of_rank_0(pool, before, train, 6, **given)
+    return rest, {**whole, "losses": whole["losses"][3:]}
 
 
 @contextlib.contextmanager

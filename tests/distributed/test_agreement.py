@@ -8,18 +8,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from lightning_cxl.errors import TierFullError, UnsupportedError
+from lightning_cxl.errors import TierFullError
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.run.session import Session
-from lightning_cxl.sharding.fsdp import cut, place_shards, without_reducing
+from lightning_cxl.sharding.fsdp import place_shards, without_reducing
 from lightning_cxl.sharding.processes import make_mesh, on_all_ranks
 from lightning_cxl.shards import local
-from lightning_cxl.streaming.units import find_units
 from lightning_cxl.torch_private import timeout_s
 from tests.cases import every_value
 from tests.distributed import training
 from tests.distributed.ranks import RUN_S
-from tests.distributed.training import Job
+from tests.distributed.training import Job, assert_same_weights, cut_model, error_of
 
 
 def with_warnings(job):
@@ -35,9 +33,9 @@ def test_a_bad_gradient_of_one_rank_lets_all_leave_the_step_out(ranks, optimizer
     good = Job(steps=2, optimizer=optimizer, clip=clip)
     bad = Job(steps=3, optimizer=optimizer, clip=clip, bad=(1, 2))
     expected = ranks.of(2).run(training.by_us, good)
-    for (got, texts), wanted in zip(ranks.of(2).run(with_warnings, bad), expected, strict=True):
-        for name, weights in wanted.weights.items():
-            assert torch.equal(got.weights[name], weights), name
+    found = ranks.of(2).run(with_warnings, bad)
+    for (got, texts), wanted in zip(found, expected, strict=True):
+        assert_same_weights(got.weights, wanted.weights)
         assert any("this step is left out" in text and "model.embed_tokens.weight" in text for text in texts), texts
 
 
@@ -77,10 +75,8 @@ def test_groups_of_a_mesh_wait_as_long_as_all_do(ranks):
 def copies(job):
     """Return whether all ranks with the same shard or scalar have the same values, right after the model was cut."""
     model = training.make_model(job)
-    mesh = training.mesh_of(job, dist.get_world_size())
-    session = Session()
-    cut(model, find_units(model), mesh, session.host_on(training.device()).engine)
-    group, equal = mesh.get_group("replicate"), []
+    cut_model(model, job)
+    group, equal = training.mesh_of(job, dist.get_world_size()).get_group("replicate"), []
     for parameter in model.parameters():
         own = local(parameter.detach())
         other = own.clone()
@@ -97,13 +93,9 @@ def test_copies_of_a_shard_begin_equal_whatever_the_seeds(ranks):
 def error_of_a_graph(job):
     """Return the error of a backward whose gradients are to be differentiated."""
     model = training.make_model(job)
-    cut(model, [], training.mesh_of(job, dist.get_world_size()), Session().host_on(training.device()).engine)
+    cut_model(model, units=False)
     (tokens,) = next(training.batches(job, *training.place()))
-    try:
-        training.loss_of(model, tokens).backward(create_graph=True)
-    except UnsupportedError as error:
-        return str(error)
-    return "none"
+    return error_of(lambda: training.loss_of(model, tokens).backward(create_graph=True))
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
@@ -115,7 +107,7 @@ def test_a_mean_over_processes_is_not_part_of_a_graph(ranks):
 def gradients_of_scalars(job, asks):
     """Return gradients after two micro-batches, of which one is reduced; in between, somebody may ask for one's own."""
     model = training.make_model(job)
-    cut(model, [], training.mesh_of(job, dist.get_world_size()), Session().host_on(training.device()).engine)
+    cut_model(model, units=False)
     scalars = [parameter for parameter in model.parameters() if parameter.dim() == 0]
     (first,), (second,) = list(training.batches(job, *training.place()))[:2]
     with without_reducing(model):
@@ -191,11 +183,7 @@ def without_room_in_the_backward():
     """Return the error of a loop that closes what it has opened, where gradients find no room."""
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2000, "num_hidden_layers": 4}
     options = {"tiers": {"dram": "36MiB"}, "on_tier_full": "error"}
-    try:
-        training.by_us(Job(steps=1, sizes=sizes, options=options))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return error_of(lambda: training.by_us(Job(steps=1, sizes=sizes, options=options)))
 
 
 @pytest.mark.parametrize("device", ["cpu", "apart"])
@@ -206,30 +194,20 @@ def test_what_closes_a_loop_shows_the_first_error(ranks, device):
 
 def placed(with_room):
     """Return the error of placing shards where one rank has no room."""
-    job = Job()
-    model = training.make_model(job)
-    cut(
-        model,
-        find_units(model),
-        training.mesh_of(job, 2),
-        Session().host_on(training.device()).engine,
-    )
+    model = training.make_model(Job())
+    cut_model(model)
 
     def place(_parameter, shard, numel):
         if training.place()[0] == 1 and not with_room:
             raise TierFullError("no room")
         return shard.new_empty(numel)
 
-    try:
-        place_shards(model, place)
-    except TierFullError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: place_shards(model, place))
 
 
 def test_shards_that_find_no_room_on_one_rank_are_an_error_of_all(ranks):
     assert ranks.of(2).run(placed, True) == ["", ""]
-    assert ranks.of(2).run(placed, False) == ["rank 1 of the group: no room"] * 2
+    assert ranks.of(2).run(placed, False) == ["TierFullError: rank 1 of the group: no room"] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes that are written while training goes on."""
+"""Checkpoints of several processes: errors of one of them, and checkpoints that are written while training goes on."""
 
 import contextlib
 import threading
@@ -12,14 +12,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from lightning_cxl.errors import LightningCXLError, LightningCXLWarning
-from lightning_cxl.run.session import Session
-from lightning_cxl.run.sharded_checkpoint import AsyncSaves, ShardedCheckpoint
-from lightning_cxl.sharding.fsdp import cut
-from lightning_cxl.streaming.units import find_units
+from lightning_cxl.errors import LightningCXLWarning
+from lightning_cxl.run.sharded_checkpoint import AsyncSaves, ShardedCheckpoint, save
 from tests.distributed import lightning_runs, training
-from tests.distributed.test_lightning import STATES, assert_identical
-from tests.distributed.training import Job, place
+from tests.distributed.test_lightning import STATES
+from tests.distributed.training import Job, assert_identical, cut_model, error_of, place
 
 FULL = "CheckpointError: could not write checkpoint"
 LIMIT_S = 30
@@ -65,7 +62,6 @@ class Held:
 
 
 def full_drive():
-    """Fail on the last rank."""
     rank, world = place()
     if rank == world - 1:
         raise OSError(28, "No space left on device")
@@ -88,17 +84,21 @@ class At(Callback):
         return {"steps": self.steps}
 
 
-def error_of(act):
-    """Return the error of an act of ours."""
-    try:
-        act()
-    except LightningCXLError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def save_with_room_and_without(path):
+    save(path, {"state_dict": {"w": torch.tensor([1])}}, {})
+    with writing(full_drive):
+        return error_of(lambda: save(path, {"state_dict": {"w": torch.tensor([2])}}, {}))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_an_error_of_one_rank_is_raised_by_all_and_leaves_what_was_there(ranks, tmp_path):
+    for error in ranks.of(2).run(save_with_room_and_without, tmp_path / "a.ckpt"):
+        assert error.startswith("CheckpointError") and "No space left on device" in error
+    assert int(ShardedCheckpoint(tmp_path / "a.ckpt").tensor("state_dict.w")) == 1
 
 
 def saved_meanwhile(path, **keywords):
@@ -128,20 +128,20 @@ def failing(folder):
     """Return the errors of saves, of which the first cannot be written, and of the end of the run."""
     errors = []
 
-    def save(number):
+    def saving(number):
         return lambda trainer: errors.append(error_of(lambda: trainer.save_checkpoint(folder / f"{number}.ckpt")))
 
     with writing(full_drive):
-        errors.append(error_of(lambda: fit(3, At(step_1=save(1), step_2=save(2)))))
-        errors.append(error_of(lambda: fit(2, At(step_1=save(3)))))
-    errors.append(error_of(lambda: fit(2, At(step_1=save(4)))))
+        errors.append(error_of(lambda: fit(3, At(step_1=saving(1), step_2=saving(2)))))
+        errors.append(error_of(lambda: fit(2, At(step_1=saving(3)))))
+    errors.append(error_of(lambda: fit(2, At(step_1=saving(4)))))
     return errors
 
 
 def test_an_error_of_one_rank_reaches_all_at_the_next_save_or_at_the_end(ranks, tmp_path):
     for errors in ranks.of(2).run(failing, tmp_path):
         begun, next_save, at_the_end, other, other_end, good, good_end = errors
-        assert begun is other is at_the_end is good is good_end is None
+        assert begun == other == at_the_end == good == good_end == ""
         assert next_save.startswith(f"{FULL} `{tmp_path / '1.ckpt'}`") and "No space left on device" in next_save
         assert other_end.startswith(f"{FULL} `{tmp_path / '3.ckpt'}`") and "No space left on device" in other_end
     assert [path.name for path in tmp_path.iterdir()] == ["4.ckpt"]
@@ -257,7 +257,7 @@ def replacing(folder, *, fails):
     keeping = ModelCheckpoint(folder, "{step}", every_n_train_steps=2)
     with writing(before):
         error = error_of(lambda: fit(5, [keeping, At(step_5=at_step_5)], trainer={"enable_checkpointing": True}))
-    assert (error is not None) == fails, error
+    assert bool(error) == fails, error
     return [*found, names_in(folder)]
 
 
@@ -271,9 +271,8 @@ def test_the_last_checkpoint_stays_until_the_next_one_is_complete(ranks, tmp_pat
 
 def of_host_shards(path):
     """Write shards that lie on the host for a device apart, which change meanwhile; return whether they are as then."""
-    job, (_, world) = Job(), place()
-    model, session = training.make_model(job), Session()
-    cut(model, find_units(model), training.mesh_of(job, world), session.host_on(training.device()).engine)
+    model = training.make_model(Job())
+    session = cut_model(model)
     before = {name: training.whole(each) for name, each in model.named_parameters()}
     saves, held = AsyncSaves(), Held()
     try:
@@ -300,13 +299,13 @@ def refusal(**keywords):
     return error_of(lambda: fit(1, **keywords))
 
 
-def test_state_on_ssd_is_refused(ranks, tmp_path):
-    tiers = {"ssd": {"path": str(tmp_path), "budget": "64MiB"}}
-    for found in ranks.of(2).run(refusal, options={"tiers": tiers, "tier_rules": {"*": {"optimizer_state": "ssd"}}}):
+def test_what_cannot_be_written_meanwhile_is_refused(ranks, tmp_path):
+    ssd = {
+        "tiers": {"ssd": {"path": str(tmp_path), "budget": "64MiB"}},
+        "tier_rules": {"*": {"optimizer_state": "ssd"}},
+    }
+    for found in ranks.of(2).run(refusal, options=ssd):
         assert found.startswith("UnsupportedError: rank 0 of the group: optimizer state or weights of this run lie on")
-
-
-def test_links_are_refused(ranks, tmp_path):
     linking = ModelCheckpoint(tmp_path, save_last="link")
     for found in ranks.of(2).run(refusal, callback=linking, trainer={"enable_checkpointing": True}):
         assert found.startswith("ConfigError: rank 0 of the group: ModelCheckpoint(save_last='link') links")

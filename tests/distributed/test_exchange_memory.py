@@ -29,10 +29,7 @@ class Counting(fsdp._Pages):
 
 
 class Own(PooledCollective):
-    """A collective of a user."""
-
     def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return memory of its own."""
         return self.collective.allocate(*args, **kwargs)
 
 

@@ -6,39 +6,22 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
+from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_cxl.commands.export import export_checkpoint
+from lightning_cxl.errors import CheckpointError
 from tests.distributed import lightning_runs
-from tests.distributed.lightning_runs import Module, Result
-from tests.distributed.training import place, whole
+from tests.distributed.lightning_runs import Module
+from tests.distributed.ranks import gone_on, of_rank_0
+from tests.distributed.training import assert_close, assert_identical, assert_same_weights, place
+from tests.integration.llama import tiny_llama
 
 
 def run(ranks, world, *args, **keywords):
-    """Return what rank 0 has of a run of `world` ranks; of one in this process."""
-    if world == 1:
-        return lightning_runs.fit(*args, **keywords)
-    results = ranks.of(world).run(lightning_runs.fit, *args, **keywords)
-    for each in results[1:]:
-        assert each["losses"] == results[0]["losses"]
-        for name, weights in each["weights"].items():
-            assert torch.equal(weights, results[0]["weights"][name]), name
-    return results[0]
-
-
-def assert_close(one, other, limit=1e-6):
-    assert one["losses"] == pytest.approx(other["losses"], rel=limit)
-    for name, weights in one["weights"].items():
-        assert (weights.float() - other["weights"][name].float()).abs().max() <= limit, name
-
-
-def assert_identical(one, other):
-    assert one["losses"] == other["losses"]
-    for name, weights in one["weights"].items():
-        assert torch.equal(weights, other["weights"][name]), name
+    return of_rank_0(ranks, world, lightning_runs.fit, *args, **keywords)
 
 
 CASES = {
@@ -67,11 +50,7 @@ STATES = {
 
 @pytest.mark.parametrize("state", ["bf16 with split masters", "bf16 state", "8 bit state", "another optimizer"])
 def test_resume_is_exact_where_the_number_of_processes_stays(ranks, tmp_path, state):
-    path = str(tmp_path / "half.ckpt")
-    whole = run(ranks, 2, 6, **STATES[state])
-    run(ranks, 2, 3, save=path, **STATES[state])
-    rest = run(ranks, 2, 6, resume=path, **STATES[state])
-    assert_identical(rest, {**whole, "losses": whole["losses"][3:]})
+    assert_identical(*gone_on(ranks, lightning_runs.fit, 2, 2, str(tmp_path / "half.ckpt"), **STATES[state]))
 
 
 RESHARDED = [
@@ -86,12 +65,9 @@ RESHARDED = [
 
 @pytest.mark.parametrize("before, after, state", RESHARDED)
 def test_another_number_of_processes_goes_on(ranks, tmp_path, before, after, state):
-    path = str(tmp_path / "half.ckpt")
-    run(ranks, before, 3, save=path, **STATES[state])
-    rest = run(ranks, after, 6, resume=path, **STATES[state])
-    whole = run(ranks, before, 6, **STATES[state])
+    rest, whole = gone_on(ranks, lightning_runs.fit, before, after, str(tmp_path / "half.ckpt"), **STATES[state])
     limit = 1e-6 if state in ("float32", "another optimizer") else 2e-3  # roundings differ with the order of sums
-    assert_close(rest, {**whole, "losses": whole["losses"][3:]}, limit)
+    assert_close(rest, whole, limit)
 
 
 def test_one_process_saves_where_several_have_saved(ranks, tmp_path):
@@ -135,20 +111,10 @@ class Cut(Module):
         fully_shard(self.model, mesh=mesh)
 
 
-def fit_plain(steps, *, resume=None, save=None):
+def fit_plain(steps, **keywords):
     """Train without us."""
-    _, world = place()
-    seed_everything(5, verbose=False)
-    task = Cut(**PLAIN_JOB)
-    trainer = Trainer(
-        accelerator="cpu", devices=world, max_steps=steps, max_epochs=-1, use_distributed_sampler=False,
-        strategy=ModelParallelStrategy(world, 1), logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(task, DataLoader(TensorDataset(torch.arange(64))), ckpt_path=resume)
-    if save is not None:
-        trainer.save_checkpoint(save)
-    return Result(losses=task.losses, weights={name: whole(value) for name, value in task.named_parameters()})
+    trainer = {"strategy": ModelParallelStrategy(place()[1], 1)}
+    return lightning_runs.fit(steps, kind=Cut, module=PLAIN_JOB, trainer=trainer, **keywords)
 
 
 @pytest.mark.parametrize("first, second", [("plain", "ours"), ("ours", "plain")])
@@ -158,6 +124,51 @@ def test_one_goes_on_where_the_other_stopped(ranks, tmp_path, first, second):
     expected = pool.run(fit_plain, 6)[0]
     pool.run(fits[first], 3, save=path)
     rest = pool.run(fits[second], 6, resume=path)[0]
-    assert rest["losses"] == pytest.approx(expected["losses"][3:], rel=1e-6)
-    for name, weights in rest["weights"].items():
-        assert (weights - expected["weights"][name]).abs().max() <= 1e-6, name
+    assert_close(rest, {**expected, "losses": expected["losses"][3:]})
+
+
+# -- `export` of a folder: as that of the same state in one file
+
+
+MASTERS = {"split": {}, "whole": {"master": "fp32"}}
+
+
+@pytest.mark.parametrize("masters", MASTERS)
+def test_a_folder_is_exported_as_a_file(ranks, tmp_path, masters):
+    folder, file, base = (tmp_path / name for name in ("folder.ckpt", "file.ckpt", "base"))
+    job = {"module": {"llama": True}, "trainer": {"precision": "bf16-true"}, "options": MASTERS[masters]}
+    ranks.of(2).run(lightning_runs.fit, 3, save=str(folder), **job)
+    lightning_runs.fit(3, resume=str(folder), save=str(file), **job)  # no step: the state only changes its form
+    assert folder.is_dir() and file.is_file()
+    model = tiny_llama(tie_word_embeddings=True).bfloat16()
+    model.save_pretrained(base)
+    written = {}
+    for dtype in (None, torch.float32):
+        for source in (folder, file):
+            out = tmp_path / f"{source.stem} {dtype}"
+            exported = export_checkpoint(source, out, base=base, dtype=dtype)
+            assert ("are the float32 master weights" in " ".join(exported.notes)) is (dtype is torch.float32)
+            written[source, dtype] = load_file(out / "model.safetensors")
+        ours, expected = written[folder, dtype], written[file, dtype]
+        assert_same_weights(ours, expected)
+    narrow, wide = written[folder, None], written[folder, torch.float32]
+    assert sum(int((wide[name] != narrow[name].float()).sum()) for name in wide) > 1000
+
+
+def test_a_state_of_accelerate_is_exported_from_its_newer_part(ranks, tmp_path):
+    """`load_state` takes what several processes have written, too, if files of one lie beside it."""
+    state, base = tmp_path / "state", tmp_path / "base"
+    ranks.of(2).run(lightning_runs.fit, 1, save=str(state / "sharded_model_0"), module={"llama": True})
+    model = tiny_llama(tie_word_embeddings=True)
+    model.save_pretrained(base)
+    (state / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes())
+    export_checkpoint(state, tmp_path / "out", base=base)
+    export_checkpoint(state / "sharded_model_0", tmp_path / "expected", base=base)
+    found, expected, older = (
+        load_file(each / "model.safetensors") for each in (tmp_path / "out", tmp_path / "expected", base)
+    )
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not all(torch.equal(found[name], older[name]) for name in older)
+    ranks.of(2).run(lightning_runs.fit, 1, save=str(state / "sharded_model_1"), module={"llama": True})
+    with pytest.raises(CheckpointError, match=r"several models: export one of .*sharded_model_1"):
+        export_checkpoint(state, tmp_path / "out 2", base=base)

@@ -1,12 +1,27 @@
 """Several processes load a model from files: each reads its part, and the values are those of one process."""
 
+import copy
+import gc
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from transformers import CLIPConfig, CLIPModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import lightning_cxl
+from lightning_cxl.inventory.tensors import Loop
+from lightning_cxl.run.session import Session
+from lightning_cxl.run.user_loop import UserLoop
+from lightning_cxl.weights.files import UnreadWeight
 from tests.cases import every_value
-from tests.distributed import loading_runs
+from tests.distributed import lightning_runs
+from tests.distributed.training import assert_same_weights, cut_model, device, error_of, loss_of, place, whole
 from tests.models import TINY_LLAMA
 
 BF16 = {"dtype": torch.bfloat16}
@@ -41,10 +56,130 @@ def mixtral(tmp_path_factory):
     return folder
 
 
-def assert_equal(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+def load(folder: Path, kind: str = "AutoModelForCausalLM", **options: Any) -> Any:
+    import transformers
+
+    return lightning_cxl.from_pretrained(getattr(transformers, kind), folder, **options)
+
+
+def begin(model: nn.Module) -> UserLoop:
+    """Cut a model and let a run of it begin."""
+    session = cut_model(model) if place()[1] > 1 else Session()
+    loop = UserLoop(session, device(), Loop())
+    loop.prepare(model, [])
+    return loop
+
+
+def prepared(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Let a run begin and end; return the whole weights by name."""
+    loop = begin(model)
+    try:
+        return {name: whole(each) for name, each in model.named_parameters()}
+    finally:
+        loop.close()
+
+
+def changed(model: Any, change: str) -> Any:
+    """Return a model as users change one before they train it."""
+    torch.manual_seed(7)
+    if change == "adapters":
+        import peft
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of transformers, about a name that peft uses
+            return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    if change == "more words":
+        model.resize_token_embeddings(TINY_LLAMA["vocab_size"] + 5, mean_resizing=False)
+    if change == "half frozen":
+        for parameter in list(model.parameters())[::2]:
+            parameter.requires_grad_(False)
+    return model
+
+
+def weights(folder: Path, change: str = "", late_s: float = 0, **options: Any) -> dict[str, torch.Tensor]:
+    """Return the whole weights that a run begins with; rank 1 comes late."""
+    time.sleep(late_s * place()[0])
+    return prepared(changed(load(folder, **options), change))
+
+
+def kinds(folder: Path, **options: Any) -> list[str]:
+    """Return how each parameter is there once it is loaded."""
+    model = load(folder, **options)
+    return ["unread" if isinstance(each, UnreadWeight) else "there" for each in model.parameters()]
+
+
+def uses(folder: Path, out: Path, **options: Any) -> dict[str, Any]:
+    """Return what is seen of a model that has been loaded and nothing else, and save it."""
+    model = load(folder, **options)
+    tokens = torch.arange(12).view(2, 6)
+    lightning_cxl.save_weights(model, out / f"saved-{place()[0]}")
+    model.load_state_dict(model.state_dict(), strict=True, assign=True)
+    model.to(model.dtype).to("cpu").lm_head.weight.data = model.lm_head.weight.data  # nothing to convert
+    return {
+        "text": str(model),
+        "loss": loss_of(model, tokens).item(),
+        "generated": model.generate(tokens, max_new_tokens=3, do_sample=False).tolist(),
+        "state": {name: value.clone() for name, value in model.state_dict().items()},
+        "copy": {name: value.clone() for name, value in copy.deepcopy(model).state_dict().items()},
+        "double": {name: value.clone() for name, value in model.double().state_dict().items()},
+        "saved": lightning_cxl.load_weights(load(folder, **options), out / f"saved-{place()[0]}").missing_keys,
+    }
+
+
+def refusals(folder: Path) -> list[str]:
+    """Return what is said to who wants what an unread weight does not have."""
+    weight = load(folder, dtype=torch.bfloat16).lm_head.weight
+    return [error_of(act) for act in (weight.detach().zero_, lambda: weight.data[0].fill_(1), weight.data_ptr)]
+
+
+def into_cut(folder: Path) -> str:
+    """Return what is said to who loads files into a model that is cut."""
+    model = load(folder)
+    prepared(model)
+    return error_of(lambda: lightning_cxl.load_weights(model, folder))
+
+
+class Memory:
+    """Samples what this process holds that no file backs, in bytes, while a region runs."""
+
+    def __enter__(self) -> "Memory":
+        self._over, self._before = threading.Event(), _anonymous_bytes()
+        self.grown = 0
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.005):
+            self.look()
+
+    def look(self) -> int:
+        now = _anonymous_bytes() - self._before
+        self.grown = max(self.grown, now)
+        return now
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def _anonymous_bytes() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    found = {key: int(value.split()[0]) * 1024 for key, value in (line.split(":") for line in lines)}
+    return found["Pss_Anon"] + found["Pss_Shmem"]  # a page that several processes map counts once in all
+
+
+def memory(folder: Path, **options: Any) -> dict[str, int]:
+    """Return the bytes that loading a model has added, and those at the peak until a run has begun."""
+    gc.collect()  # models of earlier tests would leave meanwhile
+    dist.barrier()  # and another process's share of a page would become this one's
+    with Memory() as seen:
+        model = load(folder, **options)
+        loaded = seen.look()
+        loop = begin(model)
+        dist.barrier()  # another process may still read
+        loop.close()
+    return {"loaded": loaded, "peak": seen.grown}
 
 
 CASES = {
@@ -61,41 +196,41 @@ CASES = {
 
 @pytest.mark.parametrize(("case", "device"), every_value(CASES, ["cpu", "apart"]))
 def test_weights_are_those_of_one_process(ranks, llama, case, device):
-    wanted = loading_runs.weights(llama, **{**CASES[case], "late_s": 0})
-    for found in ranks.of(2, device).run(loading_runs.weights, llama, **CASES[case]):
-        assert_equal(found, wanted)
+    wanted = weights(llama, **{**CASES[case], "late_s": 0})
+    for found in ranks.of(2, device).run(weights, llama, **CASES[case]):
+        assert_same_weights(found, wanted)
 
 
 @pytest.mark.parametrize("options", [{}, BF16], ids=["as in the files", "converted"])
 def test_weights_that_transformers_merges_are_those_of_one_process(ranks, mixtral, options):
-    wanted = loading_runs.weights(mixtral, **options)
-    for found in ranks.of(2).run(loading_runs.weights, mixtral, **options):
-        assert_equal(found, wanted)
-    assert "unread" in ranks.of(2).run(loading_runs.kinds, mixtral, **options)[0]
+    wanted = weights(mixtral, **options)
+    for found in ranks.of(2).run(weights, mixtral, **options):
+        assert_same_weights(found, wanted)
+    assert "unread" in ranks.of(2).run(kinds, mixtral, **options)[0]
 
 
 @pytest.mark.parametrize("options", [{}, BF16], ids=["as in the files", "converted"])
 def test_a_parameter_without_dimensions_is_whole_on_every_process(ranks, tmp_path, options):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     CLIPModel(CLIPConfig(text_config=sizes, vision_config=sizes)).save_pretrained(tmp_path)
-    wanted = loading_runs.weights(tmp_path, kind="CLIPModel", **options)
+    wanted = weights(tmp_path, kind="CLIPModel", **options)
     assert wanted["logit_scale"].shape == ()
-    for found in ranks.of(2).run(loading_runs.weights, tmp_path, kind="CLIPModel", **options):
-        assert_equal(found, wanted)
+    for found in ranks.of(2).run(weights, tmp_path, kind="CLIPModel", **options):
+        assert_same_weights(found, wanted)
 
 
 def test_what_is_converted_waits_in_the_files(ranks, untied):
-    assert set(ranks.of(2).run(loading_runs.kinds, untied, **BF16)[0]) == {"unread"}
-    assert set(ranks.of(2).run(loading_runs.kinds, untied, mapped=False, **BF16)[0]) == {"there"}
-    assert set(loading_runs.kinds(untied, **BF16)) == {"there"}, "one process is on its own"
+    assert set(ranks.of(2).run(kinds, untied, **BF16)[0]) == {"unread"}
+    assert set(ranks.of(2).run(kinds, untied, mapped=False, **BF16)[0]) == {"there"}
+    assert set(kinds(untied, **BF16)) == {"there"}, "one process is on its own"
 
 
 @pytest.mark.parametrize("options", [{}, BF16], ids=["as in the files", "converted"])
 def test_a_model_can_be_used_before_it_is_cut(ranks, untied, tmp_path, options):
-    wanted = loading_runs.uses(untied, tmp_path, **options)
-    for found in ranks.of(2).run(loading_runs.uses, untied, tmp_path, **options):
+    wanted = uses(untied, tmp_path, **options)
+    for found in ranks.of(2).run(uses, untied, tmp_path, **options):
         for each in ("state", "copy", "double"):
-            assert_equal(found.pop(each), wanted[each])
+            assert_same_weights(found.pop(each), wanted[each])
         assert found == {name: value for name, value in wanted.items() if name in found}
     for rank in (0, 1):
         name = "model.safetensors"
@@ -103,28 +238,37 @@ def test_a_model_can_be_used_before_it_is_cut(ranks, untied, tmp_path, options):
 
 
 def test_an_unread_weight_is_not_written(ranks, untied):
-    said = ranks.of(2).run(loading_runs.refusals, untied)[0]
+    said = ranks.of(2).run(refusals, untied)[0]
     assert len(said) == 3 and all("mapped=False" in each for each in said)
 
 
 def test_files_are_not_loaded_into_a_model_that_is_cut(ranks, untied):
-    assert "is cut over processes already" in ranks.of(2).run(loading_runs.into_cut, untied)[0]
+    assert "is cut over processes already" in ranks.of(2).run(into_cut, untied)[0]
 
 
-HALF = {"precision": "bf16-true"}
+@pytest.mark.parametrize("half", [False, True], ids=["converted by loading", "converted by the Trainer"])
+def test_the_trainer_trains_what_was_left_in_the_files(ranks, llama, half):
+    options, trainer = ({}, {"precision": "bf16-true"}) if half else (BF16, {})
 
+    def trained(**loading):
+        module = {"folder": str(llama), "loading": {**options, **loading}}
+        return ranks.of(2).run(lightning_runs.fit, 2, module=module, trainer=trainer)
 
-@pytest.mark.parametrize("options", [BF16, HALF], ids=["converted", "half"])
-def test_the_trainer_trains_what_was_left_in_the_files(ranks, llama, options):
-    wanted = ranks.of(2).run(loading_runs.trained, llama, mapped=False, **options)
-    for found in ranks.of(2).run(loading_runs.trained, llama, **options):
-        assert_equal(found, wanted[0])
+    wanted = trained(mapped=False)[0]["weights"]
+    for found in trained():
+        assert_same_weights(found["weights"], wanted)
 
 
 @pytest.mark.parametrize("options", [{}, BF16], ids=["as in the files", "converted"])
 def test_no_process_has_the_whole_model_in_memory(ranks, tmp_path, options):
-    nbytes = loading_runs.save(tmp_path, 8, 512) // (2 if options else 1)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 4096}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8))
+    nbytes = sum(each.nbytes for each in model.parameters())
+    lightning_cxl.save_pretrained(model, tmp_path, max_shard_bytes=nbytes // 4)
+    del model
+    nbytes //= 2 if options else 1
     pool = ranks.of(2)
-    pool.run(loading_runs.memory, tmp_path, **options)  # modules are imported, arenas of the C library made
-    for grown in pool.run(loading_runs.memory, tmp_path, **options):
+    pool.run(memory, tmp_path, **options)  # modules are imported, arenas of the C library made
+    for grown in pool.run(memory, tmp_path, **options):
         assert grown["loaded"] < 0.25 * nbytes and 0.4 * nbytes < grown["peak"] < 0.85 * nbytes

@@ -3,57 +3,34 @@
 import pytest
 
 from tests.distributed import training
-from tests.distributed.training import Job, largest_difference
+from tests.distributed.training import LIMIT, Job, largest_difference, trained_as_by_fsdp
 
-LIMIT = 1e-6
 # peft asks for it
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 JOBS = {
-    "plain": Job(),
-    "accumulated and clipped": Job(micro_batches=3, clip=0.5),
-    "reduced by the last micro-batch alone": Job(micro_batches=3, clip=0.5, no_sync=True),
-    "not tied": Job(tied=False, clip=0.5),
-    "uneven shards, unused weights": Job(model="transformer", tied=False, clip=0.1),
-    "frozen weights": Job(frozen=("mlp", "embed"), clip=0.5),
-    "lora": Job(lora=True, micro_batches=2, clip=0.05),
-    "another optimizer": Job(optimizer="SGD", micro_batches=2, clip=0.5),
-    "torch's own AdamW": Job(options={"cpu_adam": False}, clip=0.5),
+    "plain": (2, Job()),
+    "accumulated and clipped": (2, Job(micro_batches=3, clip=0.5)),
+    "reduced by the last micro-batch alone": (2, Job(micro_batches=3, clip=0.5, no_sync=True)),
+    "not tied": (2, Job(tied=False, clip=0.5)),
+    "uneven shards, unused weights": (2, Job(model="transformer", tied=False, clip=0.1)),
+    "uneven shards, unused weights, four processes": (4, Job(model="transformer", tied=False, clip=0.1)),
+    "frozen weights": (2, Job(frozen=("mlp", "embed"), clip=0.5)),
+    "lora": (2, Job(lora=True, micro_batches=2, clip=0.05)),
+    "another optimizer": (2, Job(optimizer="SGD", micro_batches=2, clip=0.5)),
+    "torch's own AdamW": (2, Job(options={"cpu_adam": False}, clip=0.5)),
+    "replicas, reduced by the last micro-batch alone": (4, Job(replicas=2, micro_batches=2, clip=0.5, no_sync=True)),
+}
+EVERY = {
+    "replicas": (4, Job(replicas=2, micro_batches=2, clip=0.5)),
+    "split masters": (2, Job(model="transformer", bf16=True, steps=2)),
 }
 
 
-@pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in JOBS), ("uneven shards, unused weights", 4)])
-def test_as_fsdp_alone_and_as_one_process(ranks, world, name):
-    job = JOBS[name]
-    ours = ranks.of(world).run(training.by_us, job)
-    alone = ranks.of(world).run(training.by_fsdp, job)
-    for mine, theirs in zip(ours, alone, strict=True):
-        losses, weights = largest_difference(mine, theirs)
-        assert losses <= LIMIT and weights <= LIMIT, (losses, weights)
-        assert mine.norms == pytest.approx(theirs.norms, rel=1e-6)
-    losses, weights = largest_difference(ours[0], training.by_one(job))
-    assert losses <= LIMIT and weights <= 5 * LIMIT, (losses, weights)
-
-
-def test_bf16_with_split_masters_equals_fsdp_with_float32_shards(ranks):
-    job = Job(model="transformer", bf16=True, steps=2)
-    ours = ranks.of(2).run(training.by_us, job)
-    alone = ranks.of(2).run(training.by_fsdp, job)
-    assert ours[0].losses == alone[0].losses
-    for name, weights in ours[0].weights.items():
-        reference = alone[0].weights[name]
-        excess = ((weights.float() - reference).abs() - reference.abs() * 2**-8).max().item()  # of one rounding
-        assert excess <= 1e-9, (name, excess)
-
-
-@pytest.mark.parametrize("no_sync", [False, True])
-def test_replicated_shards(ranks, no_sync):
-    job = Job(replicas=2, micro_batches=2, clip=0.5, no_sync=no_sync)
-    ours = ranks.of(4).run(training.by_us, job)
-    alone = ranks.of(4).run(training.by_fsdp, job)
-    losses, weights = largest_difference(ours[0], alone[0])
-    assert losses <= LIMIT and weights <= LIMIT
-    assert ours[0].norms == pytest.approx(alone[0].norms, rel=1e-6)
+@pytest.mark.parametrize("name", [*JOBS, *(pytest.param(name, marks=pytest.mark.every_case) for name in EVERY)])
+def test_as_fsdp_alone_and_as_one_process(ranks, name):
+    world, job = {**JOBS, **EVERY}[name]
+    trained_as_by_fsdp(ranks, job, world)
 
 
 def test_each_rank_holds_its_share(ranks):
@@ -63,31 +40,21 @@ def test_each_rank_holds_its_share(ranks):
             assert each.report["roles"][role]["dram"] == whole[role]["dram"] / 4, role
 
 
+BF16 = {"model": "transformer", "bf16": True}
 ON_A_DEVICE = {
     "accumulated and clipped": Job(micro_batches=3, clip=0.5),
     "uneven shards, unused weights": Job(model="transformer", tied=False, clip=0.1),
     "reduced by the last micro-batch alone": Job(model="transformer", tied=False, micro_batches=3, no_sync=True),
     "lora, reduced by the last micro-batch alone": Job(lora=True, micro_batches=2, clip=0.05, no_sync=True),
-    "float32 masters": Job(model="transformer", bf16=True, options={"master": "fp32"}),
-    "split masters": Job(model="transformer", bf16=True),
-    "split masters, reduced by the last micro-batch": Job(
-        model="transformer", bf16=True, micro_batches=3, no_sync=True
-    ),
+    "float32 masters": Job(**BF16, options={"master": "fp32"}),
+    "split masters": Job(**BF16),
+    "split masters, reduced by the last micro-batch": Job(**BF16, micro_batches=3, no_sync=True),
 }
 
 
 @pytest.mark.parametrize("name", ON_A_DEVICE)
 def test_on_a_device_apart_as_fsdp_alone_there(ranks, name):
-    job = ON_A_DEVICE[name]
-    ours = ranks.of(2, "apart").run(training.by_us, job)
-    alone = ranks.of(2, "apart").run(training.by_fsdp, job)
-    for mine, theirs in zip(ours, alone, strict=True):
-        if job.bf16:
-            assert mine.losses == theirs.losses
-            continue
-        losses, weights = largest_difference(mine, theirs)
-        assert losses <= LIMIT and weights <= LIMIT, (losses, weights)
-        assert mine.norms == pytest.approx(theirs.norms, rel=1e-6)
+    trained_as_by_fsdp(ranks, ON_A_DEVICE[name], kind="apart")
 
 
 SCALARS = {

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import peft
@@ -15,10 +16,20 @@ from lightning_cxl.commands.export import export_checkpoint
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.export import ExportPretrained
 from lightning_cxl.finetune.model import CausalLM
+from lightning_cxl.run.session import Session, cut_for
 from tests.distributed import lightning_runs, training
-from tests.distributed.ranks import RankError
+from tests.distributed.ranks import RankError, of_rank_0
 from tests.distributed.test_ssd import on_ssd
-from tests.distributed.training import Job, largest_difference, place, whole
+from tests.distributed.training import (
+    LIMIT,
+    Job,
+    assert_close,
+    assert_same,
+    largest_difference,
+    place,
+    trained_as_by_fsdp,
+    whole,
+)
 from tests.integration.llama import tiny_llama
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
@@ -60,7 +71,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
     pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning"),
 ]
-LIMIT = 1e-6
 EVERYTHING = {"*": {"weights": "ssd", "optimizer_state": "ssd"}}
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5}
 BASE = {"sizes": SIZES, "lora": True, "micro_batches": 2, "clip": 0.05}
@@ -72,20 +82,9 @@ JOBS = {
 }
 
 
-def assert_as(ours, alone):
-    for mine, theirs in zip(ours, alone, strict=True):
-        losses, weights = largest_difference(mine, theirs)
-        assert losses <= LIMIT and weights <= LIMIT, (losses, weights)
-        assert mine.norms == pytest.approx(theirs.norms, rel=1e-6)
-
-
 @pytest.mark.parametrize("name", JOBS)
 def test_as_fsdp_alone_and_as_one_process(ranks, name):
-    job = JOBS[name]
-    ours = ranks.of(2).run(training.by_us, job)
-    assert_as(ours, ranks.of(2).run(training.by_fsdp, job))
-    losses, weights = largest_difference(ours[0], training.by_one(job))
-    assert losses <= LIMIT and weights <= 5 * LIMIT, (losses, weights)
+    trained_as_by_fsdp(ranks, JOBS[name])
 
 
 def test_every_rank_streams_the_whole_base_ahead(ranks):
@@ -103,19 +102,16 @@ def test_every_rank_streams_the_whole_base_ahead(ranks):
 
 @pytest.mark.parametrize("name", ["4 bit", "4 bit, streamed"])  # of its kernels for 8 bit, none knows the device
 def test_on_a_device_apart_as_fsdp_alone_there(ranks, name):
-    job = JOBS[name]
-    ours = ranks.of(2, "apart").run(training.by_us, job)
+    ours = trained_as_by_fsdp(ranks, JOBS[name], kind="apart")
     assert all(each.report["streamed"]["num_units"] == SIZES["num_hidden_layers"] for each in ours)
-    assert_as(ours, ranks.of(2, "apart").run(training.by_fsdp, job))
 
 
 @pytest.mark.full
 def test_where_what_is_cut_lies_changes_nothing(ranks, tmp_path):
     there = replace(STREAMED, options={**STREAMED.options, **on_ssd(tmp_path / "ssd", EVERYTHING)})
     ours, others = (ranks.of(2, "apart").run(training.by_us, job) for job in (there, STREAMED))
+    assert_same(ours, others)
     for mine, other in zip(ours, others, strict=True):
-        assert mine.losses == other.losses
-        assert all(torch.equal(weights, other.weights[name]) for name, weights in mine.weights.items())
         used, before = (each.report["roles"]["compute_weights"]["dram"] for each in (mine, other))
         assert used < 0.5 * before
 
@@ -139,37 +135,20 @@ LIGHTNING = {
 }
 
 
-def fit(ranks, world, *args, **keywords):
-    run = lightning_runs.fit if world == 1 else ranks.of(world).run
-    given = args if world == 1 else (lightning_runs.fit, *args)
-    results = run(*given, **LIGHTNING, **keywords)
-    return results if world == 1 else results[0]
-
-
-def assert_close(one, other, limit=LIMIT):
-    assert one["losses"] == pytest.approx(other["losses"], rel=limit)
-    assert one["weights"].keys() == other["weights"].keys()
-    for name, weights in one["weights"].items():
-        assert (weights.float() - other["weights"][name].float()).abs().max() <= limit, name
-
-
 @pytest.mark.full
 def test_checkpoints_of_lightning_are_of_any_number_of_processes(ranks, tmp_path):
-    path = str(tmp_path / "half.ckpt")
-    whole = fit(ranks, 1, 4)
-    assert_close(fit(ranks, 2, 4), whole)
-    fit(ranks, 2, 2, save=path)
-    for world in (1, 2):
-        assert_close(fit(ranks, world, 4, resume=path), {**whole, "losses": whole["losses"][4:]})
-    path = str(tmp_path / "of one.ckpt")
-    fit(ranks, 1, 2, save=path)
-    assert_close(fit(ranks, 2, 4, resume=path), {**whole, "losses": whole["losses"][4:]})
+    fit = partial(of_rank_0, ranks, train=lightning_runs.fit, **LIGHTNING)
+    whole = fit(1, steps=4)
+    assert_close(fit(2, steps=4), whole)
+    rest = {**whole, "losses": whole["losses"][4:]}
+    for before, after in [(2, 1), (2, 2), (1, 2)]:
+        path = str(tmp_path / f"{before}.ckpt")
+        fit(before, steps=2, save=path)
+        assert_close(fit(after, steps=4, resume=path), rest)
 
 
 def cut_anew(spoil):
     """Cut a quantised model that `spoil` has changed."""
-    from lightning_cxl.run.session import Session, cut_for
-
     model = training.make_model(STREAMED)
     spoil(model)
     cut_for(Session(), model, training.mesh_of(STREAMED, 2), training.device())

@@ -2,19 +2,31 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_cxl.errors import LightningCXLError
 from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import whole_state
 from lightning_cxl.streaming.units import find_units
 from tests import apart
 from tests.cases import every_value
 from tests.distributed import lightning_runs, training
-from tests.distributed.training import Job, Training, batches, device, loss_of, place
+from tests.distributed.ranks import of_rank_0
+from tests.distributed.training import (
+    Job,
+    Training,
+    assert_identical,
+    assert_same,
+    assert_same_weights,
+    batches,
+    device,
+    error_of,
+    loss_of,
+    place,
+)
 from tests.storage_cases import damage
 from tests.training_device import LATE
 
@@ -36,12 +48,6 @@ def there(job, folder, rule=ALL):
 
 def of_two(ranks, *args):
     return ranks.of(2, "apart").run(*args)
-
-
-def assert_same(ours, theirs):
-    assert ours.losses == theirs.losses and ours.norms == theirs.norms
-    for name, weights in theirs.weights.items():
-        assert torch.equal(ours.weights[name], weights), name
 
 
 def by_us(job):
@@ -73,8 +79,7 @@ WEIGHT_JOBS = {
 def compare(ranks, folder, device, rule, job):
     """Train with what a rule puts on SSD, and in memory; return the reports of both ranks."""
     ours, theirs = (ranks.of(2, device).run(by_us, each) for each in (there(job, folder, rule), job))
-    for mine, reference in zip(ours, theirs, strict=True):
-        assert_same(mine, reference)
+    assert_same(ours, theirs)
     left = {name: os.listdir(folder / "ssd" / name) for name in os.listdir(folder / "ssd")}
     assert left == {"rank-0": ["lightning_cxl.lock"], "rank-1": ["lightning_cxl.lock"]}
     return [each.report for each in ours]
@@ -107,16 +112,10 @@ def test_what_memory_cannot_hold_goes_there(ranks, tmp_path, device, role, layer
     tiers = {"ssd": {"path": str(tmp_path), "budget": "1GiB"}, "dram": f"{dram_mib}MiB"}
     spilling = replace(job, options={"tiers": tiers, "on_tier_full": "error"})
     ours, theirs = (ranks.of(2, device).run(by_us, each) for each in (spilling, job))
-    for mine, reference in zip(ours, theirs, strict=True):
-        assert_same(mine, reference)
+    assert_same(ours, theirs)
+    for mine in ours:
         assert "ssd" in mine.report["planned_roles"][role]
         assert mine.report["tiers"]["dram"]["peak_bytes"] <= dram_mib // 2 * MIB
-
-
-def run(ranks, world, *args, **keywords):
-    if world == 1:
-        return lightning_runs.fit(*args, **keywords)
-    return ranks.of(world).run(lightning_runs.fit, *args, **keywords)[0]
 
 
 STATES = {"bf16 with split masters": ({"precision": "bf16-true"}, {}), "8 bit": ({}, {"state": "8bit"})}
@@ -126,21 +125,12 @@ STATES = {"bf16 with split masters": ({"precision": "bf16-true"}, {}), "8 bit": 
 def test_checkpoints_go_on_in_any_number_of_processes(ranks, tmp_path, before, after, state):
     trainer, options = STATES[state]
     there, path = {**options, **on_ssd(tmp_path / "ssd")}, [str(tmp_path / each) for each in ("ssd.ckpt", "ram.ckpt")]
-    ours = run(ranks, before, 3, trainer=trainer, options=there, save=path[0])
-    run(ranks, before, 3, trainer=trainer, options=options, save=path[1])
-    rest = run(ranks, after, 6, trainer=trainer, options=there, resume=path[0])
-    reference = run(ranks, after, 6, trainer=trainer, options=options, resume=path[1])
-    assert len(ours["losses"]) == 3 and rest["losses"] == reference["losses"]
-    for name, weights in reference["weights"].items():
-        assert torch.equal(rest["weights"][name], weights), name
-
-
-def error_of(act):
-    try:
-        act()
-    except LightningCXLError as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
+    fit = partial(of_rank_0, ranks, train=lightning_runs.fit, trainer=trainer)
+    ours = fit(before, steps=3, options=there, save=path[0])
+    fit(before, steps=3, options=options, save=path[1])
+    assert len(ours["losses"]) == 3
+    rest = fit(after, steps=6, options=there, resume=path[0])
+    assert_identical(rest, fit(after, steps=6, options=options, resume=path[1]))
 
 
 class SavesWhatIsDamaged(lightning_runs.Callback):
@@ -170,20 +160,13 @@ def save_damaged_weights(folder, path):
         return error_of(lambda: ours.loop.save_folder(path, ours.model, [ours.optimizer]))
 
 
-def assert_not_saved(errors, path):
-    assert all(each.startswith("StorageError: rank 1 of the group: ") for each in errors), errors
-    assert all("is damaged" in each for each in errors), errors
+@pytest.mark.every_case
+@pytest.mark.parametrize(("act", "device"), [(save_damaged_state, "cpu"), (save_damaged_weights, "apart")])
+def test_what_is_damaged_on_one_rank_is_not_saved(ranks, tmp_path, act, device):
+    path = tmp_path / "it.ckpt"
+    for error in ranks.of(2, device).run(act, tmp_path / "ssd", path):
+        assert error.startswith("StorageError: rank 1 of the group: ") and "is damaged" in error, error
     assert not path.exists()
-
-
-def test_damaged_state_is_not_saved(ranks, tmp_path):
-    path = tmp_path / "it.ckpt"
-    assert_not_saved(ranks.of(2).run(save_damaged_state, tmp_path / "ssd", path), path)
-
-
-def test_damaged_weights_are_not_saved(ranks, tmp_path):
-    path = tmp_path / "it.ckpt"
-    assert_not_saved(of_two(ranks, save_damaged_weights, tmp_path / "ssd", path), path)
 
 
 def refusal(options):
@@ -289,9 +272,7 @@ def late(job, delays):
 @pytest.mark.parametrize("delays", ["copies and kernels", "to the device, much", "to the host, much"])
 def test_nothing_overtakes_a_late_copy_or_kernel(ranks, tmp_path, delays):
     job = Job(sizes={"num_hidden_layers": 4})
-    ours = of_two(ranks, late, there(job, tmp_path), LATE[delays])
-    for mine, reference in zip(ours, of_two(ranks, by_us, job), strict=True):
-        assert_same(mine, reference)
+    assert_same(of_two(ranks, late, there(job, tmp_path), LATE[delays]), of_two(ranks, by_us, job))
 
 
 def test_the_device_computes_while_weights_come(ranks, tmp_path):
@@ -308,7 +289,7 @@ def test_a_run_resumes_exactly(ranks, tmp_path, saved, resumed):
     theirs = of_two(ranks, save_and_resume, job, job, tmp_path / "theirs.ckpt")
     for (losses, weights), (wanted, wanted_weights) in zip(ours, theirs, strict=True):
         assert losses == wanted
-        assert all(torch.equal(weights[name], wanted_weights[name]) for name in wanted_weights)
+        assert_same_weights(weights, wanted_weights)
 
 
 def test_who_looks_and_writes_between_steps_sees_the_weights_of_now(ranks, tmp_path):
@@ -316,9 +297,7 @@ def test_who_looks_and_writes_between_steps_sees_the_weights_of_now(ranks, tmp_p
     ours, theirs = (of_two(ranks, evaluated_and_written, each) for each in (there(job, tmp_path), job))
     for mine, reference in zip(ours, theirs, strict=True):
         for kind in ("whole", "after"):
-            weights = mine.pop(kind)
-            for name, wanted in reference.pop(kind).items():
-                assert torch.equal(weights[name], wanted), name
+            assert_same_weights(mine.pop(kind), reference.pop(kind))
         assert mine == reference
 
 

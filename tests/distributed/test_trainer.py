@@ -14,8 +14,7 @@ from transformers.trainer_utils import set_seed
 from lightning_cxl.sharding.fsdp import is_cut
 from lightning_cxl.transformers import CXLTrainer
 from tests.distributed.ranks import RankError, of_rank_0
-from tests.distributed.test_lightning import assert_close, assert_identical
-from tests.distributed.training import place, whole
+from tests.distributed.training import assert_close, assert_identical, difference, place, whole
 from tests.integration.accelerate_loop import PLAIN, forget_accelerators
 from tests.integration.hf_trainer import rows
 from tests.integration.llama import tiny_llama
@@ -129,7 +128,6 @@ CASES = {
 
 
 def run(ranks, world, folder, *args, **keywords):
-    """Return what rank 0 has of a run of `world` ranks."""
     return of_rank_0(ranks, world, train, str(folder), *args, **keywords)
 
 
@@ -205,25 +203,18 @@ def test_the_best_model_comes_back(ranks, tmp_path):
     assert all(torch.equal(value, two["weights"][name]) for name, value in loaded.named_parameters())
 
 
-full = pytest.mark.full
 REFERENCE = {"beta": 0.1, "num_generations": 2}
 FOLLOWS = {"sync_ref_model": True, "ref_model_sync_steps": 2}
 TRL = {
     "SFT, LoRA": ("sft", {"lora": True}),
     "DPO, two models": ("dpo", {}),
     "GRPO, LoRA without its adapters is the reference": ("grpo", {**REFERENCE, "lora": True}),
-}
-TRL_FULL = {
     "DPO, reference values computed before": ("dpo", {"precompute_ref_log_probs": True, "reference": False}),
     "GRPO, reference that follows": ("grpo", {**REFERENCE, **FOLLOWS}),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [*TRL.values(), *(pytest.param(*each, marks=full) for each in TRL_FULL.values())],
-    ids=[*TRL, *TRL_FULL],
-)
+@pytest.mark.parametrize(("name", "given"), TRL.values(), ids=TRL)
 def test_trl_is_as_with_its_own_processes(ranks, tmp_path, name, given):
     """TRL alone copies models to all processes; tokens are drawn by each, so one process would draw others."""
     pytest.importorskip("trl")
@@ -240,8 +231,7 @@ def test_trl_is_as_with_its_own_processes(ranks, tmp_path, name, given):
     assert len(ours["log"]) == len(plain["log"])
     for mine, theirs in zip(ours["log"], plain["log"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
-    for each, weights in plain["weights"].items():
-        assert (ours["weights"][each] - weights).abs().max() <= 1e-6, each
+    assert difference(ours["weights"], plain["weights"]) <= 1e-6
 
 
 def test_generation_that_reads_whole_weights_is_refused(ranks, tmp_path):

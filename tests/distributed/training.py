@@ -1,11 +1,12 @@
 """One job that ranks train together: by FSDP2 alone, with us, or by one process; on the CPU with gloo."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import lightning_cxl
+from lightning_cxl.errors import LightningCXLError
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.session import Session, cut_for
 from lightning_cxl.run.user_loop import UserLoop
-from lightning_cxl.sharding.fsdp import root_of
+from lightning_cxl.sharding.fsdp import cut, root_of
 from lightning_cxl.sharding.processes import gather_on_machine
 from lightning_cxl.streaming.quantised import kept_whole
 from lightning_cxl.streaming.units import find_units
@@ -24,9 +26,10 @@ from tests import training_device
 from tests.integration.quantised import quantise
 from tests.models import TINY_LLAMA, TinyTransformer
 
+LIMIT = 1e-6
+
 
 def device() -> torch.device:
-    """Return where this process trains."""
     return training_device.current
 
 
@@ -119,7 +122,6 @@ def batches(job: Job, rank: int, world: int) -> Iterator[list[torch.Tensor]]:
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss of a micro-batch."""
     if isinstance(model, TinyTransformer):
         return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -127,14 +129,12 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def mesh_of(job: Job, world: int) -> DeviceMesh:
-    """Return the mesh that the job is cut over."""
     if job.replicas == 1:
         return init_device_mesh(device().type, (world,), mesh_dim_names=("shard",))
     return init_device_mesh(device().type, (job.replicas, world // job.replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def make_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the user's optimizer."""
     options = {
         # eps: gradients that are nothing but rounding, as of the biases of keys, must not be divided by their size
         "AdamW": {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-5},
@@ -156,6 +156,23 @@ def by_fsdp(job: Job) -> Trained:
         fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=whole)
     fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=whole)
     return _train(job, model, make_optimizer(job, model), None, rank, world)
+
+
+def cut_model(model: nn.Module, job: Job | None = None, *, units: bool = True) -> Session:
+    """Cut a model over all ranks, as a session does, or without `units` as a whole; return the session."""
+    session = Session()
+    mesh = mesh_of(job or Job(), place()[1])
+    cut(model, find_units(model) if units else [], mesh, session.host_on(device()).engine)
+    return session
+
+
+def error_of(act: Callable[[], Any]) -> str:
+    """Return the type and the text of an error of ours; nothing where there is none."""
+    try:
+        act()
+    except LightningCXLError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 class Training:
@@ -199,12 +216,10 @@ class Training:
         return losses
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """Return all weights, on every rank."""
         return {name: whole(parameter) for name, parameter in self.model.named_parameters()}
 
 
 def by_us(job: Job) -> Trained:
-    """Train with us."""
     with Training(job) as ours:
         return _train(job, ours.model, ours.optimizer, ours.loop, ours.rank, ours.world)
 
@@ -218,7 +233,6 @@ def by_one(job: Job) -> Trained:
 
 
 def place() -> tuple[int, int]:
-    """Return this process's rank and the number of processes."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -248,7 +262,6 @@ def _train(
 
 
 def mean(value: torch.Tensor, world: int) -> float:
-    """Return the mean over all ranks."""
     if world > 1:
         value = value.cpu()
         dist.all_reduce(value)
@@ -256,16 +269,63 @@ def mean(value: torch.Tensor, world: int) -> float:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a tensor that may be cut."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu().clone()
 
 
+def difference(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of the same weights of two models."""
+    assert weights.keys() == others.keys()
+    return max((a.double() - others[name].double()).abs().max().item() for name, a in weights.items() if a.numel())
+
+
 def largest_difference(one: Trained, other: Trained) -> tuple[float, float]:
-    """Return the largest difference of losses and of weights."""
     losses = max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
-    assert one.weights.keys() == other.weights.keys()
-    weights = max(
-        (a.double() - other.weights[name].double()).abs().max().item() for name, a in one.weights.items() if a.numel()
-    )
-    return losses, weights
+    return losses, difference(one.weights, other.weights)
+
+
+def assert_same_weights(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+
+
+def assert_same(found: list[Trained], wanted: list[Trained]) -> None:
+    """Compare what ranks have trained, bit for bit."""
+    for mine, other in zip(found, wanted, strict=True):
+        assert mine.losses == other.losses and mine.norms == other.norms
+        assert_same_weights(mine.weights, other.weights)
+
+
+def assert_close(one: dict[str, Any], other: dict[str, Any], limit: float = LIMIT) -> None:
+    """Compare losses and weights of two runs of a front end."""
+    assert one["losses"] == pytest.approx(other["losses"], rel=limit)
+    assert difference(one["weights"], other["weights"]) <= limit
+
+
+def assert_identical(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Compare losses and weights of two runs of a front end, bit for bit."""
+    assert one["losses"] == other["losses"]
+    assert_same_weights(one["weights"], other["weights"])
+
+
+def trained_as_by_fsdp(ranks: Any, job: Job, world: int = 2, kind: str = "cpu") -> list[Trained]:
+    """Train with us on some ranks, as FSDP2 alone does there and, on the CPU, one process; return what came out."""
+    pair = ranks.of(world, kind)
+    ours, alone = pair.run(by_us, job), pair.run(by_fsdp, job)
+    for mine, theirs in zip(ours, alone, strict=True):
+        if job.bf16:
+            assert mine.losses == theirs.losses
+            continue
+        losses, weights = largest_difference(mine, theirs)
+        assert losses <= LIMIT and weights <= LIMIT, (losses, weights)
+        assert mine.norms == pytest.approx(theirs.norms, rel=1e-6)
+    if kind == "cpu" and job.bf16:  # FSDP2 alone has float32 shards
+        for name, weights in ours[0].weights.items():
+            reference = alone[0].weights[name]
+            excess = ((weights.float() - reference).abs() - reference.abs() * 2**-8).max().item()  # of one rounding
+            assert excess <= 1e-9, (name, excess)
+    elif kind == "cpu":
+        losses, weights = largest_difference(ours[0], by_one(job))
+        assert losses <= LIMIT and weights <= 5 * LIMIT, (losses, weights)
+    return ours

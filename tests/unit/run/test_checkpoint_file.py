@@ -3,7 +3,6 @@
 import errno
 import io
 import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from lightning_cxl.run import checkpoint as checkpoint_file
 from lightning_cxl.run.checkpoint import load_file, save_file
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
+from tests.integration.weight_memory import Peak
 from tests.storage_cases import BUDGET, CHUNK, damage, folders, memory_of
 
 NUMELS = (5 * 1024, 3000, 1, 2048)  # of the tensors of each record; 3000 is no whole number of blocks
@@ -89,10 +89,6 @@ def test_a_file_is_the_one_that_torch_would_write(state, tmp_path, drives, buffe
 def test_a_copy_takes_no_memory_for_the_state(tmp_path):
     """It takes pages of the page cache, which the kernel takes back, and buffers."""
 
-    def anonymous():
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
-
     nbytes, store = 16 << 20, Store(folders(tmp_path), budget_bytes=1 << 30)
     swapper = Swapper(store, BufferPool(memory_of, 2 * nbytes))
     state = StateSwapper(swapper)
@@ -104,20 +100,11 @@ def test_a_copy_takes_no_memory_for_the_state(tmp_path):
             swapped.flat(tensor).fill_(number)
         entries[number] = {"exp_avg": OnSsd.of(record, tensor)}
     state.verify()  # now the buffers have their memory
-    before, most, is_over = anonymous(), [0], threading.Event()
-
-    def watch():
-        while not is_over.wait(0.001):
-            most[0] = max(most[0], anonymous())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    save_file({"optimizer_states": [{"state": read_states(entries), "param_groups": []}]}, tmp_path / "x.ckpt")
-    is_over.set()
-    watcher.join()
+    with Peak() as memory:
+        save_file({"optimizer_states": [{"state": read_states(entries), "param_groups": []}]}, tmp_path / "x.ckpt")
     swapper.close()
     store.close()
-    assert 0 < most[0] < before + 2 * nbytes, "of 256 MiB"
+    assert memory.peak < memory.start + 2 * nbytes, "of 256 MiB"
     loaded = load_file(tmp_path / "x.ckpt", "cpu", True)["optimizer_states"][0]["state"]
     assert all(bool((loaded[number]["exp_avg"] == number).all()) for number in entries)
 

@@ -1,0 +1,373 @@
+"""Several processes under Fabric and Accelerate: as one, with checkpoints that any number of processes goes on from."""
+
+import os
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from lightning.fabric import Fabric
+from safetensors.torch import save_file
+from torch import nn
+
+from lightning_cxl import CXLFabricStrategy
+from lightning_cxl.accelerate import CXLAccelerator
+from lightning_cxl.integrations.accelerate import load_whole
+from tests.distributed.lightning_runs import BATCH, LENGTH, VOCAB, rows
+from tests.distributed.ranks import gone_on, of_rank_0
+from tests.distributed.test_volume import Traffic
+from tests.distributed.training import assert_close, assert_identical, place, whole
+from tests.integration.accelerate_loop import forget_accelerators
+from tests.integration.llama import tiny_llama
+from tests.models import TinyTransformer
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(5)
+    return TinyTransformer(dropout=0.0, tied=True, scalars=True).to(dtype)
+
+
+def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    decays = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": others, "weight_decay": 0.0}, {"params": decays, "weight_decay": 0.1}]
+    settings = {"eps": 1e-5} if "Adam" in kind else {"momentum": 0.9}
+    made: torch.optim.Optimizer = getattr(torch.optim, kind)(groups, lr=1e-3, **settings)
+    return made
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def launched_fabric(**options: Any) -> Fabric:
+    fabric = Fabric(accelerator="cpu", devices=place()[1], strategy=CXLFabricStrategy(**options))
+    fabric.launch()
+    return fabric
+
+
+def by_fabric(
+    steps: int,
+    *,
+    micro_batches: int = 1,
+    clip: float | None = None,
+    skip_sync: bool = False,
+    optimizer: str = "AdamW",
+    dtype: torch.dtype = torch.float32,
+    options: dict[str, Any] | None = None,
+    resume: str | None = None,
+    save: str | None = None,
+) -> dict[str, Any]:
+    """Train on all ranks, perhaps from a checkpoint, and perhaps save one at the end."""
+    fabric = launched_fabric(**(options or {}))
+    model = fabric.setup_module(make_model(dtype))
+    stepper = fabric.setup_optimizers(make_optimizer(model, optimizer))
+    state = {"model": model, "stepper": stepper, "step": 0}
+    try:
+        if resume is not None:
+            assert fabric.load(resume, state) == {}
+        losses, norms, moved = [], [], Traffic()
+        for step in range(state["step"], steps):
+            for part in range(micro_batches):
+                skips = skip_sync and part < micro_batches - 1
+                with fabric.no_backward_sync(model, enabled=skips):
+                    loss = loss_of(model, rows(step * micro_batches + part))
+                    with moved:
+                        fabric.backward(loss / micro_batches)
+                losses.append(float(fabric.all_reduce(loss.detach().clone(), reduce_op="mean")))
+            if clip is not None:
+                norms.append(float(fabric.clip_gradients(model, stepper, max_norm=clip)))
+            stepper.step()
+            stepper.zero_grad()
+        if save is not None:
+            fabric.save(save, {**state, "step": steps})
+        return {"losses": losses, "norms": norms, "weights": weights_of(model), "reduced": moved.reduce_scatter}
+    finally:
+        fabric.strategy.teardown()
+
+
+def accelerator_of(**keywords: Any) -> CXLAccelerator:
+    """Return an accelerator in this process, as launched."""
+    for state in (AcceleratorState, PartialState):
+        state._reset_state()
+    GradientState._reset_state()
+    rank, world = place()
+    if world > 1:  # a run of Lightning before takes some away
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    return CXLAccelerator(cpu=True, **keywords)
+
+
+def by_accelerate(
+    steps: int,
+    *,
+    micro_batches: int = 1,
+    clip: float | None = None,
+    skip_sync: bool = False,
+    optimizer: str = "AdamW",
+    resume: str | None = None,
+    save: str | None = None,
+) -> dict[str, Any]:
+    """Train on all ranks, perhaps from a state, and perhaps save one at the end; the folder ends with its step."""
+    accelerator = accelerator_of(gradient_accumulation_steps=micro_batches)
+    model = make_model()
+    stepper = make_optimizer(model, optimizer)
+    tokens = torch.randint(0, VOCAB, (BATCH * 12, LENGTH), generator=torch.Generator().manual_seed(1))
+    data = torch.utils.data.DataLoader(tokens, batch_size=BATCH // accelerator.num_processes)
+    try:
+        model, stepper, data = accelerator.prepare(model, stepper, data)
+        begin = 0
+        if resume is not None:
+            accelerator.load_state(resume)
+            begin = int(resume[-1])
+        losses, norms, seen, moved = [], [], 0, Traffic()
+        for number, batch in enumerate(data):
+            if not begin * micro_batches <= number < steps * micro_batches:
+                continue
+            skips = skip_sync and (number + 1) % micro_batches
+            with accelerator.no_sync(model) if skips else nullcontext(), accelerator.accumulate(model):
+                loss = loss_of(model, batch)
+                with moved:
+                    accelerator.backward(loss)
+                losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+                seen += len(accelerator.gather_for_metrics(batch))
+                if clip is not None and accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
+                stepper.step()
+                stepper.zero_grad()
+        assert seen == BATCH * len(losses)
+        if save is not None:
+            accelerator.save_state(save)
+        gathered, weights = accelerator.get_state_dict(model), weights_of(model)
+        if accelerator.is_main_process:
+            assert all(torch.equal(gathered[name], value) for name, value in weights.items())
+        return {"losses": losses, "norms": norms, "weights": weights, "reduced": moved.reduce_scatter}
+    finally:
+        accelerator.free_memory()
+
+
+# -- both --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("train", "skip_sync"),
+    [
+        pytest.param(by_fabric, True, marks=pytest.mark.every_case),
+        pytest.param(by_accelerate, False, marks=pytest.mark.every_case),
+        (by_fabric, False),
+    ],
+)
+def test_several_processes_train_as_one(ranks, train, skip_sync):
+    given = {"micro_batches": 2, "clip": 0.5, "skip_sync": skip_sync}
+    two, one = (of_rank_0(ranks, world, train, 4, **given) for world in (2, 1))
+    assert_close(two, one)
+    assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("train", [by_fabric, by_accelerate])
+def test_every_micro_batch_reduces_unless_it_is_told_not_to(ranks, train):
+    once, each = (of_rank_0(ranks, 2, train, 2, micro_batches=3, skip_sync=skips) for skips in (True, False))
+    assert_close(once, each)
+    assert each["reduced"] == 3 * once["reduced"] > 0
+
+
+HALF = {"dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "train, before, after, given",
+    [
+        pytest.param(by_fabric, 2, 2, {**HALF, "options": {"master": "fp32"}}, marks=pytest.mark.every_case),
+        (by_fabric, 2, 1, {}),
+        (by_fabric, 1, 2, HALF),
+        pytest.param(by_accelerate, 2, 2, {}, marks=pytest.mark.every_case),
+        (by_accelerate, 2, 1, {"optimizer": "SGD"}),
+        (by_accelerate, 1, 2, {}),
+    ],
+)
+def test_another_number_of_processes_goes_on(ranks, tmp_path, train, before, after, given):
+    rest, expected = gone_on(ranks, train, before, after, str(tmp_path / "step_3"), **given)
+    limit = 2**-7 if "dtype" in given else 1e-6  # one rounding: they differ with the order of sums
+    (assert_identical if before == after else partial(assert_close, limit=limit))(rest, expected)
+
+
+# -- Fabric ------------------------------------------------------------------------------------------------------------
+
+
+def set_up_together() -> str:
+    """Return the error of a set-up of model and optimizer in one call."""
+    model = TinyTransformer(dropout=0.0)
+    try:
+        launched_fabric().setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_the_model_is_set_up_before_its_optimizer_is_made(ranks):
+    for error in ranks.of(2).run(set_up_together):
+        assert error.startswith("UnsupportedError") and "fabric.setup_module(model)" in error
+
+
+def agree() -> Any:
+    """Return what the collectives of Fabric give."""
+    fabric, rank = launched_fabric(), place()[0]
+    fabric.barrier()
+    number = torch.tensor(float(rank))
+    return (
+        fabric.global_rank, fabric.world_size, fabric.broadcast(f"from {rank}", src=1),
+        fabric.all_reduce(number.clone(), reduce_op="sum").item(), fabric.all_gather(number).tolist(),
+    )  # fmt: skip
+
+
+def test_processes_agree(ranks):
+    assert ranks.of(2).run(agree) == [(rank, 2, "from 1", 1.0, [0.0, 1.0]) for rank in range(2)]
+
+
+# -- Accelerate --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2)])
+def test_a_state_is_what_was_saved_last_whatever_lay_in_its_folder(ranks, tmp_path, before, after):
+    path = str(tmp_path / "step_3")
+    of_rank_0(ranks, before, by_accelerate, 1, save=path)
+    saved = of_rank_0(ranks, after, by_accelerate, 3, save=path)
+    for world in (1, 2):
+        assert_identical(of_rank_0(ranks, world, by_accelerate, 3, resume=path), {**saved, "losses": []})
+
+
+def zero(*models: nn.Module) -> None:
+    with torch.no_grad():
+        for model in models:
+            for parameter in model.parameters():
+                parameter.zero_()
+
+
+def has(model: nn.Module, weights: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, weights[name]) for name, value in weights_of(model).items())
+
+
+def save_and_load(folder: str, *, own: bool) -> Any:
+    """Save two models with hooks and load them; with `own` the hooks take the first model for themselves."""
+    accelerator = accelerator_of()
+    models = [make_model(), make_model()]
+    saved: list[Any] = []
+    loaded: list[Any] = []
+
+    def on_save(models: list[Any], weights: list[Any], folder: str) -> None:
+        saved.extend([list(models), list(weights)])
+        if own:
+            weights.pop(0)
+
+    def on_load(models: list[Any], folder: str) -> None:
+        loaded.extend(models)
+        if own:
+            models.pop(0)
+
+    try:
+        models = [accelerator.prepare(model) for model in models]
+        accelerator.register_save_state_pre_hook(on_save)
+        accelerator.register_load_state_pre_hook(on_load)
+        before = [weights_of(model) for model in models]
+        accelerator.save_state(folder)
+        zero(*models)
+        accelerator.load_state(folder)
+        assert saved == [models, [{}, {}]] and loaded == models
+        return [has(model, weights) for model, weights in zip(models, before, strict=True)]
+    finally:
+        accelerator.free_memory()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_hooks_get_all_models(ranks, tmp_path, own):
+    for back in ranks.of(2).run(save_and_load, str(tmp_path), own=own):
+        assert back == [not own, True], "whose weights a hook has taken it loads itself"
+    files = sorted(path for path in os.listdir(tmp_path) if "model" in path)
+    assert files == ["sharded_model_0", "sharded_model_1"]
+
+
+def load_what_was_compiled(folder: str) -> bool:
+    """Return whether weights that one process has saved of a compiled model come back."""
+    model = TinyTransformer(dropout=0.0)
+    expected = {name: each.detach().clone() for name, each in model.named_parameters()}
+    if place()[0] == 0:
+        named = {f"_orig_mod.{name}": value for name, value in model.state_dict().items()}
+        save_file(named, Path(folder) / "model.safetensors")
+    accelerator = accelerator_of()
+    try:
+        model = accelerator.prepare(model)
+        zero(model)
+        load_whole(Path(folder), 0, model)
+        return has(model, expected)
+    finally:
+        accelerator.free_memory()
+
+
+def test_what_one_process_has_saved_of_a_compiled_model_is_loaded(ranks, tmp_path):
+    assert ranks.of(2).run(load_what_was_compiled, str(tmp_path)) == [True, True]
+
+
+def generate() -> tuple[int, bool]:
+    """Return how many tokens a rank gets where each wants another number, and whether a plain model gives them."""
+    accelerator = accelerator_of()
+    model, plain = tiny_llama(), tiny_llama()
+    plain.load_state_dict(model.state_dict())
+    try:
+        model = accelerator.prepare(model)
+        rank = accelerator.process_index
+        tokens = torch.arange(1, 5 + rank)[None]
+        given = {"max_new_tokens": 2 + 4 * rank, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        found = model.generate(tokens, **given)
+        return found.shape[1], torch.equal(found, plain.generate(tokens, **given))
+    finally:
+        accelerator.free_memory()
+
+
+def test_ranks_generate_as_many_tokens_as_each_wants(ranks):
+    assert ranks.of(2).run(generate) == [(6, True), (11, True)]
+
+
+def budget_of_each() -> int:
+    """Return a rank's part of a budget of 1 GiB where no launcher says how many ranks a machine has."""
+    forget_accelerators()
+    rank, world = place()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
+    kept = os.environ.pop("LOCAL_WORLD_SIZE", None)
+    accelerator = CXLAccelerator(cpu=True, offload={"tiers": {"dram": "1GiB"}})
+    try:
+        accelerator.prepare(TinyTransformer(dropout=0.0))
+        return accelerator.report()["tiers"]["dram"]["budget_bytes"]
+    finally:
+        accelerator.free_memory()
+        del os.environ["MASTER_ADDR"]
+        if kept is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = kept
+
+
+def test_processes_of_one_machine_share_its_budget(ranks):
+    assert ranks.of(2).run(budget_of_each) == [1 << 29] * 2
+
+
+def own_tests_of_syncs():
+    from accelerate.test_utils.scripts import test_sync
+
+    accelerator, given = accelerator_of(), test_sync.Accelerator
+    test_sync.Accelerator = accelerator_of
+    try:
+        test_sync.test_distributed_sync(accelerator)
+        test_sync.test_gradient_accumulation(sync_each_batch=True)  # what `accumulate` does here
+        test_sync.test_gradient_accumulation_with_opt_and_scheduler(sync_each_batch=True)
+    finally:
+        test_sync.Accelerator = given
+
+
+def test_own_tests_of_syncs(ranks):
+    """Their model has parameters without dimensions alone."""
+    ranks.of(2).run(own_tests_of_syncs)
