@@ -4,7 +4,6 @@ import collections
 import copy
 import dataclasses
 import random
-import sys
 import typing
 from collections import namedtuple
 from functools import partial
@@ -15,27 +14,23 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
+from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.streaming.activations import same_bits
 from lightning_cxl.streaming.units import find_units
 
 
-def assert_same(left, right, path="value"):
+def assert_same(left, right, where="value"):
     """Bit-equal through nested containers."""
-    if isinstance(left, torch.Tensor):
-        assert left.dtype == right.dtype and left.shape == right.shape, path
-        assert torch.equal(left, right), f"{path}: differs by {(left - right).abs().max()}"
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys(), path
-        for key in left:
-            assert_same(left[key], right[key], f"{path}.{key}")
-    elif isinstance(left, (list, tuple)):
-        assert len(left) == len(right), path
-        for index, (one, other) in enumerate(zip(left, right, strict=True)):
-            assert_same(one, other, f"{path}[{index}]")
-    else:
-        assert left == right, path
+    ours, theirs = tree_flatten_with_path(left), tree_flatten_with_path(right)
+    assert ours[1] == theirs[1], where
+    for (path, one), (_, other) in zip(ours[0], theirs[0], strict=True):
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype and torch.equal(one, other), f"{where}{keystr(path)}"
+        else:
+            assert one == other, f"{where}{keystr(path)}"
 
 
 def state_of(model):
@@ -276,21 +271,12 @@ class Marking(dict):
         super().__setitem__(key, value)
 
 
-def nested(x):
-    for _ in range(600):
-        x = [x]
-    return x
-
-
-@pytest.mark.parametrize("container", [nested, lambda x: Marking({"x": x})], ids=["deep", "not readable"])
-def test_a_container_that_cannot_be_copied_is_refused(offload, container, request):
-    request.addfinalizer(partial(sys.setrecursionlimit, sys.getrecursionlimit()))
-    sys.setrecursionlimit(1000)  # Python's own: torch's inductor raises it for good
+def test_a_container_that_cannot_be_copied_is_refused(offload):
     block = nn.Linear(8, 8)
     offload.attach([("block", block)])
     for _ in range(2):
         with pytest.raises(UnsupportedError, match="a recompute of unit `block` needs copies"):
-            block(container(torch.randn(4, 8, requires_grad=True)))
+            block(Marking({"x": torch.randn(4, 8, requires_grad=True)}))
 
 
 def test_a_cache_in_a_container_grows_once(offload):
@@ -341,38 +327,178 @@ def test_llama(offload):
     assert 4 * 8192 <= offload.memory.peak_bytes < 4 * 8192 + 4 * 64 + in_flight
 
 
-def test_several_backwards_over_one_graph(offload):
-    def step(model):
+def several_backwards_over_one_graph(model):
+    out = model(torch.randn(4, 8))
+    out.square().mean().backward(retain_graph=True)
+    first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    out.sin().sum().backward(retain_graph=True)
+    out.cos().sum().backward()
+    return first
+
+
+def gradients_of_gradients(model):
+    x = torch.randn(4, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+    grad.square().mean().backward()
+    return grad.detach()
+
+
+def an_inner_step_of_maml(model):
+    own = dict(model.named_parameters())
+    inner = torch.autograd.grad(loss_of(model), list(own.values()), create_graph=True)
+    new = {name: each - 0.5 * grad for (name, each), grad in zip(own.items(), inner, strict=True)}
+    loss = torch.func.functional_call(model, new, (torch.randn(4, 8),)).square().mean()
+    (loss + model(torch.randn(4, 8)).mean()).backward()
+    return loss.detach()
+
+
+def gradients_of_each_sample(model):
+    def loss_of_row(parameters, row):
+        return torch.func.functional_call(model, parameters, (row[None],)).square().mean()
+
+    own = {name: p.detach() for name, p in model.named_parameters()}
+    train(model)
+    return torch.func.vmap(torch.func.grad(loss_of_row), in_dims=(None, 0))(own, torch.randn(4, 8))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return torch.tanh(weight) * 2
+
+
+def parametrizations_that_are_kept_for_several_uses(model):
+    if not hasattr(model.blocks[0].up, "parametrizations"):
+        for block in model.blocks:
+            parametrize.register_parametrization(block.up, "weight", Doubled())
+    train(model)
+    with parametrize.cached():
+        loss = model(model(torch.randn(4, 8))).square().mean()
+    loss.backward()
+
+
+def autocast(model):
+    with torch.autocast(model.stem.weight.device.type, torch.bfloat16):
         out = model(torch.randn(4, 8))
-        out.square().mean().backward(retain_graph=True)
-        first = {name: p.grad.clone() for name, p in model.named_parameters()}
-        out.sin().sum().backward(retain_graph=True)
-        out.cos().sum().backward()
-        return first
-
-    compare(Stack(lambda: Residual(p=0.3)), offload, step)
+    out.float().square().mean().backward()
+    return out.detach()
 
 
-def test_gradients_of_gradients(offload):
-    def step(model):
-        x = torch.randn(4, 8, requires_grad=True)
-        (grad,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
-        grad.square().mean().backward()
-        return grad.detach()
-
-    compare(Stack(Residual), offload, step)
+class Limits(nn.Linear):
+    def forward(self, x):
+        return torch.max(super().forward(x), torch.full((), -1.0, device=x.device)).sin()
 
 
-def test_an_inner_step_of_maml(offload):
-    def step(model):
-        own = dict(model.named_parameters())
-        inner = torch.autograd.grad(loss_of(model), list(own.values()), create_graph=True)
-        new = {name: each - 0.5 * grad for (name, each), grad in zip(own.items(), inner, strict=True)}
-        loss = torch.func.functional_call(model, new, (torch.randn(4, 8),)).square().mean()
-        (loss + model(torch.randn(4, 8)).mean()).backward()
-        return loss.detach()
+def default_dtype_of_the_forward(model):
+    """Lightning sets it in a step and not in its backward, where precision is "bf16-true"."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        loss = loss_of(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    loss.backward()
+    assert torch.get_default_dtype() == torch.float32
 
-    compare(Stack(Residual), offload, step)
+
+def leaving_training_mode_before_backward(model):
+    loss = loss_of(model)
+    model.eval()
+    loss.backward()
+    assert not any(module.training for module in model.modules())
+    model.train()
+
+
+def freezing_before_backward(model):
+    """As alternating optimizers do."""
+    loss = loss_of(model)
+    model.blocks[1].requires_grad_(False)
+    loss.backward()
+    assert not any(p.requires_grad for p in model.blocks[1].parameters())
+    model.blocks[1].requires_grad_(True)
+
+
+def backward_in_another_order_than_forward(model):
+    losses = [loss_of(model) for _ in range(3)]
+    for index in (1, 2, 0):
+        losses[index].backward()
+
+
+class Plus(nn.Module):
+    def __init__(self, delta):
+        super().__init__()
+        self.delta = [delta]
+
+    def forward(self, weight):
+        return weight + self.delta[0].sin()
+
+
+def adapted_in_its_forward(block, x):
+    """A parametrization sets the weight to itself, which is no write: two forwards come before a backward."""
+    parametrize.register_parametrization(block.linear, "weight", Plus(block.other.weight))
+    try:
+        return block.linear(x)
+    finally:
+        parametrize.remove_parametrizations(block.linear, "weight", leave_parametrized=False)
+
+
+class Stateful(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("ema", torch.zeros(8))
+        self.register_buffer("big", torch.zeros(200, 200))
+        self.mask = torch.ones(8)
+        self.num_calls = 0
+        self.losses = []
+        self.last = None
+
+    def forward(self, x):
+        self.num_calls += 1
+        y = torch.tanh(self.linear(x)) / self.num_calls + self.ema.clone() * x + self.mask
+        self.ema.data.lerp_(y.detach().mean(0), 0.5)
+        self.mask *= 0.9
+        self.big.data.add_(1.0)
+        y = y * self.big[0, 0].clone()
+        if self.last is not None:
+            y = y + self.last
+        self.last = y.detach()
+        self.losses.append(y.square().mean())
+        return y
+
+
+def counters_lists_and_other_state_of_modules(model):
+    losses = [loss_of(model) for _ in range(2)]
+    (sum(losses) + sum(loss for block in model.blocks for loss in block.losses)).backward()
+    state = [
+        (block.num_calls, block.mask.clone(), block.last, [loss.detach() for loss in block.losses])
+        for block in model.blocks
+    ]
+    for block in model.blocks:
+        block.losses.clear()
+    return state
+
+
+def normalised():
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+
+
+STEPS = {
+    several_backwards_over_one_graph: lambda: Stack(partial(Residual, p=0.3)),
+    gradients_of_gradients: lambda: Stack(Residual),
+    an_inner_step_of_maml: lambda: Stack(Residual),
+    gradients_of_each_sample: lambda: Stack(Residual),
+    parametrizations_that_are_kept_for_several_uses: lambda: Stack(Residual),
+    autocast: lambda: Stack(partial(Residual, p=0.1)),
+    default_dtype_of_the_forward: lambda: Stack(lambda: Limits(8, 8)).bfloat16(),
+    leaving_training_mode_before_backward: lambda: Stack(normalised),
+    freezing_before_backward: lambda: Stack(Residual),
+    backward_in_another_order_than_forward: lambda: Stack(partial(Residual, p=0.3)),
+    counters_lists_and_other_state_of_modules: lambda: Stack(Stateful),
+}
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_steps_of_all_kinds_are_those_of_the_plain_model(offload, step):
+    compare(STEPS[step](), offload, step)
 
 
 def test_weights_of_one_forward_that_are_written_to_are_old(offload):
@@ -384,38 +510,6 @@ def test_weights_of_one_forward_that_are_written_to_are_old(offload):
         new["blocks.1.up.weight"].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation: parameter"):
         loss.backward()
-
-
-def test_transforms_of_torch_func(offload):
-    """Gradients of each sample."""
-
-    def step(model):
-        def loss_of_row(parameters, row):
-            return torch.func.functional_call(model, parameters, (row[None],)).square().mean()
-
-        own = {name: p.detach() for name, p in model.named_parameters()}
-        train(model)
-        return torch.func.vmap(torch.func.grad(loss_of_row), in_dims=(None, 0))(own, torch.randn(4, 8))
-
-    compare(Stack(Residual), offload, step)
-
-
-def test_parametrizations_that_are_kept_for_several_uses(offload):
-    class Doubled(nn.Module):
-        def forward(self, weight):
-            return torch.tanh(weight) * 2
-
-    def step(model):
-        train(model)
-        with nn.utils.parametrize.cached():
-            loss = model(model(torch.randn(4, 8))).square().mean()
-        loss.backward()
-        return loss.detach()
-
-    model = Stack(Residual)
-    for block in model.blocks:
-        nn.utils.parametrize.register_parametrization(block.up, "weight", Doubled())
-    compare(model, offload, step)
 
 
 def gradient_inside(block, x):
@@ -477,6 +571,13 @@ def returns_its_input(blocks, x):
     return x
 
 
+def adapters():
+    model = Stack(does(lambda block, x: torch.tanh(block.linear(x)) + block.other(x)))
+    for frozen in (model.stem, *(block.linear for block in model.blocks)):
+        frozen.requires_grad_(False)
+    return model
+
+
 def spectral_norm():
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh())
 
@@ -503,6 +604,7 @@ MODELS = {
     "a unit returns its input": lambda: Stack(
         does(lambda block, x, skip: x if skip else x + torch.tanh(block.linear(x))), run=returns_its_input
     ),
+    "frozen inputs and adapters": adapters,
     "spectral norm": lambda: Stack(spectral_norm),
 }
 
@@ -512,32 +614,14 @@ def test_losses_gradients_and_weights_are_those_of_the_plain_model(offload, mode
     compare(MODELS[model](), offload, train)
 
 
-def test_a_unit_that_changes_its_input_in_place_and_several_backwards(offload):
+@pytest.mark.parametrize("function", [overwrites, adapted_in_its_forward])
+def test_units_that_write_to_inputs_or_weights_and_several_graphs_and_backwards(offload, function):
     def step(model):
-        out = model(torch.randn(4, 8))
-        out.sum().backward(retain_graph=True)
-        out.square().sum().backward()
+        losses = [loss_of(model) for _ in range(2)]
+        losses[0].backward(retain_graph=True)
+        sum(losses).backward()
 
-    compare(Stack(does(overwrites)), offload, step)
-
-
-def test_autocast_bf16(offload):
-    def step(model):
-        with torch.autocast(model.stem.weight.device.type, torch.bfloat16):
-            out = model(torch.randn(4, 8))
-        loss = out.float().square().mean()
-        loss.backward()
-        return loss.detach()
-
-    compare(Stack(lambda: Residual(p=0.1)), offload, step)
-
-
-def test_frozen_inputs_and_adapters(offload):
-    model = Stack(does(lambda block, x: torch.tanh(block.linear(x)) + block.other(x)))
-    for frozen in (model.stem, *(block.linear for block in model.blocks)):
-        frozen.requires_grad_(False)
-    ours = compare(model, offload, train)
-    assert ours.blocks[0].other.weight.grad is not None
+    compare(Stack(does(function)), offload, step)
 
 
 def test_one_tensor_given_to_several_units_is_stored_once(offload):
@@ -571,125 +655,6 @@ def test_units_inside_units(offload):
     assert offload.memory.live_bytes == 0
 
 
-def test_counters_lists_and_other_state_of_modules(offload):
-    class Stateful(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-            self.register_buffer("ema", torch.zeros(8))
-            self.register_buffer("big", torch.zeros(200, 200))
-            self.mask = torch.ones(8)
-            self.num_calls = 0
-            self.losses = []
-            self.last = None
-
-        def forward(self, x):
-            self.num_calls += 1
-            y = torch.tanh(self.linear(x)) / self.num_calls + self.ema.clone() * x + self.mask
-            self.ema.data.lerp_(y.detach().mean(0), 0.5)
-            self.mask *= 0.9
-            self.big.data.add_(1.0)
-            y = y * self.big[0, 0].clone()
-            if self.last is not None:
-                y = y + self.last
-            self.last = y.detach()
-            self.losses.append(y.square().mean())
-            return y
-
-    def step(model):
-        losses = []
-        for _ in range(2):
-            losses.append(model(torch.randn(4, 8)).square().mean())
-        total = sum(losses) + sum(loss for block in model.blocks for loss in block.losses)
-        total.backward()
-        state = [
-            (block.num_calls, block.mask.clone(), block.last, [loss.detach() for loss in block.losses])
-            for block in model.blocks
-        ]
-        for block in model.blocks:
-            block.losses.clear()
-        return total.detach(), state
-
-    compare(Stack(Stateful), offload, step)
-
-
-def test_a_parametrization_that_comes_and_goes_in_every_forward(offload):
-    """It sets the weight to itself, which is no write: two forwards come before a backward."""
-
-    def adapted(block, x):
-        parametrize.register_parametrization(block.linear, "weight", Plus(block.other.weight))
-        try:
-            return block.linear(x)
-        finally:
-            parametrize.remove_parametrizations(block.linear, "weight", leave_parametrized=False)
-
-    class Plus(nn.Module):
-        def __init__(self, delta):
-            super().__init__()
-            self.delta = [delta]
-
-        def forward(self, weight):
-            return weight + self.delta[0].sin()
-
-    def step(model):
-        outputs = [model(torch.randn(4, 8)) for _ in range(2)]
-        sum(output.square().mean() for output in outputs).backward()
-
-    compare(Stack(does(adapted)), offload, step)
-
-
-def test_the_default_dtype_of_the_forward_holds_in_its_recompute(offload):
-    """Lightning sets it in a step and not in its backward, where precision is "bf16-true"."""
-
-    class Limits(nn.Linear):
-        def forward(self, x):
-            return torch.max(super().forward(x), torch.full((), -1.0, device=x.device)).sin()
-
-    def step(model):
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            loss = model(torch.randn(4, 8)).square().mean()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        loss.backward()
-        assert torch.get_default_dtype() == torch.float32
-
-    compare(Stack(lambda: Limits(8, 8)).bfloat16(), offload, step)
-
-
-def test_leaving_training_mode_before_backward_changes_nothing(offload):
-    def step(model):
-        loss = model(torch.randn(4, 8)).square().mean()
-        model.eval()
-        loss.backward()
-        assert not any(module.training for module in model.modules())
-        model.train()
-        return loss.detach()
-
-    compare(Stack(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))), offload, step)
-
-
-def test_freezing_between_forward_and_backward_changes_nothing(offload):
-    def step(model):
-        loss = model(torch.randn(4, 8)).square().mean()
-        model.blocks[1].requires_grad_(False)  # as alternating optimizers do
-        loss.backward()
-        assert not any(p.requires_grad for p in model.blocks[1].parameters())
-        model.blocks[1].requires_grad_(True)
-        return loss.detach()
-
-    compare(Stack(Residual), offload, step)
-
-
-def test_backward_in_another_order_than_forward(offload):
-    def step(model):
-        outputs = [model(torch.randn(4, 8)) for _ in range(3)]
-        for index in (1, 2, 0):
-            outputs[index].square().mean().backward()
-
-    compare(Stack(lambda: Residual(p=0.3)), offload, step)
-
-
 def test_an_error_in_a_unit_leaves_nothing_behind(offload):
     """Its checkpoint is over, though the error, and so every frame up to it, is still there. Not so in torch 2.11."""
 
@@ -708,3 +673,87 @@ def test_an_error_in_a_unit_leaves_nothing_behind(offload):
     (later * later).sum().backward()
     assert later.grad.tolist() == [4.0, 4.0, 4.0]
     assert model.blocks[0].num_calls == 1 and kept.value
+
+
+def after_each(write):
+    """Write to the input of each unit after it."""
+
+    def run(blocks, x):
+        for block in blocks:
+            y = block(x)
+            write(x)
+            x = y
+        return x
+
+    return run
+
+
+def between(write):
+    """Give one tensor to two units, and write to it between them."""
+
+    def run(blocks, x):
+        first = blocks[0](x)
+        write(x)
+        return first + blocks[1](x)
+
+    return run
+
+
+def once_the_input_is_gone(blocks, x):
+    """Write through what outlives the inputs: an array, a storage and a DLPack alias, after all units."""
+    array = x.detach().numpy()
+    x = blocks[0](x)
+    storage = x.untyped_storage()
+    x = blocks[1](x)
+    alias = torch.from_dlpack(x.detach())
+    x = blocks[2](x)
+    array[...] = 0
+    storage.fill_(0)
+    alias.zero_()
+    return x
+
+
+def replace_data(x):
+    x.data = x.data * 3.0
+
+
+WRITES = {
+    "without gradient": after_each(lambda x: torch.no_grad()(x.zero_)()),
+    "without a version": after_each(lambda x: x.data.zero_()),
+    "through numpy": after_each(lambda x: x.detach().numpy().fill(0)),
+    "once the input is gone": once_the_input_is_gone,
+    "between two units": between(lambda x: x.mul_(2.0)),
+    "other memory between, at the same version": between(replace_data),
+    "other values between, at the same version": between(lambda x: x.data.mul_(3.0)),
+}
+keeps_no_input = does(lambda block, x: 1.5 * torch.tanh(block.linear(x * 2.0)))
+"""Its graph keeps neither the input nor the output itself, so that torch allows to change them afterwards."""
+
+
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
+@pytest.mark.parametrize("writes", WRITES)
+def test_writes_to_inputs_that_torch_sees_or_does_not_change_no_gradient(offload, writes):
+    compare(Stack(keeps_no_input, run=WRITES[writes]), offload, train)
+
+
+@pytest.mark.parametrize("engine", ["host"], indirect=True)
+def test_a_write_between_two_backwards_of_one_graph_is_seen(offload):
+    block = keeps_no_input()
+    offload.attach([("block", block)])
+    x, grads = torch.randn(4, 8, requires_grad=True), []
+    middle = x * 1.0
+    loss = block(middle).sum()
+    for _ in range(2):
+        grads += torch.autograd.grad(loss, x, retain_graph=True)
+        middle.data.zero_()
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_bits_are_compared_of_every_dtype_and_layout(dtype):
+    tensor = torch.arange(12.0).reshape(3, 4).to(dtype).t()
+    other = tensor.clone()
+    assert same_bits(tensor, other)
+    other[1, 2] = 0
+    assert not same_bits(tensor, other)
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
