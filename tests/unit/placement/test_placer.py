@@ -43,6 +43,18 @@ def test_full_first_choice_stays_first_and_the_reason_tells(tier):
     assert "dram has 1.0 MiB free of 2.0 MiB needed" in placement.reason
 
 
+def test_a_decision_is_placed_with_its_reason_and_leaves_the_rest_to_rules_and_homes():
+    splits = {TensorRole.MOMENTUM: {"cxl": 0.75, "dram": 0.25}, TensorRole.COMPUTE_GRADS: {"cxl": 1.0}}
+    decided = placer(splits=splits, reasons={TensorRole.MOMENTUM: "because"})
+    split = Placement(("cxl", "dram"), False, "because", (0.75, 0.25))
+    assert decided.place(TensorRole.MOMENTUM, 100) == split
+    # a tier alone has the others to spill to
+    assert decided.place(TensorRole.COMPUTE_GRADS, 100) == Placement(("cxl", "dram"))
+    asked = decided.place(TensorRole.COMPUTE_GRADS, 100, tier="dram", source="rule 'x'")
+    assert asked.tiers == ("dram", "cxl") and "rule 'x'" in asked.reason
+    assert decided.place(TensorRole.ACTIVATIONS, 100).tiers == ("cxl", "dram")
+
+
 def test_spill_prefers_a_tier_that_can_hold_it():
     near, far, dram = (Node(i, False, 1 << 30) for i in range(3))
     kinds = {"dram": (TierKind.DRAM, dram), "near": (TierKind.CXL, near), "far": (TierKind.CXL, far)}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_cxl.errors import ConfigError, TierFullError
 from lightning_cxl.machine.speeds import Device, Machine, MachineTier
-from lightning_cxl.machine.topology import TierKind, Topology
-from lightning_cxl.memory.placement import Placement, Placer, TensorRole
+from lightning_cxl.machine.topology import TierKind
+from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.job import Job, MemoryClass, Move, predict_step
 from lightning_cxl.planning.policies import (
     POLICIES,
@@ -275,22 +275,18 @@ def test_table_of_the_published_shapes(job, dram, cards, local):
 
 
 @pytest.mark.parametrize(
-    ("dram", "cards", "expected"),
+    ("nbytes", "dram", "cards", "nodes", "expected"),
     [
-        (90, (200, 200), {"dram0": 0.33, "cxl0": 0.335, "cxl1": 0.335}),  # at most its equal share of DRAM
-        (0, (10, 200), {"cxl0": 0.1, "cxl1": 0.9}),  # a full card leaves its part to the other
+        (100, 90, (200, 200), 1, {"dram0": 0.33, "cxl0": 0.335, "cxl1": 0.335}),  # at most its equal share of DRAM
+        (100, 0, (10, 200), 1, {"cxl0": 0.1, "cxl1": 0.9}),  # a full card leaves its part to the other
+        (90, 40, (100,), 2, {"dram0": 1 / 3, "cxl0": 2 / 3}),  # nodes of a tier count each
     ],
 )
-def test_a_class_that_does_not_fit_in_dram(dram, cards, expected):
-    decision = LatencyFirst().decide(job_of({R.MOMENTUM: 100}), machine(dram=dram, cards=cards, unit=1))
+def test_a_class_that_does_not_fit_in_dram(nbytes, dram, cards, nodes, expected):
+    host = machine(dram=dram, cards=cards, unit=1)
+    host = replace(host, tiers=(host.tiers[0], *(replace(card, num_nodes=nodes) for card in host.tiers[1:])))
+    decision = LatencyFirst().decide(job_of({R.MOMENTUM: nbytes}), host)
     assert decision.splits[R.MOMENTUM] == pytest.approx(expected)
-
-
-def test_nodes_of_a_tier_count_each():
-    host = machine(dram=40, cards=(100,), unit=1)
-    host = replace(host, tiers=(host.tiers[0], replace(host.tiers[1], num_nodes=2)))
-    split = LatencyFirst().decide(job_of({R.MOMENTUM: 90}), host).splits
-    assert split[R.MOMENTUM] == pytest.approx({"dram0": 1 / 3, "cxl0": 2 / 3})
 
 
 class AllFar:
@@ -307,55 +303,33 @@ class NeedsArguments:
     def decide(self, job, machine): ...
 
 
+class TensorByTensor:
+    def place(self, request, free): ...
+
+
 def test_import_path():
     decision = get_policy(f"{__name__}.AllFar").decide(job_of({R.MOMENTUM: 8}), machine())
     assert decision.splits == {R.MOMENTUM: {"cxl0": 1.0}}
 
 
+NO_LONGER = r"no longer supported: `decide` .* `tier_rules` places single modules"
+
+
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("given", "message"),
     [
         ("bandwith", "there is no policy 'bandwith'; choose one of 'dram_only'"),
         ("nowhere.Policy", "cannot be imported"),
         (f"{__name__}.Missing", "cannot be imported"),
         (f"{__name__}.test_import_path", "is no class, or has no method `decide`"),
         (f"{__name__}.NeedsArguments", "cannot be constructed without arguments"),
+        (f"{__name__}.TensorByTensor", NO_LONGER),
+        (TensorByTensor(), NO_LONGER),
     ],
 )
-def test_names_that_are_no_policy(name, message):
+def test_what_is_no_policy(given, message):
     with pytest.raises(ConfigError, match=message):
-        get_policy(name)
-
-
-class TensorByTensor:
-    def place(self, request, free): ...
-
-
-@pytest.mark.parametrize("given", [TensorByTensor(), f"{__name__}.TensorByTensor"])
-def test_a_policy_that_is_asked_tensor_by_tensor_is_refused(given):
-    with pytest.raises(ConfigError, match=r"no longer supported: `decide` .* `tier_rules` places single modules"):
         check_policy(given)
-
-
-def decided(splits):
-    return Placer(Topology.fake(["1GiB"], ["1GiB"]), dict, splits=splits, reasons={R.MOMENTUM: "because"})
-
-
-def test_a_decided_split_is_placed_with_its_reason():
-    placement = decided({R.MOMENTUM: {"cxl": 0.75, "dram": 0.25}}).place(R.MOMENTUM, 100)
-    assert placement == Placement(("cxl", "dram"), False, "because", (0.75, 0.25))
-
-
-def test_a_decided_tier_has_the_others_to_spill_to():
-    placement = decided({R.COMPUTE_GRADS: {"cxl": 1.0}}).place(R.COMPUTE_GRADS, 100)
-    assert placement == Placement(("cxl", "dram"))
-
-
-def test_what_a_rule_asks_for_or_nobody_decided_is_left_to_the_rest():
-    placer = decided({R.MOMENTUM: {"cxl": 1.0}})
-    asked = placer.place(R.MOMENTUM, 100, tier="dram", source="rule 'x'")
-    assert asked.tiers == ("dram", "cxl") and "rule 'x'" in asked.reason
-    assert placer.place(R.ACTIVATIONS, 100).tiers == ("cxl", "dram")
 
 
 def small(dram=10 * GIB, **device):
@@ -413,8 +387,3 @@ def test_where_the_cpu_computes_its_working_memory_is_dram_that_is_gone():
     assert shared.host_bytes == 6 * GIB
     assert fits(momentum(device_bytes=2 * GIB), host, "dram_only")
     assert not fits(momentum(device_bytes=2 * GIB + 1024), host, "dram_only")
-
-
-def test_an_unknown_policy_cannot_be_planned():
-    with pytest.raises(ConfigError, match="no policy 'fastest'"):
-        compare(momentum(), small(), ["fastest"])

@@ -26,7 +26,6 @@ from lightning_cxl.planning.job import (
     exchanges,
     groups_of,
     predict_step,
-    soft_maximum,
 )
 
 R = TensorRole
@@ -83,32 +82,35 @@ def test_a_phase_that_computes_waits_for_the_first_fetch_and_the_last_write():
     assert time.hidden_seconds == 0
 
 
+SPREAD = {"dram0": 0.5, "cxl0": 0.5}
+READS = (R.COMPUTE_WEIGHTS, Move("forward", "h2d", 160))
+LATE = {"device": replace(MACHINE.device, copy_latency_s=0.5)}
+CONTENDED = {"write_contention": 5}
+
+
+@pytest.mark.parametrize(
+    ("class_", "split", "machine", "phase", "seconds", "bound_by"),
+    [
+        pytest.param(GRADS, CARD, {}, "backward", 40 / 8, "tier cxl0", id="as long as the slowest tier takes"),
+        pytest.param(GRADS, SPREAD, {}, "backward", 40 / 10, "link d2h", id="tiers side by side"),
+        pytest.param(WEIGHTS, DRAM, LATE, "forward", 8 + 4 * 0.5, "link h2d", id="every unit's copy has its latency"),
+        pytest.param(
+            GRADS, CARD, CONTENDED, "backward", (4**5 + 5**5) ** (1 / 5), "tier cxl0",
+            id="writes slow down where link and tier are about equally fast",
+        ),
+        pytest.param(READS, CARD, CONTENDED, "forward", 16, "link h2d", id="reads do not"),
+    ],
+)  # fmt: skip
+def test_seconds_of_copies(class_, split, machine, phase, seconds, bound_by):
+    found = predict_step(job_of(class_), {class_[0]: split}, replace(MACHINE, **machine)).phases()[phase]
+    assert found.seconds == pytest.approx(seconds)
+    assert found.bound_by == bound_by
+
+
 def test_a_phase_that_copies_waits_for_the_last_unit_s_compute():
-    job = job_of(WEIGHTS, forward=4)
-    time = predict_step(job, {R.COMPUTE_WEIGHTS: DRAM}, MACHINE)
+    time = predict_step(job_of(WEIGHTS, forward=4), {R.COMPUTE_WEIGHTS: DRAM}, MACHINE)
     assert time.forward.seconds == pytest.approx(8 + 4 / 4)
     assert time.forward.bound_by == "link h2d"
-
-
-def test_a_copy_takes_what_the_slowest_tier_takes():
-    class_ = (R.COMPUTE_GRADS, Move("backward", "d2h", 40))
-    on_card = predict_step(job_of(class_), {R.COMPUTE_GRADS: CARD}, MACHINE).backward
-    assert on_card.seconds == pytest.approx(40 / 8)
-    assert on_card.bound_by == "tier cxl0"
-    spread = predict_step(job_of(class_), {R.COMPUTE_GRADS: {"dram0": 0.5, "cxl0": 0.5}}, MACHINE).backward
-    assert spread.seconds == pytest.approx(40 / 10)
-    assert spread.bound_by == "link d2h"
-
-
-def test_writes_slow_down_where_link_and_tier_are_about_equally_fast():
-    contended = replace(MACHINE, write_contention=5)
-    job = job_of(GRADS)
-    time = predict_step(job, {R.COMPUTE_GRADS: CARD}, contended).backward
-    assert time.seconds == pytest.approx(soft_maximum(40 / 10, 40 / 8, 5))
-    assert time.seconds > 5.2
-    # reads do not
-    job = job_of((R.COMPUTE_WEIGHTS, Move("forward", "h2d", 160)))
-    assert predict_step(job, {R.COMPUTE_WEIGHTS: CARD}, contended).forward.seconds == pytest.approx(16)
 
 
 def test_a_tier_that_is_read_and_written_has_one_bandwidth_for_both():
@@ -140,12 +142,6 @@ def test_an_update_hides_behind_the_phase_it_overlaps_but_for_one_unit(overlap):
     assert time.update.bound_by == "tier dram0"
     assert time.serial_seconds == pytest.approx(22 + 23 + 4)
     assert time.hidden_seconds == pytest.approx(3)
-
-
-def test_every_unit_s_copy_has_its_latency():
-    slow = replace(MACHINE, device=replace(MACHINE.device, copy_latency_s=0.5))
-    job = job_of(WEIGHTS)
-    assert predict_step(job, {R.COMPUTE_WEIGHTS: DRAM}, slow).forward.seconds == pytest.approx(8 + 4 * 0.5)
 
 
 def test_devices_share_the_tiers_but_not_the_links():
