@@ -39,6 +39,25 @@ def test_a_bad_gradient_of_one_rank_lets_all_leave_the_step_out(ranks, optimizer
         assert any("this step is left out" in text and "model.embed_tokens.weight" in text for text in texts), texts
 
 
+def after_a_bad_element():
+    """Return weights before and after a step in which one element of one shard, on rank 1 alone, is not finite."""
+    job = Job(steps=1)
+    with training.Training(job) as ours:
+        (tokens,), before = next(training.batches(job, ours.rank, ours.world)), ours.whole()
+        with ours.loop.backward():
+            training.loss_of(ours.model, tokens.to(training.device())).backward()
+        if ours.rank == 1:
+            ours.optimizer.param_groups[0]["params"][0].grad.to_local()[0, 0] = torch.inf
+        with warnings.catch_warnings(record=True):
+            ours.optimizer.step()
+        return before, ours.whole()
+
+
+def test_a_bad_element_of_one_shard_lets_all_leave_the_step_out(ranks):
+    for before, after in ranks.of(2).run(after_a_bad_element):
+        assert all(torch.equal(after[name], each) for name, each in before.items())
+
+
 def gradients_of(job):
     """Return the types of gradients after each micro-batch, as `p.grad` shows them, and the last sums, whole."""
     types, sums = [], {}

@@ -79,6 +79,7 @@ def test_a_bfloat16_model_with_float32_masters_follows_a_float32_run(tmp_path, f
 SAVED = {
     "8 bit, split masters": ({"state": "8bit"}, {"make_model": bfloat16}),
     "separate masters": ({"stream_weights": False, "master": "fp32"}, {"make_model": bfloat16}),
+    "rounded sums": ({"accumulate": "bf16"}, {"make_model": bfloat16, "accumulate": 2}),
 }
 
 

@@ -915,6 +915,23 @@ def test_an_error_in_an_update_while_another_one_ends_the_run(monkeypatch, caplo
     assert "was not the only one" in caplog.text
 
 
+def test_an_error_of_an_update_in_the_backward_is_raised_by_the_step(monkeypatch):
+    """Of a weight of a module that contains blocks: no forward waits for it."""
+    apply, threads = AdamStep.apply, []
+
+    def fails(step, work, scale):
+        if [each.parameter.dim() for each in work] == [0]:
+            threads.append(threading.current_thread())
+            if len(threads) == 3:
+                raise MemoryError("no memory for an update")
+        apply(step, work, scale)
+
+    monkeypatch.setattr(AdamStep, "apply", fails)
+    with pytest.raises(MemoryError, match="no memory for an update"):
+        fit(IGNORE, make_model=partial(TinyTransformer, scalars=True))
+    assert len(threads) == 3 and threading.main_thread() not in threads
+
+
 @slow_updates
 def test_the_real_error_of_a_gradient_is_raised(monkeypatch):
     accumulate = GradientOffload._accumulate

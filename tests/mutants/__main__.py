@@ -64,7 +64,9 @@ def _pytest(root: Path, tests: str, output: Path) -> None:
     import lightning_cxl
 
     assert Path(lightning_cxl.__file__).is_relative_to(root), f"{lightning_cxl.__file__} is not the copy"
-    options = ["-x", "-q", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", "-m", "not full"]
+    # of a test that is named, all cases; of a file, those of `make test`
+    cases = [] if "::" in tests else ["-m", "not full"]
+    options = ["-x", "-q", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", *cases]
     code = pytest.main([*options, *(f"tests/{each}" for each in tests.split())])
     sys.stdout.flush()
     os._exit(int(code))
