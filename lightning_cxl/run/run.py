@@ -523,7 +523,7 @@ class Run:
                 are_read_early=loop.reads_gradients,
             )
             resident = []
-            if behind and not engine.computes_on_host and not shards:
+            if behind and not engine.computes_on_host and not any(map(is_sharded, peek(model))):
                 resident = waiting_forwards(
                     model, (module for _, module in plan.units), (unit.module for unit in plan.streamed)
                 )

@@ -295,10 +295,11 @@ class ShardedUnit:
 
 
 def sharded_units(model: nn.Module) -> list[ShardedUnit]:
-    """Return what FSDP2 gathers, in memory of the host; none where something lies on drives."""
+    """Return what FSDP2 gathers from memory of the host; none where something lies on a device or on drives."""
     groups = [group for group in gather_groups(model) if group.fsdp_params]
-    on_drives = any(each.sharded_param._local_tensor._bytes.drives for group in groups for each in group.fsdp_params)
-    return [] if on_drives else [ShardedUnit(group) for group in groups]
+    shards = [each.sharded_param._local_tensor for group in groups for each in group.fsdp_params]
+    in_memory = all(isinstance(shard, HostShard) and shard._bytes.drives is None for shard in shards)
+    return [ShardedUnit(group) for group in groups] if in_memory else []
 
 
 Allocate = Callable[[str, torch.Size, torch.dtype], Tensor]
