@@ -65,18 +65,16 @@ def written(tmp_path):
 
 def test_a_file_is_read_as_people_write_it(written):
     more = "ssd: {capacity_bytes: 1TiB, read_bytes_per_s: 7 GB/s, write_bytes_per_s: 6.0e+9}\n"
-    more += "links: {peer_bytes_per_s: 360 GB/s, network_bytes_per_s: 5.0e+10, network_latency_s: 2.0e-5}\n"
+    more += "links: {peer_bytes_per_s: 360 GB/s, network_latency_s: 2.0e-5}\n"
     speeds = {"adam_bytes_per_s": 40e9, "device_read_bytes_per_s": 50e9, "device_write_bytes_per_s": 2 * GIB}
     tier = MachineTier(name="dram0", kind=TierKind.DRAM, capacity_bytes=8 * GIB, **speeds)
     device = Device(flops=1e12, h2d_bytes_per_s=12e9, d2h_bytes_per_s=12e9)
     plain = Machine(name="small", tiers=(tier,), device=device)
     assert load_machine(written(SMALL)) == plain and plain.links == MachineLinks()
     ssd = MachineSsd(capacity_bytes=1 << 40, read_bytes_per_s=7e9, write_bytes_per_s=6e9)
-    links = MachineLinks(peer_bytes_per_s=360e9, network_bytes_per_s=5e10, network_latency_s=2e-5)
-    found = load_machine(written(SMALL + more))
-    assert found == replace(plain, ssd=ssd, links=links)
-    assert found.ssd.has_speeds and not replace(ssd, write_bytes_per_s=None).has_speeds
-    assert found.names == ("dram0",)
+    links = MachineLinks(peer_bytes_per_s=360e9, network_latency_s=2e-5)
+    assert load_machine(written(SMALL + more)) == replace(plain, ssd=ssd, links=links)
+    assert ssd.has_speeds and not replace(ssd, write_bytes_per_s=None).has_speeds
 
 
 def test_every_example_is_read_and_comes_back_from_a_file(tmp_path):
@@ -90,22 +88,23 @@ def test_every_example_is_read_and_comes_back_from_a_file(tmp_path):
 
 def test_every_field_comes_back_from_a_file(tmp_path):
     speeds = {"adam_bytes_per_s": 1 / 3, "device_read_bytes_per_s": 1e-7, "device_write_bytes_per_s": 1e20}
-    near = MachineTier(name="near", kind=TierKind.DRAM, capacity_bytes=3, num_nodes=2, **speeds,
-                       device_write_buffer_bytes=7, latency_ns=1e2)  # fmt: skip
+    more = {"num_nodes": 2, "device_write_buffer_bytes": 7, "latency_ns": 1e2}
+    near = MachineTier(name="near", kind=TierKind.DRAM, capacity_bytes=3, **speeds, **more)
+    far = replace(near, name="far", kind=TierKind.CXL, backed_by="near", latency_ns=None)
+    device = Device(name="cpu", flops=0.1, h2d_bytes_per_s=1, d2h_bytes_per_s=2, copy_latency_s=1e-5, is_host=True)
+    links = MachineLinks(devices_per_port=3, port_bytes_per_s=1e-3, peer_bytes_per_s=1 / 3, peer_latency_s=1e-6)
     machine = Machine(
         name="ünusual: name",
-        tiers=(near, replace(near, name="far", kind=TierKind.CXL, backed_by="near", latency_ns=None)),
-        device=Device(name="cpu", flops=0.1, h2d_bytes_per_s=1, d2h_bytes_per_s=2, copy_latency_s=1e-5, count=3,
-                      is_host=True),
+        tiers=(near, far),
+        device=replace(device, count=3),
         cache=Cache(nbytes=5, bytes_per_s=math.inf),
         write_contention=4.5,
         source="measured, 1 run",
         host_bytes=11,
         has_speeds=False,
-        links=MachineLinks(devices_per_port=3, port_bytes_per_s=1e-3, peer_bytes_per_s=1 / 3, peer_latency_s=1e-6,
-                           network_bytes_per_s=1e12, network_latency_s=0.5),
+        links=replace(links, network_bytes_per_s=1e12, network_latency_s=0.5),
         ssd=MachineSsd(capacity_bytes=13, read_bytes_per_s=1 / 7, write_bytes_per_s=None, num_drives=2, versions=2),
-    )  # fmt: skip
+    )
     save_machine(machine, tmp_path / "machine.yaml")
     assert load_machine(tmp_path / "machine.yaml") == machine
 
@@ -117,7 +116,6 @@ def test_every_field_comes_back_from_a_file(tmp_path):
         ("    kind: dram\n", "", "tier 1 of 1 lacks kind; its keys are: name, kind, capacity_bytes"),
         ("kind: dram", "kind: tape", "tier 1 of 1: kind must be one of gpu, dram, cxl, ssd, got 'tape'"),
         ("8GiB", "8 apples", "tier 1 of 1: capacity_bytes: cannot read '8 apples' as a size"),
-        ("8GiB", "[8]", "tier 1 of 1: capacity_bytes: a size must be"),
         ("40 GB/s", "fast", "tier 1 of 1: adam_bytes_per_s must be a number of bytes per second, or text such as"),
         ("40 GB/s", "0 GB/s", "tier 1 of 1: adam_bytes_per_s must be positive, got 0.0"),
         ("40 GB/s", ".inf", "adam_bytes_per_s must be finite, got inf"),
@@ -125,11 +123,9 @@ def test_every_field_comes_back_from_a_file(tmp_path):
         ("  flops", "  count: 1.5\n  flops", "the file: device: count must be a whole number, got 1.5"),
         ("  flops", "  is_host: 1\n  flops", "the file: device: is_host must be true or false, got 1"),
         ("  flops", "  name: 5\n  flops", "the file: device: name must be text, got 5"),
-        ("device:", "cache: {size: 5}\ndevice:", "the file: cache has the unknown key 'size'; its keys are: nbytes"),
         ("kind: dram", "kind: dram\n    backed_by: cxl", "the file: there is no tier 'cxl'; machine `small` has"),
         ("name: small", "name: small\nwrite_contention: 0.5", "write_contention must be at least 1, got 0.5"),
         ("kind: dram", "kind: ssd", "has the tier 'ssd' among `tiers`, which are memory: describe it under `ssd`"),
-        ("device:", "ssd: {read_bytes_per_s: 1}\ndevice:", "the file: ssd lacks capacity_bytes; its keys are"),
         ("device:", "ssd: {capacity_bytes: 1, num_drives: 0}\ndevice:", "ssd: num_drives must be at least 1"),
         ("device:", "ssd: {capacity_bytes: 1, versions: 3}\ndevice:", "versions must be 1 or 2, got 3"),
         ("device:", "links: 5\ndevice:", "the file: links must map devices_per_port, port_bytes_per_s, peer_bytes"),
@@ -146,17 +142,12 @@ def test_a_file_that_says_something_else_is_refused(old, new, message, written):
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("- 1", "the file must map name, tiers, device"),
-        ("name: x\ntiers: 3\ndevice: {}", "tiers must be a list, each entry with name, kind"),
-        ("{", "is not YAML"),
-    ],
-)
-def test_what_is_no_machine_is_refused(text, message, written):
-    with pytest.raises(ConfigError, match=message):
-        load_machine(written(text))
+def test_what_is_no_machine_is_refused(written):
+    tiers = "tiers must be a list, each entry with name, kind"
+    texts = {"- 1": "the file must map name, tiers, device", "name: x\ntiers: 3\ndevice: {}": tiers, "{": "is not YAML"}
+    for text, message in texts.items():
+        with pytest.raises(ConfigError, match=message):
+            load_machine(written(text))
     with pytest.raises(ConfigError, match=r"cannot read the machine file .*nowhere.yaml: No such file"):
         load_machine("nowhere.yaml")
 
@@ -181,23 +172,20 @@ def test_devices_share_a_port_with_those_that_are_used(written):
 NODE = "sys/devices/system/node"
 
 
+SLOW = {"read_bytes_per_s": 10e9, "write_bytes_per_s": 8e9, "h2d_bytes_per_s": 7e9, "d2h_bytes_per_s": 5e9}
+CALIBRATED = "calibration of 2026-01-31 with 2 threads"
 CALIBRATION = Calibration(
     date="2026-01-31",
     num_threads=2,
     nodes=(
         NodeSpeeds(node_id=0, read_bytes_per_s=30e9, write_bytes_per_s=20e9, adam_bytes_per_s=25e9, latency_ns=90.5),
-        NodeSpeeds(node_id=1, read_bytes_per_s=10e9, write_bytes_per_s=8e9, adam_bytes_per_s=9e9, latency_ns=250.0,
-                   h2d_bytes_per_s=7e9, d2h_bytes_per_s=5e9),
+        NodeSpeeds(node_id=1, adam_bytes_per_s=9e9, latency_ns=250.0, **SLOW),
     ),
-    devices=(
-        DeviceSpeeds(kind="cpu", name="some CPU", flops=1e11),
-        DeviceSpeeds(kind="cuda", name="gpu", flops=4e14, h2d_bytes_per_s=5e10, d2h_bytes_per_s=4e10,
-                     copy_latency_s=1e-5),
-    ),
+    devices=(DeviceSpeeds(kind="cpu", name="some CPU", flops=1e11),),
     cache_bytes=32 << 20,
     cache_bytes_per_s=1e11,
     ssds=(SsdSpeeds(folder="/nvme", read_bytes_per_s=7e9, write_bytes_per_s=6e9, direct=True),),
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -274,19 +262,19 @@ def test_a_write_that_fails_leaves_the_old_file(two_nodes, monkeypatch):
 
 # -- file, calibration, firmware: which wins ---------------------------------------------------------------------------
 
-RATINGS = [f"access1/initiators/{way}_{kind}" for way in ("read", "write") for kind in ("bandwidth", "latency")]
+
+def ratings(node: int, **values: int | None) -> dict[str, str | None]:
+    """Files of firmware's ratings of a node: None removes one."""
+    folder = f"{NODE}/node{node}/access1/initiators"
+    return {f"{folder}/{name}": None if value is None else f"{value}\n" for name, value in values.items()}
 
 
-def unrated(node: int) -> dict[str, None]:
-    return dict.fromkeys(f"{NODE}/node{node}/{name}" for name in RATINGS)
-
-
-def rated(node: int, way: str, megabytes_per_s: int) -> dict[str, str]:
-    return {f"{NODE}/node{node}/access1/initiators/{way}_bandwidth": f"{megabytes_per_s}\n"}
+UNRATED = dict.fromkeys(("read_bandwidth", "write_bandwidth", "read_latency", "write_latency"))
 
 
 def test_firmware(machine):
-    topology = Topology.detect(machine("3node", rated(1, "read", 20000) | rated(2, "write", 10000)))
+    files = ratings(1, read_bandwidth=20000) | ratings(2, write_bandwidth=10000)
+    topology = Topology.detect(machine("3node", files))
     found = machine_of(topology)
     assert found.names == ("dram", "cxl")
     cards = found.tier("cxl")
@@ -302,7 +290,7 @@ def test_firmware(machine):
     assert "\n" not in found.source
 
 
-def test_calibration_wins_over_firmware(two_nodes):
+def test_calibration_wins_over_firmware_where_all_nodes_of_a_tier_were_measured(two_nodes, tmp_path, machine):
     save_calibration(CALIBRATION, two_nodes, [])
     found = machine_of(two_nodes)
     dram, card = found.tiers
@@ -311,20 +299,17 @@ def test_calibration_wins_over_firmware(two_nodes):
     assert (dram.device_read_bytes_per_s, dram.device_write_bytes_per_s) == (30e9, 20e9)
     assert (card.device_read_bytes_per_s, card.device_write_bytes_per_s) == (7e9, 5e9)
     assert (found.cache.nbytes, found.cache.bytes_per_s) == (32 << 20, 1e11)
-    assert "cxl: calibration of 2026-01-31 with 2 threads" in found.source
-
-
-def test_a_tier_with_a_node_that_was_not_measured_keeps_its_ratings(machine):
-    topology = Topology.detect(machine("3node"))
-    save_calibration(CALIBRATION, topology, [])  # nodes 0 and 1
-    found = machine_of(topology)
+    assert f"dram: {CALIBRATED}; cxl: {CALIBRATED}" in found.source
+    larger = Topology.detect(machine("3node"))
+    save_calibration(CALIBRATION, larger, [])
+    found = machine_of(larger)
     assert found.tier("dram").adam_bytes_per_s == 25e9
     assert found.tier("cxl").device_read_bytes_per_s == pytest.approx(2 * 28672e6)
-    assert "dram: calibration of 2026-01-31 with 2 threads; cxl: firmware" in found.source
+    assert f"dram: {CALIBRATED}; cxl: firmware" in found.source
 
 
 def test_nodes_without_ratings_have_equal_parts(machine):
-    topology = Topology.detect(machine("3node", unrated(1) | unrated(2)))
+    topology = Topology.detect(machine("3node", ratings(1, **UNRATED) | ratings(2, **UNRATED)))
     second = replace(CALIBRATION.node(1), node_id=2, adam_bytes_per_s=6e9)
     save_calibration(replace(CALIBRATION, nodes=(*CALIBRATION.nodes, second)), topology, [])
     found = machine_of(topology).tier("cxl")
@@ -346,13 +331,19 @@ def test_a_file_wins_field_by_field(two_nodes, written):
     assert found.device.flops == 3e12 and found.links == MachineLinks(peer_bytes_per_s=25e9)
     assert (found.cache.nbytes, found.cache.bytes_per_s) == (1 << 20, 1e11)
     assert (found.name, found.write_contention) == ("mine", 4)
-    assert "cxl: file and calibration of 2026-01-31 with 2 threads" in found.source
-    assert "but flops: file" in found.source and found.source.endswith("(my own hands)")
+    for text in (f"cxl: file and {CALIBRATED}", "but flops: file", "(my own hands)"):
+        assert text in found.source
+    for text, error in (
+        ("tiers: [{name: nvm, adam_bytes_per_s: 1}]", "no tier 'nvm'"),
+        ("tiers: [{adam_bytes_per_s: 1}]", "tier 1 of 1 needs a name"),
+    ):
+        with pytest.raises((ConfigError, TierNotFoundError), match=error):
+            machine_of(two_nodes, file=written(text))
 
 
-@pytest.mark.parametrize("missing", [unrated(1), {f"{NODE}/node1/access1/initiators/write_bandwidth": None}])
+@pytest.mark.parametrize("missing", [UNRATED, {"write_bandwidth": None}])
 def test_nothing_is_guessed(machine, written, missing):
-    topology = Topology.detect(machine("2node", missing))
+    topology = Topology.detect(machine("2node", ratings(1, **missing)))
     assert machine_of(topology) is None
     assert tier_speeds(topology.tier("cxl"), None).origin == "unknown"
     fields = "adam_bytes_per_s: 1, device_read_bytes_per_s: 2, device_write_bytes_per_s: 3"
@@ -376,20 +367,6 @@ def test_devices_without_a_measurement_are_marked(two_nodes):
     assert host.device.h2d_bytes_per_s == host.tiers[0].device_read_bytes_per_s
     assert not gpu.device.is_host and gpu.device.h2d_bytes_per_s == 51.8 * GIB
     assert "default, as an H100 with PCIe 5.0 x16" in gpu.source
-
-
-@pytest.mark.parametrize(
-    ("text", "error", "message"),
-    [
-        ("tiers: [{name: nvm, adam_bytes_per_s: 1}]", TierNotFoundError, "no tier 'nvm'"),
-        ("tiers: [{adam_bytes_per_s: 1}]", ConfigError, "tier 1 of 1 needs a name"),
-        ("tiers: [{name: cxl, adam_bytes_per_s: fast}]", ConfigError, "got 'fast'"),
-        ("speed: 3", ConfigError, "unknown key 'speed'"),
-    ],
-)
-def test_files_with_mistakes_are_refused(two_nodes, written, text, error, message):
-    with pytest.raises(error, match=message):
-        machine_of(two_nodes, file=written(text))
 
 
 @pytest.fixture
@@ -419,7 +396,7 @@ A, B, C = "drive1/a", "drive1/b", "drive2/c"
 @pytest.mark.parametrize(
     ("paths", "measured", "read", "written_", "origin"),
     [
-        ([A], {B: (1e9, 1e9), A: (7e9, 6e9)}, 7e9, 6e9, "calibration of 2026-01-31 with 2 threads"),
+        ([A], {B: (1e9, 1e9), A: (7e9, 6e9)}, 7e9, 6e9, CALIBRATED),
         ([f"{A}/later"], {B: (7e9, 6e9)}, 7e9, 6e9, "calibration"),  # not measured: as fast as its drive
         ([A, C], {A: (7e9, 6e9), C: (3e9, 8e9)}, 2 * 3e9, 2 * 6e9, "calibration"),  # the slowest drive decides
         ([A, B], {A: (7e9, 6e9)}, 7e9, 6e9, "calibration"),  # folders on one drive are no faster than it

@@ -29,14 +29,13 @@ NODE = "sys/devices/system/node"
 
 
 def test_read_nodes_of_a_machine_with_two_cards(machine):
-    dram, first, second = read_nodes(machine("3node"))
-    assert (dram.node_id, dram.has_cpus, dram.distance) == (0, True, 10)
-    assert (first.node_id, first.has_cpus, first.distance) == (1, False, 24)
-    assert (second.node_id, second.has_cpus, second.distance) == (2, False, 24)
-    assert first.capacity_bytes == 1032020 * 1024
-    assert (first.read_bytes_per_s, first.write_bytes_per_s) == (28672e6, 28672e6)
-    assert (first.read_latency_ns, first.write_latency_ns) == (250, 250)
-    assert not any(node.movable for node in (dram, first, second))
+    nodes = read_nodes(machine("3node"))
+    found = [(node.node_id, node.has_cpus, node.distance, node.movable) for node in nodes]
+    assert found == [(0, True, 10, False), (1, False, 24, False), (2, False, 24, False)]
+    card = nodes[1]
+    assert card.capacity_bytes == 1032020 * 1024
+    assert (card.read_bytes_per_s, card.write_bytes_per_s) == (28672e6, 28672e6)
+    assert (card.read_latency_ns, card.write_latency_ns) == (250, 250)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +89,12 @@ def test_memory_only_nodes_are_cxl(machine, name, cards):
         topology.tier("cxl7")
 
 
+def test_speed_of_a_tier_is_unknown_when_one_node_has_no_rating(machine):
+    missing = {f"{NODE}/node2/access1/initiators/{kind}": None for kind in ("read_bandwidth", "read_latency")}
+    cxl = Topology.detect(machine("3node", missing)).tier("cxl")
+    assert (cxl.read_bytes_per_s, cxl.read_latency_ns, cxl.write_bytes_per_s) == (None, None, 2 * 28672e6)
+
+
 def test_memory_of_a_gpu_and_cards_outside_of_the_cpuset_are_left_out(machine):
     gpu = {"proc/driver/nvidia/gpus/0009:01:00.0/numa_status": "Node: 1\nStatus: online\n"}
     assert Topology.detect(machine("3node", gpu)).tier("cxl").node_ids == (2,)
@@ -99,40 +104,22 @@ def test_memory_of_a_gpu_and_cards_outside_of_the_cpuset_are_left_out(machine):
     assert "node 1 (CXL, 1007.0 MiB)" in note and "cpuset" in note
 
 
-def test_speed_of_a_tier_is_unknown_when_one_node_has_no_rating(machine):
-    missing = {f"{NODE}/node2/access1/initiators/{kind}": None for kind in ("read_bandwidth", "read_latency")}
-    cxl = Topology.detect(machine("3node", missing)).tier("cxl")
-    assert (cxl.read_bytes_per_s, cxl.read_latency_ns, cxl.write_bytes_per_s) == (None, None, 2 * 28672e6)
-
-
 @pytest.mark.filterwarnings("error")
-def test_two_sockets_without_a_card_are_one_tier_and_no_word_about_it(machine):
+def test_two_sockets_without_a_card_are_one_tier_and_no_word_about_it_until_cxl_is_asked_for(machine):
     topology = Topology.detect(machine("2socket"))
     assert topology.names == ("dram",) and topology.tier("dram").node_ids == (0, 1)
     assert "cxl" not in topology.describe().lower()
     with pytest.raises(TierNotFoundError, match=r"no CXL memory.*dram: 2\.9 GiB.*daxctl"):
         Topology.detect(topology.root, on_missing_tier="error")
-
-
-def test_the_missing_tier_that_is_asked_for_is_dram_with_one_warning(machine):
-    topology = Topology.detect(machine("2socket"))
-    with pytest.warns(MissingTierWarning, match="node 0, 1") as caught:
-        cxl = topology.tier("cxl")
-        assert topology.tier("cxl") is cxl
+    with pytest.warns(MissingTierWarning, match="node 0, 1") as caught, ThreadPoolExecutor(8) as pool:
+        (cxl,) = set(pool.map(lambda _: topology.tier("cxl"), range(64)))
     assert len(caught) == 1
     assert (cxl.emulated, cxl.kind, cxl.node_ids) == (True, TierKind.CXL, (0, 1))
     assert cxl.describe().endswith("[emulated: backed by DRAM]")
     assert topology.names == ("dram", "cxl") and topology.node_tier(0).name == "dram"
 
 
-def test_threads_that_ask_at_once_get_one_missing_tier():
-    topology = Topology.fake(("8GiB",), ())
-    with pytest.warns(MissingTierWarning) as caught, ThreadPoolExecutor(8) as pool:
-        assert len(set(pool.map(lambda _: topology.tier("cxl"), range(64)))) == 1
-    assert len(caught) == 1 and topology.names == ("dram", "cxl")
-
-
-def test_node_free_reads_now_and_counts_file_cache_and_keeps_headroom(machine):
+def test_node_free_reads_now_and_counts_file_cache_and_keeps_headroom_within_a_control_group(machine):
     root = machine("2node")
     topology = Topology.detect(root)
     assert 0 < topology.node_free_bytes(1) < topology.tier("cxl").capacity_bytes
@@ -140,22 +127,19 @@ def test_node_free_reads_now_and_counts_file_cache_and_keeps_headroom(machine):
     (root / NODE / "node1/meminfo").write_text("\n".join(f"Node 1 {line}" for line in meminfo))
     assert node_free_bytes(root, 1, 1 << 30) == (512 << 20) + (3 << 20) - (1 << 30) // 64
     assert topology.node_free_bytes(1) < 516 << 20
-
-
-ON_DISK = SsdOptions((Path("/nvme/run"),), 1 << 40)
+    files = {"proc/self/cgroup": "0::/job\n", **v2("/job", 256 * MIB, 200 * MIB)}
+    limited = Topology.detect(machine("3node", files))
+    assert limited.node_free_bytes(1) == 56 * MIB and limited.host_limit_bytes() == 256 * MIB
 
 
 def test_the_tier_ssd_is_no_tier_of_memory():
     plain = Topology.fake(("1GiB",), ("2GiB",))
-    topology = plain.with_ssd(ON_DISK)
+    topology = plain.with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))
     assert topology.names == ("dram", "cxl")
-    assert topology.tier("ssd") is topology.ssd
-    assert topology.select(kind=TierKind.SSD) == (topology.ssd,)
-    assert topology.ssd.capacity_bytes == 1 << 40
-    assert topology.ssd.node_ids == ()
+    assert (topology.tier("ssd"), topology.select(kind=TierKind.SSD)) == (topology.ssd, (topology.ssd,))
+    assert (topology.ssd.capacity_bytes, topology.ssd.node_ids) == (1 << 40, ())
     assert topology.host_limit_bytes() == plain.host_limit_bytes() == 3 << 30
     assert topology.describe().splitlines()[-1] == "ssd: 1.0 TiB in /nvme/run"
-    assert plain.ssd is None
     with pytest.raises(TierNotFoundError, match=r'this machine has: .dram., .cxl.\. Name a folder.*"path": "/nvme'):
         plain.tier("ssd")
 
@@ -190,21 +174,19 @@ def v2(path, limit, usage=0, inactive_file=0, high="max"):
 
 
 @pytest.mark.parametrize(
-    ("files", "limit_mib", "available_mib"),
+    ("group", "files", "limit_mib", "available_mib"),
     [
-        ({"proc/self/cgroup": "4:memory:/a\n0::/\n", **v1("/a", UNLIMITED_V1), **v1("", UNLIMITED_V1)}, 4096, 3072),
-        # other controllers
-        ({"proc/self/cgroup": "3:cpuset:/a\n2:name=memory-like:/a\n", **v1("/a", 64 * MIB)}, 4096, 3072),
-        # a limit of its own kind of v2
-        ({"proc/self/cgroup": "0::/a\n", **v2("/a", "max", 10 * MIB, high=64 * MIB)}, 64, 54),
-        ({"proc/self/cgroup": "0::/a\n", **v2("/a", 128 * MIB, 10 * MIB, high=64 * MIB)}, 64, 54),
-        ({"proc/self/cgroup": "0::/a\n", **v2("/a", 64 * MIB, 10 * MIB, high=128 * MIB)}, 64, 54),
-        # a group over its limit
-        ({"proc/self/cgroup": "0::/a\n", **v2("/a", 64 * MIB, 70 * MIB)}, 64, 0),
+        ("4:memory:/a\n0::/", v1("/a", UNLIMITED_V1) | v1("", UNLIMITED_V1), 4096, 3072),
+        ("3:cpuset:/a\n2:name=memory-like:/a", v1("/a", 64 * MIB), 4096, 3072),  # other controllers
+        ("0::/a", v2("/a", "max", 10 * MIB, high=64 * MIB), 64, 54),  # v2 has a second limit, and the smaller counts
+        ("0::/a", v2("/a", 128 * MIB, 10 * MIB, high=64 * MIB), 64, 54),
+        ("0::/a", v2("/a", 64 * MIB, 10 * MIB, high=128 * MIB), 64, 54),
+        ("0::/a", v2("/a", 64 * MIB, 70 * MIB), 64, 0),  # a group over its limit
     ],
 )
-def test_which_limits_count(limited, files, limit_mib, available_mib):
-    assert limited(files) == (limit_mib * MIB, available_mib * MIB, int(limit_mib < 4096))
+def test_which_limits_count(limited, group, files, limit_mib, available_mib):
+    found = limited({"proc/self/cgroup": f"{group}\n", **files})
+    assert found == (limit_mib * MIB, available_mib * MIB, int(limit_mib < 4096))
 
 
 @pytest.mark.parametrize(("version", "prefix"), [(v1, "4:cpu,memory:"), (v2, "0::")])
@@ -223,55 +205,36 @@ def test_every_group_and_ancestor_counts(limited, version, prefix, path, groups,
     assert found == (limit_mib * MIB, available_mib * MIB, len(groups))
 
 
-def test_node_free_respects_a_control_group(machine):
-    files = {"proc/self/cgroup": "0::/job\n", **v2("/job", 256 * MIB, 200 * MIB)}
-    topology = Topology.detect(machine("2node", files))
-    assert topology.node_free_bytes(1) == 56 * MIB and topology.host_limit_bytes() == 256 * MIB
-
-
 # -- drives ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def drives(monkeypatch, tmp_path):
-    """Makes folders, and says what is free on which drive: ``drives(a=(drive, free), ...)``."""
-
-    def make(**given):
-        number = {tmp_path / name: drive for name, (drive, _) in given.items()}
-        free = {tmp_path / name: SimpleNamespace(f_bavail=each, f_frsize=4096) for name, (_, each) in given.items()}
-        for folder in free:
-            folder.mkdir()
-        monkeypatch.setattr(os, "statvfs", free.__getitem__)
-        monkeypatch.setattr(disk_space, "drive_of", number.__getitem__)
-        monkeypatch.setattr(disk_space, "filesystem_of", lambda folder: "")
-        return list(free)
-
-    return make
 
 
 @pytest.mark.parametrize(
     ("given", "blocks"),
     [
-        ({"a": (1, 1000)}, 980),  # less two percent
-        ({"a": (1, 1000), "b": (2, 100), "c": (3, 5000)}, 294),  # the drive with least free space decides
-        ({"a": (1, 1000), "b": (1, 1000)}, 980),  # folders on one drive share what is free there
+        ([(1, 1000)], 980),  # less two percent
+        ([(1, 1000), (2, 100), (3, 5000)], 294),  # the drive with least free space decides
+        ([(1, 1000), (1, 1000)], 980),  # folders on one drive share what is free there
     ],
 )
-def test_without_a_budget_the_capacity_is_what_is_free(drives, given, blocks):
-    folders = drives(**given)
-    assert ssd_capacity_bytes(SsdOptions(tuple(folders))) == 4096 * blocks
-    later = tuple(folder / "run" / "state" for folder in folders)  # count as the ones around them
-    assert ssd_capacity_bytes(SsdOptions(later)) == 4096 * blocks
-    assert ssd_capacity_bytes(SsdOptions(tuple(folders), 1 << 50)) == 1 << 50, "a budget counts whatever is free"
+def test_without_a_budget_the_capacity_is_what_is_free(monkeypatch, tmp_path, given, blocks):
+    drives, free = {}, {}
+    for index, (drive, num_blocks) in enumerate(given):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        drives[folder], free[folder] = drive, SimpleNamespace(f_bavail=num_blocks, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", free.__getitem__)
+    monkeypatch.setattr(disk_space, "drive_of", drives.__getitem__)
+    monkeypatch.setattr(disk_space, "filesystem_of", lambda folder: "")
+    later = tuple(folder / "run" / "state" for folder in drives)  # count as the ones around them
+    for folders in (tuple(drives), later):
+        assert ssd_capacity_bytes(SsdOptions(folders)) == 4096 * blocks
+        assert ssd_capacity_bytes(SsdOptions(folders, 1 << 50)) == 1 << 50, "a budget counts whatever is free"
 
 
-def test_a_path_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
+def test_a_file_and_a_folder_in_memory_are_refused_and_one_on_a_network_is_warned_of(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r'the path .*file/run of "ssd" is no folder: .*file is something else'):
         ssd_capacity_bytes(SsdOptions((tmp_path / "file" / "run",)))
-
-
-def test_a_folder_in_memory_is_refused_and_one_on_a_network_is_warned_of(tmp_path, monkeypatch, caplog):
     options = SsdOptions((tmp_path / "new",), 1 << 30)
     for kind in ("tmpfs", "ramfs"):
         monkeypatch.setattr(disk_space, "filesystem_of", lambda folder, kind=kind: kind)

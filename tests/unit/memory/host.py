@@ -1,7 +1,10 @@
 """Memory of this machine for tests: real, under the allocator hook, or in the role of other nodes."""
 
+import os
+import resource
+from collections.abc import Callable
+
 import torch
-from torch import nn
 
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.topology import Topology
@@ -59,13 +62,17 @@ class Host:
         return PinnedResource(upstream, register=self.pinned.__setitem__, unregister=self.pinned.pop, where=None)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 4)
-        self.embedding = nn.Embedding(5, 6, padding_idx=0)
-        self.conv = nn.Conv2d(2, 3, 3)
-        self.norm = nn.BatchNorm1d(4)
-        self.rnn = nn.LSTM(4, 4)
-        self.attention = nn.MultiheadAttention(4, 2)
-        self.scale = nn.Parameter(torch.randn(4) * 0.02)
+def used(memory: HostMemory, key: str = "used_bytes") -> dict[str, int]:
+    return {name: tier[key] for name, tier in memory.stats()["tiers"].items() if tier[key]}
+
+
+def ends_in_child(call: Callable[[], object]) -> int:
+    """Return how a forked child ends: 0 where the call is true, or the negative number of a signal."""
+    pid = os.fork()
+    if pid == 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        try:
+            os._exit(0 if call() else 1)
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
