@@ -45,20 +45,16 @@ def writing(before):
         FileSystemWriter.write_data = usual
 
 
-class Held:
-    """Lets writes wait until `go`."""
-
-    def __init__(self):
-        self._go = threading.Event()
-        self.go = self._go.set
+class Held(threading.Event):
+    """Lets writes wait until it is set."""
 
     def __call__(self):
-        if not self._go.wait(LIMIT_S):
+        if not self.wait(LIMIT_S):
             raise TimeoutError("training has not gone on")
 
-    def go_later(self):
+    def set_later(self):
         """Let it write while this thread waits for it."""
-        threading.Timer(0.5, self.go).start()
+        threading.Timer(0.5, self.set).start()
 
 
 def full_drive():
@@ -107,7 +103,7 @@ def saved_meanwhile(path, **keywords):
 
     def at_step_5(trainer):
         found.append(Path(path).exists())
-        held.go()
+        held.set()
 
     with writing(held):
         fit(6, At(step_3=lambda trainer: trainer.save_checkpoint(path), step_5=at_step_5), **keywords)
@@ -179,7 +175,7 @@ def act_while_it_is_written(folder, act):
 
     def save(trainer):
         trainer.save_checkpoint(folder / "1.ckpt")
-        held.go_later()
+        held.set_later()
         found.append(act(trainer, folder))
 
     found = []
@@ -222,7 +218,7 @@ def raising(path, *, fails):
 
     def save_and_raise(trainer):
         trainer.save_checkpoint(path)
-        held.go_later()
+        held.set_later()
         raise ValueError("of the user")
 
     with writing(before), warnings.catch_warnings(record=True) as caught:
@@ -252,7 +248,7 @@ def replacing(folder, *, fails):
 
     def at_step_5(trainer):
         found.append(names_in(folder))
-        held.go()
+        held.set()
 
     keeping = ModelCheckpoint(folder, "{step}", every_n_train_steps=2)
     with writing(before):
@@ -281,7 +277,7 @@ def of_host_shards(path):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.zero_()
-            held.go()
+            held.set()
             saves.wait()
     finally:
         saves.close()

@@ -20,16 +20,7 @@ from lightning_cxl.run.session import Session, cut_for
 from tests.distributed import lightning_runs, training
 from tests.distributed.ranks import RankError, of_rank_0
 from tests.distributed.test_ssd import on_ssd
-from tests.distributed.training import (
-    LIMIT,
-    Job,
-    assert_close,
-    assert_same,
-    largest_difference,
-    place,
-    trained_as_by_fsdp,
-    whole,
-)
+from tests.distributed.training import LIMIT, Job, assert_close, assert_same, place, trained_as_by_fsdp, whole
 from tests.integration.llama import tiny_llama
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
@@ -124,7 +115,7 @@ def test_biases_that_loading_has_left_in_files(ranks, tmp_path, stream):
     job = Job(folder=str(tmp_path), lora=True, micro_batches=2, clip=0.05, options={"stream_weights": stream})
     ours = ranks.of(2).run(training.by_us, job)
     assert any("q_proj.base_layer.bias" in name for name in ours[0].weights)
-    losses, weights = largest_difference(ours[0], training.by_one(job))
+    losses, weights = training.largest_difference(ours[0], training.by_one(job))
     assert losses <= LIMIT and weights <= 5 * LIMIT, (losses, weights)
 
 

@@ -21,10 +21,7 @@ from tests.distributed.training import (
     assert_identical,
     assert_same,
     assert_same_weights,
-    batches,
-    device,
     error_of,
-    loss_of,
     place,
 )
 from tests.storage_cases import damage
@@ -191,7 +188,7 @@ def test_what_needs_one_process_is_refused(ranks, tmp_path, options, message):
 def evaluated(ours):
     """Return a loss without gradients."""
     with torch.no_grad():
-        return float(loss_of(ours.model, next(batches(ours.job, ours.rank, ours.world))[0].to(device())))
+        return float(training.loss_of(ours.model, ours.first()))
 
 
 def shards_on_ssd(ours):
@@ -212,48 +209,48 @@ def save_and_resume(job, resumed, path):
 
 def evaluated_and_written(job):
     """Evaluate, write weights and look at them between steps; return what was seen, also after the end."""
-    with Training(job) as training_:
-        model, found = training_.model, {}
-        found["before"] = evaluated(training_)
-        found["losses"] = training_.steps(0, 1)
+    with Training(job) as ours:
+        model, found = ours.model, {}
+        found["before"] = evaluated(ours)
+        found["losses"] = ours.steps(0, 1)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.9)
-        found["evaluated"] = evaluated(training_)
-        found["losses"] += training_.steps(1, 2)
+        found["evaluated"] = evaluated(ours)
+        found["losses"] += ours.steps(1, 2)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.data.add_(0.01)
-        found["losses"] += training_.steps(2, 3)
+        found["losses"] += ours.steps(2, 3)
         nn.init.normal_(next(find_units(model)[0][1].parameters()))
         torch.manual_seed(3)
-        found["losses"] += training_.steps(3, 4)
+        found["losses"] += ours.steps(3, 4)
         found["whole"] = whole_state(model)
-        num_steps = training_.session.runs[0].guard.num_steps
-        training_.session.runs[0].close()
-        found["closed"] = evaluated(training_)
+        num_steps = ours.session.runs[0].guard.num_steps
+        ours.session.runs[0].close()
+        found["closed"] = evaluated(ours)
     return {**found, "num_steps": num_steps, "after": whole_state(model)}
 
 
 def moved(job):
     """Return what steps read and write, and how many bytes lie on SSD."""
-    with Training(job) as training_:
-        shards = shards_on_ssd(training_)
-        training_.steps(0, 4)
-        return {**training_.session.report(device())["ssd"], "nbytes": sum(each.host.nbytes for each in shards)}
+    with Training(job) as ours:
+        shards = shards_on_ssd(ours)
+        ours.steps(0, 4)
+        return {**ours.session.report(training.device())["ssd"], "nbytes": sum(each.host.nbytes for each in shards)}
 
 
 def hidden_copies(job, delays):
     """Return which part of the time of copies to the device it computed meanwhile, in one forward and backward."""
-    with Training(job) as training_:
-        training_.steps(0, 1)
-        assert shards_on_ssd(training_)
-        tokens = next(batches(job, training_.rank, training_.world))[0].to(device())
+    with Training(job) as ours:
+        ours.steps(0, 1)
+        assert shards_on_ssd(ours)
+        tokens = ours.first()
         apart.set_delay(**delays)
-        with apart.timeline() as entries, training_.loop.backward():
-            loss_of(training_.model, tokens).backward()
+        with apart.timeline() as entries, ours.loop.backward():
+            training.loss_of(ours.model, tokens).backward()
         apart.set_delay()
-        training_.optimizer.zero_grad()
+        ours.optimizer.zero_grad()
     compute = [entry for entry in entries if entry.kind == "kernel" and entry.stream == 0]
     copies = [entry for entry in entries if entry.kind == "h2d"]
     meanwhile = sum(apart.overlap(copy, kernel) for copy in copies for kernel in compute)

@@ -215,6 +215,10 @@ class Training:
             self.optimizer.zero_grad()
         return losses
 
+    def first(self) -> torch.Tensor:
+        """Return this rank's tokens of the first micro-batch."""
+        return next(batches(self.job, self.rank, self.world))[0].to(device())
+
     def whole(self) -> dict[str, torch.Tensor]:
         return {name: whole(parameter) for name, parameter in self.model.named_parameters()}
 
