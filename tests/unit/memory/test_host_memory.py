@@ -98,6 +98,13 @@ def test_spilling_warns_once_per_role_and_tier(memory) -> None:
     assert memory.stats()["roles"]["momentum"] == {"cxl": 0, "dram": 0}, "no warning keeps a buffer"
 
 
+def test_when_every_tier_is_full_the_error_names_all_of_them_and_nothing_is_held(memory) -> None:
+    text = r"momentum \(1024\.0 TiB\) on tier `cxl`: .* free, nor on tier `dram`: .* free\. Raise the budget of `cxl`"
+    with pytest.raises(TierFullError, match=text):
+        memory.allocate(2**50, CXL_FIRST, ROLE)
+    assert used(memory, "held_bytes") == {} and memory.stats()["roles"] == {}
+
+
 def test_close_refuses_more_and_living_tensors_stay_valid_until_they_die(topology) -> None:
     memory = HostMemory(topology)
     tensors = [memory.tensor((MIB,), torch.float32, DRAM, role).fill_(2.0) for role in (ROLE, TensorRole.ACTIVATIONS)]

@@ -294,6 +294,13 @@ def test_pages_that_the_pin_moved_off_the_card_are_noticed(budget) -> None:
     assert driver == {} and budget.held_bytes == 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_without_cuda_the_driver_functions_say_so() -> None:
+    with pytest.raises(PinnedMemoryError, match="CUDA cannot be used"):
+        CudaDevices().register(4096, 4096)
+    CudaDevices().unregister(4096)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_torch_sees_the_memory_as_pinned() -> None:

@@ -1,7 +1,6 @@
 """`Engine`: pieces in one transfer, memory that lives just as long as it must, order, and the end."""
 
 import errno
-import os
 import threading
 import time
 import weakref
@@ -12,38 +11,31 @@ import xxhash
 from lightning_cxl.errors import StorageError
 from lightning_cxl.storage.drive import HEAD_BYTES, Drive, Engine, Piece, System
 from tests.storage_cases import BLOCK, CHUNK, bytes_of, fill, memory_of
+from tests.unit.memory.host import ends_in_child
 
 
 class Gate(System):
-    """Lets reads and writes pass one by one, and notes them."""
+    """Lets reads and writes pass one by one, and notes them; moves at most `most` bytes of a view at each call."""
 
     def __init__(self):
         self.opens = threading.Semaphore(1000)
         self.moved: list[tuple[str, int, int]] = []
+        self.most = 1 << 30
 
     def shut(self):
         while self.opens.acquire(blocking=False):
             pass
 
     def preadv(self, fd, views, offset):
-        self.opens.acquire()
-        self.moved.append(("read", offset - HEAD_BYTES, sum(view.nbytes for view in views)))
-        return super().preadv(fd, views, offset)
+        return super().preadv(fd, self._passes("read", views, offset), offset)
 
     def pwritev(self, fd, views, offset):
+        return super().pwritev(fd, self._passes("write", views, offset), offset)
+
+    def _passes(self, kind, views, offset):
         self.opens.acquire()
-        self.moved.append(("write", offset - HEAD_BYTES, sum(view.nbytes for view in views)))
-        return super().pwritev(fd, views, offset)
-
-
-class Short(Gate):
-    """Moves one block at each call."""
-
-    def preadv(self, fd, views, offset):
-        return super().preadv(fd, [views[0][:BLOCK]], offset)
-
-    def pwritev(self, fd, views, offset):
-        return super().pwritev(fd, [views[0][:BLOCK]], offset)
+        self.moved.append((kind, offset - HEAD_BYTES, sum(view.nbytes for view in views)))
+        return views if views[0].nbytes <= self.most else [views[0][: self.most]]
 
 
 @pytest.fixture
@@ -83,17 +75,13 @@ def test_pieces_are_read_and_written_in_chunks(engine, system):
     assert bytes_of(other) == b"".join(contents)
 
 
-def test_short_transfers_go_on_where_they_stopped(tmp_path):
-    drive = Drive(tmp_path / "file", Short(), make=True)
-    drive.grow(1 << 20)
-    engine = Engine([drive], CHUNK)
+def test_short_transfers_go_on_where_they_stopped(engine, system):
+    system.most = BLOCK
     memory, others = memory_of(3 * CHUNK), [memory_of(2 * BLOCK), memory_of(3 * CHUNK - 2 * BLOCK)]
     contents = fill(memory, 1)
     engine.write(pieces([memory])).wait_host()
     engine.read(pieces(others)).wait_host()
     assert b"".join(map(bytes_of, others)) == contents
-    engine.close()
-    drive.close()
 
 
 def test_the_checksum_is_that_of_the_chunks_in_order(engine):
@@ -123,24 +111,26 @@ def test_memory_lives_until_the_transfer_is_done_and_not_longer(engine, system, 
 
 @pytest.mark.parametrize("code", [0, errno.EIO])
 def test_memory_of_a_transfer_that_failed_is_let_go(engine, system, monkeypatch, code):
+    def fails(*args):
+        raise OSError(code, "")
+
     if code:
-
-        def fails(*args):
-            raise OSError(code, "")
-
         monkeypatch.setattr(system, "preadv", fails)
     memory = memory_of(3 * CHUNK)
     alive = weakref.ref(memory)
     transfer = engine.read(pieces([memory], start=2 << 20))
     del memory
-    while not transfer.done():
-        time.sleep(0.001)
-    deadline = time.monotonic() + 60
-    while alive() is not None:  # until the thread that ended it waits for the next one
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    eventually(transfer.done)
+    eventually(lambda: alive() is None)  # until the thread that ended it waits for the next one
     with pytest.raises(StorageError, match="EIO" if code else "the file ends there"):
         transfer.wait_host()
+
+
+def eventually(is_so):
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_a_transfer_begins_after_others_also_when_they_failed(engine, system):
@@ -165,11 +155,7 @@ def test_a_read_does_not_wait_for_writes_of_the_same_drive(engine, system, monke
     monkeypatch.setattr(system, "pwritev", lambda *args: go.wait(60) and write(*args))
     try:
         writing = engine.write(pieces([memory_of(32 * CHUNK)]))
-        reading = engine.read(pieces([memory_of(BLOCK)], start=40 * CHUNK))
-        end = time.monotonic() + 30
-        while not reading.done() and time.monotonic() < end:
-            time.sleep(0.001)
-        assert reading.done()
+        eventually(engine.read(pieces([memory_of(BLOCK)], start=40 * CHUNK)).done)
         assert not writing.done()
     finally:
         go.set()
@@ -219,31 +205,26 @@ def test_threads_that_cannot_be_started_are_an_error_and_no_hang(engine, monkeyp
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.timeout(20)
 def test_a_forked_child_which_has_no_threads_is_told_so(engine):
-    engine.read(pieces([memory_of(BLOCK)])).wait_host()
-    child = os.fork()
-    if child == 0:
-        try:
+    def is_told():
+        with pytest.raises(StorageError, match="forked"):
             engine.read(pieces([memory_of(BLOCK)])).wait_host()
-        except StorageError as error:
-            os._exit(3 if "forked" in str(error) else 4)
-        finally:
-            os._exit(5)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        return True
+
+    engine.read(pieces([memory_of(BLOCK)])).wait_host()
+    assert ends_in_child(is_told) == 0
 
 
 def test_what_follows_another_transfer_is_done_where_closing_was_interrupted(engine, system, monkeypatch):
-    system.shut()
-    first = engine.write(pieces([memory_of(BLOCK)]))
-    second = engine.write(pieces([memory_of(BLOCK)]), after=[first])
-
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "wait", interrupted)
+    system.shut()
+    first = engine.write(pieces([memory_of(BLOCK)]))
+    second = engine.write(pieces([memory_of(BLOCK)]), after=[first])
     opener = threading.Timer(0.1, system.opens.release, [1000])
     opener.start()
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine, "wait", interrupted)
         engine.close()
     opener.join()
-    monkeypatch.undo()
     assert first.done() and second.done()

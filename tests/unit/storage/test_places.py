@@ -63,18 +63,19 @@ def test_parts_of_a_run_that_was_killed_before_its_first_manifest_was_there_are_
     assert {path.name for path in paths[1].iterdir()} == {"lightning_cxl.lock"}
 
 
-@pytest.mark.parametrize("is_mounted", [True, False])
-def test_a_part_is_not_taken_where_its_home_is_not_mounted_or_it_cannot_be_read(tmp_path, is_mounted):
-    paths, elsewhere = folders(tmp_path, 2), tmp_path / "not mounted"
+@pytest.mark.parametrize("lost", ["home", "manifest", "part"])
+def test_a_part_is_not_taken_where_its_home_or_manifest_is_missing_or_it_cannot_be_read(tmp_path, lost):
+    paths, elsewhere = folders(tmp_path, 2), tmp_path / "elsewhere"
     contents = committed(paths)
-    if is_mounted:
+    hidden = {"home": paths[0], "manifest": paths[0] / "lightning_cxl-manifest.json"}.get(lost)
+    if hidden is None:
         (paths[1] / "lightning_cxl-part.json").write_text("{")
     else:
-        paths[0].rename(elsewhere)
+        hidden.rename(elsewhere)
     with pytest.raises(ConfigError, match="holds a part of a generation whose manifest is"):
         Store([paths[1]], budget_bytes=BUDGET)
-    if not is_mounted:
-        elsewhere.rename(paths[0])
+    if hidden is not None:
+        elsewhere.rename(hidden)
     check_restored(paths, contents)
 
 
@@ -92,9 +93,8 @@ def test_a_vanished_file_is_found_at_the_commit(tmp_path):
     put(store, store.reserve("state", BLOCK), 1)
     (file,) = tmp_path.glob("*.data")
     file.unlink()
-    with pytest.raises(StorageError, match="cannot find") as caught:
+    with pytest.raises(StorageError, match=r"cannot find.*ENOENT"):
         store.commit({})
-    assert caught.value.errno == errno.ENOENT
     file.touch()
     with pytest.raises(StorageError, match="another file"):
         store.commit({})
@@ -114,31 +114,29 @@ def test_space_is_taken_when_a_record_is_reserved(tmp_path):
     second = store.reserve("second", 2 * BLOCK)
     wrote = {record: put(store, record, seed) for seed, record in enumerate((first, second))}
     assert {record: get(store, record) for record in wrote} == wrote
-    file = data_file(tmp_path)
-    assert file.stat().st_blocks * 512 >= HEAD_BYTES + 8 * BLOCK
+    assert data_file(tmp_path).stat().st_blocks * 512 >= HEAD_BYTES + 8 * BLOCK
     store.close()
 
 
 @pytest.mark.parametrize("when", ["open", "read"])
 def test_a_filesystem_that_refuses_direct_transfers_is_used_through_its_cache(tmp_path, caplog, when):
-    class Refuses(System):
-        def __init__(self):
-            self.direct = set()
+    direct = set()
 
+    def refuse(is_direct):
+        if is_direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    class Refuses(System):
         def open(self, path, flags):
+            refuse(flags & os.O_DIRECT and when == "open")
             fd = super().open(path, flags)
+            direct.discard(fd)
             if flags & os.O_DIRECT:
-                if when == "open":
-                    os.close(fd)
-                    raise OSError(errno.EINVAL, "Invalid argument")
-                self.direct.add(fd)
-            else:
-                self.direct.discard(fd)
+                direct.add(fd)
             return fd
 
         def preadv(self, fd, views, offset):
-            if fd in self.direct:
-                raise OSError(errno.EINVAL, "Invalid argument")
+            refuse(fd in direct)
             return super().preadv(fd, views, offset)
 
     with caplog.at_level(logging.WARNING):
@@ -159,25 +157,19 @@ def test_a_missing_manifest_lets_nobody_delete_the_data(tmp_path, num_drives):
     for keeps in (True, False):
         with pytest.raises(ConfigError, match=r"whose manifest is .*missing.* back from a backup"):
             Store(paths, budget_bytes=BUDGET, keeps=keeps)
-    if num_drives > 1:  # nor where only the other drive is used
-        with pytest.raises(ConfigError, match="missing"):
-            Store(paths[1:], budget_bytes=BUDGET)
     (tmp_path / "lost").rename(manifest)
     check_restored(paths, contents)
 
 
-def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+def test_a_link_as_lock_a_filesystem_that_takes_no_space_in_advance_and_a_long_name_are_refused(tmp_path):
+    def no_space(*args):
+        raise OSError(errno.EINVAL, "Invalid argument")  # so does libc on ext2
+
     (tmp_path / "mine").write_text("kept")
     (tmp_path / "lightning_cxl.lock").symlink_to(tmp_path / "mine")
     with pytest.raises(StorageError, match="It is a link: remove the link"):
         Store([tmp_path], budget_bytes=BUDGET)
     assert (tmp_path / "mine").read_text() == "kept"
-
-
-def test_a_filesystem_that_takes_no_space_in_advance_and_a_name_that_is_too_long_say_what_to_do(tmp_path):
-    def no_space(*args):
-        raise OSError(errno.EINVAL, "Invalid argument")  # so does libc on ext2
-
     with pytest.raises(StorageError, match="cannot take space in advance: use ext4, XFS or btrfs"):
         Store([tmp_path / "ext2"], budget_bytes=BUDGET, system=Fails("allocate", no_space))
     with pytest.raises(StorageError, match="shorter path"):

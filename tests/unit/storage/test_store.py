@@ -1,17 +1,21 @@
 """`Store`: what is written is what is read, by windows and by generations."""
 
-import errno
+import contextlib
 import os
 import signal
 import stat
+import threading
 import time
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, TierFullError
-from lightning_cxl.storage.store import Store
-from tests.storage_cases import BLOCK, BUDGET, CHUNK, Fails, bytes_of, damage, fill, folders, get, memory_of, put
+from lightning_cxl.storage.store import Area, Store
+from tests.storage_cases import BLOCK, BUDGET, CHUNK, Fails, Gate, bytes_of, damage, fill, folders, get, memory_of, put
+from tests.unit.memory.host import ends_in_child
 
 
 @pytest.fixture
@@ -80,49 +84,37 @@ def test_reads_and_writes_that_are_not_waited_for_keep_their_order(opened):
     assert [bytes_of(target) for _, target in read] == expected
 
 
-@pytest.mark.parametrize("slow", ["read", "write"])
+@pytest.mark.parametrize("slow", ["preadv", "pwritev"])
 def test_a_write_waits_for_slow_reads_and_writes_before_it(opened, slow):
-    is_first = [False]
-
-    def hold_back(*args):
-        if is_first[0]:
-            is_first[0] = False
-            time.sleep(0.1)
-
-    store = opened(system=Fails("preadv" if slow == "read" else "pwritev", hold_back))
+    delays = []
+    store = opened(system=Fails(slow, lambda *args: time.sleep(delays.pop() if delays else 0)))
     record = store.reserve("state", BLOCK)
     sources, target = [memory_of(BLOCK) for _ in range(3)], memory_of(BLOCK)
     contents = [fill(source, seed) for seed, source in enumerate(sources)]
     store.write(record, sources[0]).wait_host()
-    is_first[0] = True
-    if slow == "write":
+    delays.append(0.1)
+    if slow == "pwritev":
         store.write(record, sources[1])
     else:
         store.read(record, target)
     store.write(record, sources[2])
     store.wait()
     assert get(store, record) == contents[2]
-    if slow == "read":
-        assert bytes_of(target) == contents[0]
+    assert slow == "pwritev" or bytes_of(target) == contents[0]
 
 
-def test_a_budget_holds(opened):
+def test_names_sizes_and_memory_that_cannot_be_are_refused_and_a_budget_holds(opened):
     store = opened(2, budget_bytes=10 * BLOCK, keeps=True)
-    store.reserve("first", 4 * BLOCK)
+    record = store.reserve("state", 4 * BLOCK)
     with pytest.raises(TierFullError, match=r"8\.0 KiB of 40\.0 KiB free"):
         store.reserve("second", 2 * BLOCK)
-    assert store.stats()["reserved_bytes"] == 8 * BLOCK
-
-
-def test_names_sizes_and_memory_that_cannot_be_are_refused(opened):
-    store = opened()
-    record = store.reserve("state", 2 * BLOCK)
     with pytest.raises(ConfigError, match="`state` already"):
         store.reserve("state", 1)
     with pytest.raises(ValueError, match="at least one byte"):
         store.reserve("other", 0)
-    memory = memory_of(3 * BLOCK)
-    for wrong in (memory.slice(0, BLOCK), memory.slice(512, 2 * BLOCK)):
+    assert store.stats()["reserved_bytes"] == 8 * BLOCK
+    memory = memory_of(5 * BLOCK)
+    for wrong in (memory.slice(0, BLOCK), memory.slice(512, 4 * BLOCK)):
         with pytest.raises(ValueError, match="page-aligned"):
             store.write(record, wrong)
     with pytest.raises(StorageError, match="nothing was written"):
@@ -235,30 +227,38 @@ def test_details_that_cannot_be_kept_are_refused_before_anything_is_done(opened)
         opened().commit({})
 
 
-@pytest.mark.parametrize("how", ["flip", "cut", "format"])
-def test_a_damaged_manifest_says_so(opened, tmp_path, how):
+@pytest.mark.parametrize(("old", "new", "message"), [("step", "stop", "is damaged"), ('t": 2', 't": 9', "format 9")])
+def test_a_damaged_manifest_says_so(opened, tmp_path, old, new, message):
     store = opened(keeps=True)
     store.reserve("state", BLOCK)
     store.commit({"step": 5})
     store.close()
     (manifest,) = tmp_path.rglob("*manifest.json")
-    text = manifest.read_text()
-    manifest.write_text(
-        {"flip": text.replace("step", "stop"), "cut": text[:50], "format": text.replace('t": 2', 't": 9')}[how]
-    )
-    with pytest.raises(CheckpointError, match="format 9" if how == "format" else "is damaged"):
+    whole = manifest.read_text()
+    manifest.write_text(whole.replace(old, new))
+    with pytest.raises(CheckpointError, match=message):
+        opened(keeps=True)
+    manifest.write_text(whole[:50])
+    with pytest.raises(CheckpointError, match="is damaged"):
         opened(keeps=True)
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_run_is_refused_and_told_so(opened, tmp_path):
+def test_a_second_run_and_paths_that_are_no_folders_or_the_same_are_refused(opened, tmp_path):
     opened(2)
     with pytest.raises(ConfigError, match="in use by another process"):
         opened(2)
     with pytest.raises(ConfigError, match="in use by"):
         Store([tmp_path / "drive1"], budget_bytes=BUDGET)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is no folder"):
+        Store([tmp_path / "file"], budget_bytes=1)
+    with pytest.raises(ConfigError, match="each path is used once"):
+        Store([tmp_path, tmp_path / ".." / tmp_path.name], budget_bytes=1)
+    with pytest.raises(StorageError, match=r"no/folder.*ENOENT"):
+        Store([tmp_path / "no" / "folder"], budget_bytes=1)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -295,13 +295,7 @@ def test_a_forked_child_has_no_file_of_a_store_open(opened, tmp_path):
         return [link for link in map(os.path.realpath, links) if link.startswith(str(tmp_path))]
 
     assert len(open_files()) == 4, "a lock and a data file for each drive"
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(len(open_files()))
-        finally:
-            os._exit(99)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ends_in_child(lambda: not open_files()) == 0
     assert len(open_files()) == 4, "the parent keeps its own"
 
 
@@ -319,13 +313,84 @@ def test_files_of_runs_that_are_gone_are_removed_and_others_are_not(opened, tmp_
     assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir() if file.name not in others} == {0o600}
 
 
-def test_paths_must_be_folders_and_different(tmp_path):
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(ConfigError, match="is no folder"):
-        Store([file], budget_bytes=1)
-    with pytest.raises(ConfigError, match="each path is used once"):
-        Store([tmp_path, tmp_path / ".." / tmp_path.name], budget_bytes=1)
-    with pytest.raises(StorageError, match="no/folder") as caught:
-        Store([tmp_path / "no" / "folder"], budget_bytes=1)
-    assert caught.value.errno == errno.ENOENT
+# -- areas, whose records take places in turn ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gate():
+    return Gate()
+
+
+@pytest.fixture
+def small(tmp_path, gate):
+    opened = Store([tmp_path], budget_bytes=16 * BLOCK, system=gate)
+    yield opened
+    gate.is_open.set()
+    opened.close()
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    sizes=st.lists(st.integers(1, 5 * BLOCK), min_size=1, max_size=20), count=st.sampled_from([1, 2]), data=st.data()
+)
+def test_records_that_live_together_never_share_bytes(tmp_path_factory, sizes, count, data):
+    with contextlib.closing(Store(folders(tmp_path_factory.mktemp("drives"), count), budget_bytes=1 << 24)) as store:
+        area = Area(store, "passing", data.draw(st.integers(0, 4)) * BLOCK, count)
+        living = {}
+        for seed, nbytes in enumerate(sizes):
+            for record in [each for each in living if data.draw(st.booleans())]:
+                assert get(store, record) == living.pop(record)
+                area.give_back(record)
+            record = area.take(nbytes)
+            assert record.nbytes == nbytes and not record.is_written
+            living[record] = put(store, record, seed)
+        assert all(get(store, record) == contents for record, contents in living.items())
+
+
+def test_space_is_taken_when_the_area_is_made_and_again_only_where_it_is_too_small(small):
+    area = Area(small, "passing", 6 * BLOCK, 1)
+    for _ in range(20):
+        records = [area.take(2 * BLOCK) for _ in range(3)]
+        assert small.stats()["reserved_bytes"] == 6 * BLOCK
+        for record in records:
+            area.give_back(record)
+    for _ in range(3):
+        larger = area.take(9 * BLOCK)
+        assert small.stats()["reserved_bytes"] == 15 * BLOCK
+        contents = put(small, larger, 1)
+        with pytest.raises(TierFullError, match=r"of 64\.0 KiB free"):
+            area.take(7 * BLOCK)
+        assert get(small, larger) == contents
+        area.give_back(larger)
+
+
+def test_an_area_that_does_not_fit_is_refused_when_it_is_made(small):
+    with pytest.raises(TierFullError, match="passing"):
+        Area(small, "passing", 17 * BLOCK, 1)
+
+
+def test_a_place_is_not_given_away_while_it_is_written(small, gate):
+    area = Area(small, "passing", 2 * BLOCK, 1)
+    first = area.take(2 * BLOCK)
+    gate.is_open.clear()
+    small.write(first, memory_of(2 * BLOCK))
+    area.give_back(first)
+    started = time.monotonic()
+    threading.Timer(0.05, gate.is_open.set).start()
+    second = area.take(2 * BLOCK)
+    assert second.versions == first.versions and time.monotonic() - started >= 0.05
+    assert small.stats()["reserved_bytes"] == 2 * BLOCK  # waited instead of taking more
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError()], ids=["drive", "memory"])
+def test_a_write_that_failed_does_not_keep_its_place(small, gate, error):
+    area = Area(small, "passing", 2 * BLOCK, 1)
+    first = area.take(2 * BLOCK)
+    gate.fails = error
+    write = small.write(first, memory_of(2 * BLOCK))
+    area.give_back(first)
+    second = area.take(2 * BLOCK)
+    with pytest.raises((StorageError, MemoryError)):
+        write.wait_host()
+    gate.fails = None
+    assert get(small, second) if put(small, second, 3) else False

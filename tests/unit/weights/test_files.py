@@ -30,17 +30,14 @@ from tests.unit.weights.test_load import assert_loaded, built_empty, saved
 
 SAMPLES = {
     "matrix": torch.randn(33, 17),
-    "half": torch.randn(5, 3).half(),
-    "brain": torch.randn(7).bfloat16(),
-    "double": torch.randn(4).double(),
     "scalar": torch.tensor(3.5),
-    "count": torch.tensor(7),
     "flags": torch.tensor([True, False, True]),
     "bytes": torch.arange(256, dtype=torch.uint8),
     "eight": torch.randn(9).to(torch.float8_e4m3fn),
-    "complex": torch.randn(3, dtype=torch.complex64),
     "nothing": torch.empty(0, 4),
     "ünïcode": torch.ones(1, dtype=torch.int16),
+    **{str(dtype): torch.randn(5, 3).to(dtype) for dtype in (torch.half, torch.bfloat16, torch.double, torch.int64)},
+    "complex": torch.randn(3, dtype=torch.complex64),
 }
 
 
@@ -66,15 +63,12 @@ def read(path, target, name="w"):
     return target
 
 
-def test_the_reference_implementation_reads_what_we_write(tmp_path, chunk_bytes):
-    loaded = load_file(write(tmp_path / "f.safetensors", SAMPLES))
+def test_we_and_the_reference_implementation_read_what_the_other_writes(tmp_path, chunk_bytes):
+    loaded = load_file(write(tmp_path / "ours", SAMPLES))
     assert loaded.keys() == SAMPLES.keys()
     assert all(equal(loaded[name], tensor) for name, tensor in SAMPLES.items())
-
-
-def test_we_read_what_the_reference_implementation_writes(tmp_path, chunk_bytes):
-    save_file(SAMPLES, tmp_path / "f.safetensors", metadata={"format": "pt", "by": "them"})
-    with TensorFile(tmp_path / "f.safetensors") as file:
+    save_file(SAMPLES, tmp_path / "theirs", metadata={"format": "pt", "by": "them"})
+    with TensorFile(tmp_path / "theirs") as file:
         assert file.metadata == {"format": "pt", "by": "them"}
         assert file.entries.keys() == SAMPLES.keys()
         for name, tensor in SAMPLES.items():
@@ -83,12 +77,9 @@ def test_we_read_what_the_reference_implementation_writes(tmp_path, chunk_bytes)
             file.entries[name].read_into(target, Staging())
             assert equal(target, tensor) and target._version > version
             assert file.entries[name].holds(tensor)
-
-
-def test_data_is_aligned_for_readers_that_map_the_file(tmp_path):
-    write(tmp_path / "f", {"odd": torch.ones(3, dtype=torch.uint8), "wide": torch.ones(2).double()})
-    with TensorFile(tmp_path / "f") as file:
-        assert all(e.begin % e.dtype.itemsize == 0 for e in file.entries.values())
+    with TensorFile(write(tmp_path / "odd", {"odd": torch.ones(3, dtype=torch.uint8), **SAMPLES})) as file:
+        for each in file.entries.values():
+            assert each.begin % each.dtype.itemsize == 0, "aligned for readers that map the file"
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2])
@@ -104,26 +95,21 @@ def test_conversion_rounds_as_torch_does_both_ways(tmp_path, chunk_bytes, stored
         assert equal(converted.nan_to_num(0.0), values.to(wanted).nan_to_num(0.0))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.empty(6, 4).t(),
-        lambda: torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        lambda: torch.empty(8, 10)[::2, 1::3],
-        lambda: torch.empty(3, 4, 5).permute(2, 0, 1),
-    ],
-)
+LAYOUTS = [
+    lambda: torch.empty(6, 4).t(),
+    lambda: torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    lambda: torch.empty(8, 10)[::2, 1::3],
+]
+
+
+@pytest.mark.parametrize("make", LAYOUTS)
 def test_tensors_of_any_layout_are_written_and_read(tmp_path, chunk_bytes, make):
-    source = make().copy_(torch.randn(make().shape))
+    source, target = make().copy_(torch.randn(make().shape)), make()
     path = write(tmp_path / "f", {"w": source})
     assert torch.equal(load_file(path)["w"], source)
-    target = make()
-    strides = target.stride()
+    assert torch.equal(read(path, target), source) and target.stride() == make().stride()
     with TensorFile(path) as file:
-        file.entries["w"].read_into(target, Staging())
-        assert file.entries["w"].holds(source)
-        assert not file.entries["w"].holds(source + 1)
-    assert torch.equal(target, source) and target.stride() == strides
+        assert file.entries["w"].holds(source) and not file.entries["w"].holds(source + 1)
 
 
 def test_bits_are_compared_and_conjugates_written_as_what_they_mean(tmp_path):
@@ -133,8 +119,7 @@ def test_bits_are_compared_and_conjugates_written_as_what_they_mean(tmp_path):
         assert not file.entries["zero"].holds(-torch.zeros(2)) and file.entries["nan"].holds(nan)
 
 
-def entry(**changes):
-    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
 @pytest.mark.parametrize(
@@ -144,9 +129,9 @@ def entry(**changes):
         b"PK\x03\x04torch",
         [],
         {"a": {"dtype": "F32"}},
-        {"a": entry(shape=[3])},
-        {"a": entry(dtype="F4")},  # of safetensors, and not of torch
-        {"a": entry(), "b": entry(data_offsets=[4, 12])},
+        {"a": {**ENTRY, "shape": [3]}},
+        {"a": {**ENTRY, "dtype": "F4"}},  # of safetensors, and not of torch
+        {"a": ENTRY, "b": {**ENTRY, "data_offsets": [4, 12]}},
     ],
 )
 def test_what_is_no_safetensors_file_is_refused(tmp_path, content):
@@ -174,15 +159,15 @@ def test_a_header_with_any_byte_changed_is_read_or_refused(tmp_path_factory, dat
 
 
 def test_names_and_dtypes_that_cannot_be_written(monkeypatch):
-    with pytest.raises(CheckpointError, match="__metadata__"):
-        encode_header([("__metadata__", torch.float32, (1,))], {})
-    with pytest.raises(CheckpointError, match="two tensors named 'a'"):
-        encode_header([("a", torch.float32, (1,)), ("a", torch.float32, (1,))], {})
-    with pytest.raises(CheckpointError, match=r"cannot hold torch\.complex128; they hold .*float32"):
-        encode_header([("a", torch.complex128, (1,))], {})
-    monkeypatch.setattr(tensor_file, "MAX_HEADER_BYTES", 50)
-    with pytest.raises(CheckpointError, match="write more, smaller files"):
-        encode_header([("a" * 50, torch.float32, (1,))], {})
+    monkeypatch.setattr(tensor_file, "MAX_HEADER_BYTES", 150)
+    for entries, message in (
+        ([("__metadata__", torch.float32, (1,))], "__metadata__"),
+        ([("a", torch.float32, (1,)), ("a", torch.float32, (1,))], "two tensors named 'a'"),
+        ([("a", torch.complex128, (1,))], r"cannot hold torch\.complex128; they hold .*float32"),
+        ([("a" * 150, torch.float32, (1,))], "write more, smaller files"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            encode_header(entries, {})
 
 
 def test_every_truncation_is_noticed_and_leaves_no_descriptor(tmp_path):
@@ -197,20 +182,19 @@ def test_every_truncation_is_noticed_and_leaves_no_descriptor(tmp_path):
 
 
 def test_errors_of_the_disk_name_the_file(tmp_path, chunk_bytes, monkeypatch):
-    path = write(tmp_path / "f", {"a": torch.ones(100)})
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    path, target = write(tmp_path / "f", {"w": torch.ones(100)}), torch.zeros(100)
     with pytest.raises(CheckpointError, match=r"gone`: No such file"):
         TensorFile(tmp_path / "gone")
     with TensorFile(path) as file:
         os.truncate(path, path.stat().st_size - 40)
         with pytest.raises(CheckpointError, match="has become shorter"):
-            file.entries["a"].read_into(torch.zeros(100), Staging())
-
-        def fail(*_):
-            raise OSError(5, "Input/output error")
-
+            file.entries["w"].read_into(target, Staging())
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(CheckpointError, match=rf"{path}.*Input/output error"):
-            file.entries["a"].read_into(torch.zeros(100), Staging())
+            file.entries["w"].read_into(target, Staging())
 
 
 def test_short_reads_and_writes_are_continued(tmp_path, monkeypatch):
@@ -282,24 +266,19 @@ def test_a_folder_with_an_index_a_file_and_a_list_of_files(sharded):
     assert names(sharded) == [["z"]], "a single file comes before an index, as in transformers"
 
 
-NOT_BESIDE, NO_TABLE = "not a file beside it", "no table of names, or empty"
+TWO_OF_THREE = {"a": "one.safetensors", "b": "three.safetensors", "c": "four.safetensors"}
+OUTSIDE = ("../one.safetensors", "/etc/passwd", "..", "..\\\\one.safetensors", 3)
 
 
 @pytest.mark.parametrize(
     ("weight_map", "reason"),
     [
-        (
-            {"a": "one.safetensors", "b": "three.safetensors", "c": "four.safetensors"},
-            r"2 of 3 files .*three\..*four\.safetensors.*Complete",
-        ),
+        (TWO_OF_THREE, r"2 of 3 files .*three\..*four\.safetensors.*Complete"),
         ({"a": "two.safetensors"}, r"'a' is in `two\.safetensors`, but it is in none of its files"),
         ({"a": "two.safetensors", "b": "one.safetensors"}, r"'a' is in `two\.safetensors`, but it is in `one\.safet"),
-        *(
-            ({"a": name}, NOT_BESIDE)
-            for name in ("../one.safetensors", "/etc/passwd", "..", "..\\\\one.safetensors", 3)
-        ),
-        ({}, NO_TABLE),
-        ([], NO_TABLE),
+        *(({"a": name}, "not a file beside it") for name in OUTSIDE),
+        ({}, "no table of names, or empty"),
+        ([], "no table of names, or empty"),
     ],
 )
 def test_an_index_that_does_not_fit_is_refused(sharded, weight_map, reason):
@@ -396,26 +375,23 @@ def test_mapped_weights_show_the_pages_of_the_file(path):
 
 
 def test_what_is_not_as_in_the_file_is_not_mapped(path):
-    """Converted, in another layout, in place, or not aligned."""
+    """In another layout, converted, in place, or not aligned."""
     state = saved(TinyConvNet(), path)
-    model = built_empty(TinyConvNet)
+    model, half, odd = (built_empty(TinyConvNet) for _ in range(3))
     load_weights(model, path, mapped=True)
     assert_loaded(model, state)
     in_memory = {name for name, p in model.named_parameters() if shown_file(p) != str(path)}
     assert in_memory == {name for name, p in TinyConvNet().named_parameters() if not p.is_contiguous()} != set()
-    half = built_empty(TinyConvNet)
     load_weights(half, path, dtype=torch.bfloat16, mapped=True)
     existing = TinyConvNet()
     load_weights(existing, path, mapped=True)
-    for each in (*half.parameters(), *existing.parameters()):
-        assert shown_file(each) != str(path)
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     path.write_bytes((length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :])
-    odd = built_empty(TinyConvNet)
     load_weights(odd, path, mapped=True)
-    assert_loaded(odd, state)
-    assert all(shown_file(p) != str(path) for p in odd.parameters())
+    for each in (existing, odd):
+        assert_loaded(each, state)
+    assert str(path) not in {shown_file(p) for each in (half, existing, odd) for p in each.parameters()}
 
 
 def test_a_file_that_is_larger_than_memory_is_mapped(path):
@@ -423,9 +399,8 @@ def test_a_file_that_is_larger_than_memory_is_mapped(path):
     memory = sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("MemTotal", "SwapTotal")))
     numel = (memory + (1 << 30)) // 4
     begin = encode_header([("weight", torch.float32, (numel,))], {})
-    with open(path, "xb") as file:  # of which the disk has one block
-        file.write(begin)
-        file.truncate(len(begin) + 4 * numel)
+    path.write_bytes(begin)
+    os.truncate(path, len(begin) + 4 * numel)  # of which the disk has one block
     model = nn.Module()
     model.weight = nn.Parameter(torch.empty(numel, device="meta"))
     load_weights(model, path, mapped=True)

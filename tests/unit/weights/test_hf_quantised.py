@@ -16,23 +16,22 @@ from tests.models import TINY_LLAMA
 bnb = pytest.importorskip("bitsandbytes")
 AUTO = tf.AutoModelForCausalLM
 TIED = dict(TINY_LLAMA, tie_word_embeddings=True)
-GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
-        "eos_token_id": 2}  # fmt: skip
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1}
 MODELS = {
     "Llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA)),
     "Qwen2: biases, tied": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**TIED)),
-    "GPT-2: weights the other way round": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)),
+    "GPT-2: weights the other way round": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2, eos_token_id=2)),
 }
+NESTED = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+BRAIN = {"bnb_4bit_compute_dtype": torch.bfloat16, "bnb_4bit_quant_storage": torch.bfloat16}
 WAYS = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-    "nf4, nested": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "nf4, nested": {**NESTED, "bnb_4bit_quant_type": "nf4"},
     "all options": {
-        "load_in_4bit": True,
+        **NESTED,
+        **BRAIN,
         "bnb_4bit_quant_type": "fp4",
-        "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_compute_dtype": torch.bfloat16,
-        "bnb_4bit_quant_storage": torch.bfloat16,
         "llm_int8_skip_modules": ["lm_head", "q_proj", "c_fc"],
     },
     "8 bit": {"load_in_8bit": True},
@@ -73,18 +72,17 @@ def facts(value):
 
 
 def assert_same(one, other):
-    modules = [dict(each.named_modules()) for each in (one, other)]
-    assert modules[0].keys() == modules[1].keys()
-    for name, mine in modules[0].items():
-        twin = modules[1][name]
-        assert type(mine) is type(twin)
-        names = ("compute_dtype", "compute_type_is_set", "quant_storage", "quant_state", "state", "training")
+    modules, twins = (dict(each.named_modules()) for each in (one, other))
+    assert modules.keys() == twins.keys()
+    names = ("compute_dtype", "compute_type_is_set", "quant_storage", "quant_state", "state", "training")
+    for name, mine in modules.items():
+        assert type(mine) is type(twins[name])
         for key in names:
-            assert facts(getattr(mine, key, None)) == facts(getattr(twin, key, None)), (name, key)
-    parameters = [dict(each.named_parameters()) for each in (one, other)]
-    assert parameters[0].keys() == parameters[1].keys()
-    for name, parameter in parameters[0].items():
-        assert facts(parameter) == facts(parameters[1][name]), name
+            assert facts(getattr(mine, key, None)) == facts(getattr(twins[name], key, None)), (name, key)
+    parameters, expected = (dict(each.named_parameters()) for each in (one, other))
+    assert parameters.keys() == expected.keys()
+    for name, parameter in parameters.items():
+        assert facts(parameter) == facts(expected[name]), name
     for name in ("is_quantized", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit"):
         assert getattr(one, name, None) == getattr(other, name, None), name
     assert type(one.hf_quantizer) is type(other.hf_quantizer)
@@ -96,6 +94,13 @@ def assert_same(one, other):
 def saved(model, folder):
     model.save_pretrained(folder, max_shard_size="30KB")
     return folder
+
+
+def changed(path, change):
+    """Change a dictionary of the tensors of a file."""
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
 
 
 @pytest.fixture
@@ -162,14 +167,17 @@ def test_a_plain_model_with_layers_of_the_library_loads_too(tmp_path):
     assert layer.quant_state is layer.weight.quant_state
 
 
+IN_8_BIT = {"load_in_8bit": True}
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"load_in_8bit": True, "llm_int8_has_fp16_weight": True}, UnsupportedError, "full-precision weights"),
-        ({"load_in_8bit": True, "llm_int8_enable_fp32_cpu_offload": True}, UnsupportedError, "which tiers do instead"),
+        ({**IN_8_BIT, "llm_int8_has_fp16_weight": True}, UnsupportedError, "full-precision weights"),
+        ({**IN_8_BIT, "llm_int8_enable_fp32_cpu_offload": True}, UnsupportedError, "which tiers do instead"),
         ({}, ConfigError, "quantises nothing"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "af4"}, ConfigError, "quantises nothing"),
-        ({"load_in_8bit": True, "llm_int8_skip_modules": []}, UnsupportedError, "tied to `model.embed_tokens.weight`"),
+        ({**IN_8_BIT, "llm_int8_skip_modules": []}, UnsupportedError, "tied to `model.embed_tokens.weight`"),
     ],
 )
 def test_settings_that_are_refused(tmp_path, fields, error, message):
@@ -187,9 +195,7 @@ def test_a_dictionary_is_as_good_and_another_library_is_refused(plain):
 
 def test_a_weight_that_no_file_holds_cannot_be_quantised(tmp_path):
     MODELS["Llama"]().save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    changed(tmp_path / "model.safetensors", lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(CheckpointError, match=r"1 weights .* such as `model.layers.1.mlp.up_proj.weight`"):
         from_pretrained(AUTO, tmp_path, strict=False, quantization_config=tf.BitsAndBytesConfig(**WAYS["nf4"]))
 
@@ -208,11 +214,9 @@ def test_a_weight_that_no_file_holds_cannot_be_quantised(tmp_path):
 )
 def test_damaged_quantised_files_are_named(plain, tmp_path, way, change, message):
     theirs(plain, **WAYS[way]).save_pretrained(tmp_path / "quantised")
-    file = tmp_path / "quantised" / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors, "model.layers.0.mlp.down_proj.weight")
-    save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"`model.layers.0.mlp.down_proj.weight`.*{message}"):
+    name = "model.layers.0.mlp.down_proj.weight"
+    changed(tmp_path / "quantised" / "model.safetensors", lambda tensors: change(tensors, name))
+    with pytest.raises(CheckpointError, match=f"`{name}`.*{message}"):
         from_pretrained(AUTO, tmp_path / "quantised")
 
 

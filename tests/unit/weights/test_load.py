@@ -45,13 +45,13 @@ def assert_loaded(model, state):
         assert loaded.dtype == value.dtype and torch.equal(loaded, value), name
 
 
-def existing(make, *args, **kwargs):
-    return make(*args, **kwargs)
-
-
 def loaded(model, path, **options):
     load_weights(model, path, **options)
     return model
+
+
+def existing(make, *args, **kwargs):
+    return make(*args, **kwargs)
 
 
 BUILDS = pytest.mark.parametrize("build", [built_empty, existing])
@@ -72,35 +72,34 @@ class Rotary(nn.Module):
 
 
 def test_parameters_have_no_memory_and_buffers_are_real():
-    make = lambda: nn.ModuleList([TinyConvNet(), Rotary(), nn.LSTM(2, 3), nn.MultiheadAttention(4, 2)])  # noqa: E731
+    def make():
+        return nn.ModuleList([TinyConvNet(), Rotary(), nn.LSTM(2, 3), nn.MultiheadAttention(4, 2)])
+
+    def facts(each):
+        return {n: (p.shape, p.dtype, p.stride(), p.requires_grad) for n, p in each.named_parameters()}
+
     model, reference = built_empty(make), make()
     assert all(p.is_meta and type(p) is nn.Parameter for p in model.parameters())
     for name, buffer in reference.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name
-    facts = lambda each: {n: (p.shape, p.dtype, p.stride(), p.requires_grad) for n, p in each.named_parameters()}  # noqa: E731
     assert facts(model) == facts(reference)
     rotary, tied = model[1], built_empty(TinyTransformer, tied=True)
     assert tied.head.weight is tied.embed.weight
     assert rotary.alias is rotary.weight and rotary.one is rotary.two and rotary.one.role == "scale"
 
 
-def test_it_ends_with_the_region_also_after_an_error():
-    with pytest.raises(KeyError), empty_weights():
-        raise KeyError
-    assert not nn.Linear(2, 2).weight.is_meta
-    with empty_weights(), empty_weights():
-        pass
-    assert not nn.Linear(2, 2).weight.is_meta
-
-
-def test_nothing_is_placed_that_is_thrown_away():
+def test_it_ends_with_the_region_also_after_an_error_and_what_is_thrown_away_is_not_placed():
     host = Host()
-    with host.mode(role=None), empty_weights():
-        TinyTransformer()
-        assert host.tier(torch.ones(100)) is None
-    assert not any(tier["held_bytes"] for tier in host.memory.stats()["tiers"].values())
-    with host.mode():
+    with host.mode(role=None):
+        with pytest.raises(KeyError), empty_weights():
+            TinyTransformer()
+            assert host.tier(torch.ones(100)) is None
+            raise KeyError
+        assert not any(tier["held_bytes"] for tier in host.memory.stats()["tiers"].values())
+        with empty_weights(), empty_weights():
+            pass
         assert host.tier(torch.ones(100)) is not None, "placing goes on afterwards"
+    assert not nn.Linear(2, 2).weight.is_meta
 
 
 def test_tensors_on_meta_are_refused_by_name():
@@ -132,15 +131,14 @@ def test_a_model_gets_the_values_of_the_files(path, make, build):
     assert report.nbytes == sum(value.nbytes for value in state.values())
     for name, (parameter, address) in before.items():
         assert model.get_parameter(name) is parameter and parameter.data_ptr() == address
-    strides = lambda each: {name: p.stride() for name, p in each.named_parameters()}  # noqa: E731
-    assert strides(model) == strides(make()), "channels-last stays"
+    for name, parameter in make().named_parameters():
+        assert model.get_parameter(name).stride() == parameter.stride(), "channels-last stays"
 
 
 def test_frozen_parameters_stay_frozen_and_attributes_survive(path):
     def make():
         model = TinyTransformer()
-        model.head.weight.requires_grad_(False)
-        model.head.weight.role = "head"
+        model.head.weight.requires_grad_(False).role = "head"
         return model
 
     saved(make(), path)
@@ -197,9 +195,8 @@ def test_missing_and_unexpected_are_one_error_or_reported(path):
     model = built_empty(TinyTransformer)
     with pytest.raises(CheckpointError, match=r"2 weights are missing from the files: `embed\.weight`") as caught:
         load_weights(model, path)
-    for text in ("`norm.weight`", "`norm.wieght`", "2 tensors of the files are not in the model", "`other.thing`"):
+    for text in ("`norm.weight`", "`norm.wieght`", "`other.thing`", "strict=False", "Nothing has been loaded"):
         assert text in str(caught.value)
-    assert "strict=False" in str(caught.value) and "Nothing has been loaded" in str(caught.value)
     assert all(p.is_meta for p in model.parameters())
     report = load_weights(model, path, strict=False)
     assert sorted(report.missing_keys) == ["embed.weight", "norm.weight"]
@@ -249,9 +246,10 @@ def fails_at_the_fifth(monkeypatch):
         read(self, *args)
 
     monkeypatch.setattr(FileTensor, "read_into", read_into)
+    return calls
 
 
-def test_after_an_error_in_the_middle_nothing_is_half_loaded(path, fails_at_the_fifth):
+def test_after_an_error_in_the_middle_nothing_is_half_loaded_or_it_is_said_what_is(path, fails_at_the_fifth):
     saved(TinyTransformer(), path)
     model = built_empty(TinyTransformer)
     before = dict(model.named_parameters())
@@ -261,10 +259,7 @@ def test_after_an_error_in_the_middle_nothing_is_half_loaded(path, fails_at_the_
     assert all(p.is_meta and p is before[name] for name, p in model.named_parameters())
     assert not getattr(caught.value, "__notes__", [])
     assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-def test_after_an_error_in_the_middle_it_is_said_what_has_been_overwritten(path, fails_at_the_fifth):
-    saved(TinyTransformer(), path)
+    fails_at_the_fifth.clear()
     with pytest.raises(CheckpointError, match="the disk is gone") as caught:
         load_weights(TinyTransformer(), path)
     assert "5 weights of the model have been overwritten" in caught.value.__notes__[0]
@@ -300,15 +295,14 @@ def test_inside_a_run_weights_go_where_decorators_and_policy_say(path, with_hook
 
 def test_an_explicit_tier_wins_inside_and_outside_of_a_run(path):
     state, host = saved(nn.Linear(8, 8), path), Host()
-    load = lambda: loaded(built_empty(nn.Linear, 8, 8), path)  # noqa: E731
     with scope.activate(host.memory, host.placer), lightning_cxl.host_allocation(tier="dram"):
-        model = load()
+        model = loaded(built_empty(nn.Linear, 8, 8), path)
     assert host.tier(model.weight) == "dram"
     assert_loaded(model, state)
     with lightning_cxl.host_allocation(tier="cxl"):
-        model = load()
+        model = loaded(built_empty(nn.Linear, 8, 8), path)
     assert set(lightning_cxl.residency(model.weight)) == {"cxl"}
-    model = load()
+    model = loaded(built_empty(nn.Linear, 8, 8), path)
     assert host.tier(model.weight) is None and model.weight.untyped_storage().resizable(), "ordinary memory"
 
 
