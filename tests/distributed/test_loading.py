@@ -225,7 +225,7 @@ def test_what_is_converted_waits_in_the_files(ranks, untied):
     assert set(kinds(untied, **BF16)) == {"there"}, "one process is on its own"
 
 
-@pytest.mark.parametrize("options", [{}, BF16], ids=["as in the files", "converted"])
+@pytest.mark.parametrize("options", [BF16, {}], ids=["converted", "as in the files"])
 def test_a_model_can_be_used_before_it_is_cut(ranks, untied, tmp_path, options):
     wanted = uses(untied, tmp_path, **options)
     for found in ranks.of(2).run(uses, untied, tmp_path, **options):
