@@ -328,6 +328,7 @@ class Store:
             for index, folder in enumerate(self._folders):
                 stack.enter_context(contextlib.closing(self._open_drive(folder, index, make=found is None)))
                 folder.remove_orphans(self._manifest.store_id)
+                folder.sync()  # a manifest that is there after a power loss must find its files
             self._engine = stack.enter_context(contextlib.closing(Engine(self._drives, self._manifest.chunk_bytes)))
             self._opened = stack.pop_all()
 
