@@ -366,9 +366,9 @@ def gather_groups(model: nn.Module) -> Iterator[Any]:
             yield from _groups(module)
 
 
-def awaits_backward(group: Any) -> bool:
-    """Return whether a forward of what is gathered as one has been followed by no backward yet."""
-    return bool(group._post_forward_indices)
+def num_awaited_backwards(group: Any) -> int:
+    """Return how many forwards of what is gathered as one no backward has followed yet, those without one included."""
+    return len(group._post_forward_indices)
 
 
 def _groups(module: Any) -> list[Any]:

@@ -300,7 +300,7 @@ class GradientOffload:
         size = 1 if unit is None else sum(each.compute.requires_grad for each in self._units[id(unit)])
         if len(self._group) >= size:
             self._copy_group()
-            if is_sharded(pair.compute):  # FSDP2 has reduced all of the unit
+            if unit is not None and is_sharded(pair.compute):  # FSDP2 has reduced all of the unit
                 self.unit_is_over(unit)
         if unit is None and self.updates is not None:
             self.updates.resident_has_come(pair)

@@ -117,8 +117,8 @@ class Updates:
             self.wait()  # it may read and write anything, at any time
             return
         self._optimizer = optimizer if self._in_backward and not has_step_hooks(optimizer) else None
-        if self._streamer is not None:
-            self._streamer.begin_step()
+        for unit in self._units:
+            unit.begin_step()
 
     def give_up(self) -> None:
         """Learn that the closure has failed."""

@@ -33,10 +33,10 @@ from lightning_cxl.devices.transfer import Transfer, TransferEngine
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.torch_private import (
     TO_COPY,
-    awaits_backward,
     gather_groups,
     make_wrapper,
     no_torch_function,
+    num_awaited_backwards,
     put_shard,
     sharded_parameters,
     tree_leaves,
@@ -254,16 +254,22 @@ class ShardedUnit:
     def __init__(self, group: Any) -> None:
         self.parameters: list[nn.Parameter] = [each.sharded_param for each in group.fsdp_params]
         self._group = group
+        self._num_before, self._repeats = 0, False
         self._update: Future[None] | None = None
         self._pid = os.getpid()
         self._bytes: list[_Bytes] = [p._local_tensor._bytes for p in self.parameters]  # type: ignore[attr-defined]
         for each in self._bytes:
             each.unit = self
 
+    def begin_step(self) -> None:
+        self._num_before, self._repeats = num_awaited_backwards(self._group), False
+
     @property
     def runs_again(self) -> bool:
-        """Whether a backward of this step may still gather it, as far as its forwards tell."""
-        return awaits_backward(self._group)
+        """Whether a backward of this step has gathered it before another one did, or still may."""
+        # FSDP2 forgets all forwards at the end of a backward; those of a validation before the step stay until then
+        self._repeats |= num_awaited_backwards(self._group) > self._num_before
+        return self._repeats
 
     def begin_update(self, update: "Future[None]") -> None:
         self.wait()
@@ -283,7 +289,8 @@ class ShardedUnit:
         try:
             update.result()
         finally:  # not earlier: until then nobody may take the weights for new
-            self._update = None
+            if self._update is update:  # else another thread has waited, and the next one has begun
+                self._update = None
 
     def wait_for_readers(self) -> None:
         for each in self._bytes:

@@ -233,6 +233,9 @@ class UnitWeights:
     def parameters(self) -> list[nn.Parameter]:
         return [place.parameter for place in self.places]
 
+    def begin_step(self) -> None:
+        self.num_forwards = 0
+
     @property
     def runs_again(self) -> bool:
         """Whether a backward of this step may still compute with it, as far as its forwards tell."""
@@ -573,10 +576,6 @@ class ParamStreamer:
             "num_fetches": self.num_fetches,
             "num_late": self.num_late,
         }
-
-    def begin_step(self) -> None:
-        for unit in self._units:
-            unit.num_forwards = 0
 
     def enter(self, unit: UnitWeights) -> None:
         phase = self.phase()

@@ -87,6 +87,9 @@ def train(job: Job, overlaps: bool, closures: bool = False) -> Overlapped:
                 losses.append(float(loss.detach()))
                 return loss
 
+            seen[0] = "forward"
+            with torch.no_grad():  # as a validation does: FSDP2 takes note of it, and no backward comes
+                loss_of(model, step[0].to(device()))
             for tokens in step[:-1]:
                 forward_and_backward(tokens, is_last=False)
             if closures:
