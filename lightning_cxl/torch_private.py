@@ -277,6 +277,8 @@ _HOOKS = tuple(
 UNSCALE = "_unscale_grads_"
 """The method of a loss scaler that is replaced where gradients are on the host."""
 find("torch.amp", f"GradScaler.{UNSCALE}", "unscale gradients on the host")
+_ORTHOGONALISE = "_zeropower_via_newtonschulz"
+_orthogonalise = find("torch.optim._muon", _ORTHOGONALISE, "orthogonalise updates of Muon on the device")
 
 
 def step_hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
@@ -310,6 +312,17 @@ def keeps_mark(step: _T) -> _T:
     """Tell schedulers that this `step`, or objects of this class in its place, call `mark_as_called` themselves."""
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return step
+
+
+@contextmanager
+def orthogonalising_by(function: Callable[..., Tensor]) -> Iterator[None]:
+    """Let Muon call ``function(torch's function, matrix, *options)`` where it orthogonalises an update."""
+    muon = sys.modules["torch.optim._muon"]
+    setattr(muon, _ORTHOGONALISE, functools.partial(function, _orthogonalise))
+    try:
+        yield
+    finally:
+        setattr(muon, _ORTHOGONALISE, _orthogonalise)
 
 
 def unscale(scaler: Any, *args: Any) -> Any:

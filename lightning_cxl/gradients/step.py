@@ -4,27 +4,29 @@ import logging
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import Parameter
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_cxl.devices.transfer import TransferEngine
 from lightning_cxl.gradients.guard import GradientMeter, OverflowGuard
 from lightning_cxl.gradients.offload import GradientOffload, HostWorker
 from lightning_cxl.memory.placement import TensorRole
+from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.cpu_adam import AdamStep, CPUAdam, Precisions, Update, written_by
-from lightning_cxl.optim.masters import MasterWeights, WeightPair
+from lightning_cxl.optim.masters import MasterWeights, WeightPair, is_on_host
 from lightning_cxl.optim.parameter_state import AllocateState, AwaitedParams, plain
 from lightning_cxl.optim.swapped_state import StateSwapper
 from lightning_cxl.sharding.host_shard import ShardedUnit
 from lightning_cxl.streaming.unit_weights import ParamStreamer, UnitWeights
 from lightning_cxl.streaming.units import Compiler, StandIn, call_under
-from lightning_cxl.torch_private import keeps_mark, mark_as_called, step_hooks
+from lightning_cxl.torch_private import keeps_mark, mark_as_called, orthogonalising_by, step_hooks
 
 # ----------------------------------------------------------------------------------------------------
 # `Updates`: all parameters at once, or streamed units one after the other, behind what the device does.
@@ -395,6 +397,7 @@ class HostStep:
         guard: OverflowGuard,
         updates: Updates,
         place_state: Callable[[Optimizer], None],
+        orthogonalise: Callable[..., torch.Tensor],
     ) -> None:
         self._optimizer = optimizer
         self._grads = grads
@@ -402,6 +405,7 @@ class HostStep:
         self._updates = updates
         self._place_state = place_state
         self._step = optimizer.step
+        self._orthogonalise = orthogonalise
         self._versions: dict[int, int] = {}  # of the parameters when the step began, by id
         self._evaluates_first = evaluates_first(optimizer)
         self._num_evaluations = 0  # of the closure of this step
@@ -438,11 +442,11 @@ class HostStep:
             value = vars(self._optimizer).get(name)
             if isinstance(value, torch.Tensor):
                 setattr(self._optimizer, name, value.cpu())
+        arguments = () if closure is None else (partial(self._evaluate, closure),)
         if closure is None:
             self._check(None)
-            result = self._step(**keywords)
-        else:
-            result = self._step(partial(self._evaluate, closure), **keywords)
+        with orthogonalising_by(self._orthogonalise) if isinstance(self._optimizer, Muon) else nullcontext():
+            result = self._step(*arguments, **keywords)
         updated = self._parameters()
         if self._evaluates_first:  # others may have written through `.data` where there is no gradient, too
             updated = [p for p in updated if p.grad is not None or self._is_written(p)]
@@ -486,6 +490,27 @@ def evaluates_first(optimizer: Optimizer) -> bool:
     """Whether the optimizer's `step` is torch's own or ours: it evaluates its closure before it touches anything."""
     owner = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
     return owner.__module__.startswith(("torch.optim.", "lightning_cxl."))
+
+
+def orthogonalise_on_device(
+    engine: TransferEngine,
+    stage: Callable[[int], Buffer],
+    plain: Callable[..., torch.Tensor],
+    matrix: torch.Tensor,
+    *options: Any,
+) -> torch.Tensor:
+    """Return what Muon's `plain` makes of a matrix on the host: 15 products of matrices, which the device computes.
+
+    `stage` gives pinned memory. A shard computes on the device by itself.
+    """
+    if engine.computes_on_host or not is_on_host(matrix):
+        return plain(matrix, *options)
+    nbytes = matrix.numel() * torch.bfloat16.itemsize
+    staging = stage(nbytes).tensor(matrix.shape, torch.bfloat16).copy_(matrix)  # as `plain` does first of all
+    there = torch.empty_like(staging, device=engine.device)
+    engine.h2d(staging, there).wait()
+    engine.d2h(plain(there, *options).contiguous(), staging).wait_host()
+    return staging
 
 
 class _StepLeftOut(Exception):
@@ -537,6 +562,7 @@ class Adoption:
         place_state: Callable[[Optimizer, Callable[[torch.Tensor], torch.Tensor]], None],
         meter: GradientMeter,
         swapper: StateSwapper | None,
+        orthogonalise: Callable[..., torch.Tensor],
     ) -> None:
         self._precisions = precisions
         self._masters = masters
@@ -547,6 +573,7 @@ class Adoption:
         self._place_state = place_state
         self._meter = meter
         self._swapper = swapper
+        self._orthogonalise = orthogonalise
         # the user's object, the one in use, and what gives their methods back
         self._adopted: list[tuple[Optimizer, Optimizer, ExitStack]] = []
 
@@ -577,7 +604,7 @@ class Adoption:
             ]
             type(current).add_param_group(current, {**param_group, "params": masters})
 
-        step = HostStep(current, self._grads, self._guard, self._updates, self.place_state)
+        step = HostStep(current, self._grads, self._guard, self._updates, self.place_state, self._orthogonalise)
         _replace(undo, current, "step", step)
         _replace(undo, current, "add_param_group", add_param_group)
         for name in ("train", "eval"):  # of an optimizer without a schedule, they swap all values: the model gets them

@@ -21,7 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 from lightning_cxl.config import SSD, OffloadConfig
 from lightning_cxl.errors import ConfigError, UnsupportedError
@@ -116,7 +130,8 @@ class AskedTiers:
 # ----------------------------------------------------------------------------------------------------
 # `state_tensors`: masters, gradients and optimizer state of every parameter that an optimizer updates.
 
-_FIXED: dict[type[Optimizer], int] = {Adadelta: 2, Adagrad: 1, Adamax: 2, ASGD: 1, NAdam: 2, RAdam: 2, Rprop: 2}
+_ONE, _TWO = (Adagrad, ASGD, Muon), (Adadelta, Adamax, NAdam, RAdam, Rprop)
+"""Optimizers by how many tensors of a parameter's size they keep, whatever their options."""
 
 
 def num_state_tensors(optimizer: Optimizer, group: dict[str, Any]) -> int:
@@ -128,7 +143,7 @@ def num_state_tensors(optimizer: Optimizer, group: dict[str, Any]) -> int:
         return 1 if group.get("momentum") else 0
     if isinstance(optimizer, RMSprop):
         return 1 + bool(group.get("momentum")) + bool(group.get("centered"))
-    return next((count for kind, count in _FIXED.items() if isinstance(optimizer, kind)), 0)
+    return 2 if isinstance(optimizer, _TWO) else 1 if isinstance(optimizer, _ONE) else 0
 
 
 def sensitive_parameters(model: nn.Module) -> dict[Tensor, None]:
@@ -191,6 +206,15 @@ def state_tensors(
                     if nbytes:
                         found[id(parameter), role, is_state] = PlannedTensor(parameter, role, nbytes, in_state=is_state)
     return list(found.values())
+
+
+def staged_matrices(optimizers: Iterable[Optimizer]) -> list[PlannedTensor]:
+    """Return the largest update that Muon has orthogonalised on a device apart: they go there one after the other."""
+    groups = [group for each in optimizers if isinstance(each, Muon) for group in each.param_groups]
+    largest = max((p for group in groups for p in group["params"]), key=Tensor.numel, default=None)
+    if largest is None:
+        return []
+    return [PlannedTensor(largest, TensorRole.STAGING, largest.numel() * torch.bfloat16.itemsize)]
 
 
 _Key = tuple[int | str, TensorRole, bool]
@@ -381,6 +405,7 @@ def list_tensors(
         *state,
         *widened_gradients(state),
         *staged,
+        *(() if all_on_host else staged_matrices(optimizers)),
         *(_inputs(measured, units, asked) if optimizers else ()),
     )
     tensors = of_machine([_with_tier(each, asked, why_not) for each in tensors], streamed, workload.mesh)

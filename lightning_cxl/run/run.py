@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -35,6 +36,7 @@ from lightning_cxl.gradients.step import (
     Adoption,
     Updates,
     describe_optimizer,
+    orthogonalise_on_device,
     waiting_forwards,
     why_after_backward,
 )
@@ -558,6 +560,7 @@ class Run:
                 self._placed.place_state,
                 self.meter,
                 None if self.on_ssd is None else self.on_ssd.state,
+                partial(orthogonalise_on_device, engine, self._placed.slots),
             )
             cleanup.callback(self._end, self._adoption.release)
             if executor is not None:
