@@ -24,6 +24,7 @@ from lightning_cxl.optim.masters import MasterWeights, WeightPair, is_on_host
 from lightning_cxl.optim.parameter_state import AllocateState, AwaitedParams, plain
 from lightning_cxl.optim.swapped_state import StateSwapper
 from lightning_cxl.sharding.host_shard import ShardedUnit
+from lightning_cxl.shards import local, shard_of, sharded_like
 from lightning_cxl.streaming.unit_weights import ParamStreamer, UnitWeights
 from lightning_cxl.streaming.units import Compiler, StandIn, call_under
 from lightning_cxl.torch_private import keeps_mark, mark_as_called, orthogonalising_by, step_hooks
@@ -501,16 +502,19 @@ def orthogonalise_on_device(
 ) -> torch.Tensor:
     """Return what Muon's `plain` makes of a matrix on the host: 15 products of matrices, which the device computes.
 
-    `stage` gives pinned memory. A shard computes on the device by itself.
+    `stage` gives pinned memory. Of a matrix that is cut over processes, each sends its shard, and they gather it there.
     """
     if engine.computes_on_host or not is_on_host(matrix):
         return plain(matrix, *options)
-    nbytes = matrix.numel() * torch.bfloat16.itemsize
-    staging = stage(nbytes).tensor(matrix.shape, torch.bfloat16).copy_(matrix)  # as `plain` does first of all
+    shard = local(matrix)
+    staging = (
+        stage(max(1, 2 * shard.numel())).tensor(shard.shape, torch.bfloat16).copy_(shard)
+    )  # as `plain` does first of all
     there = torch.empty_like(staging, device=engine.device)
     engine.h2d(staging, there).wait()
-    engine.d2h(plain(there, *options).contiguous(), staging).wait_host()
-    return staging
+    found = shard_of(plain(sharded_like(there, matrix), *options), matrix)
+    engine.d2h(found.contiguous(), staging).wait_host()
+    return sharded_like(staging, matrix)
 
 
 class _StepLeftOut(Exception):

@@ -48,6 +48,7 @@ ON_A_DEVICE = {
     "lora, reduced by the last micro-batch alone": Job(lora=True, micro_batches=2, clip=0.05, no_sync=True),
     "float32 masters": Job(**BF16, options={"master": "fp32"}),
     "split masters": Job(**BF16),
+    "muon": Job(model="transformer", tied=False, optimizer="Muon", frozen=("norm", "bias")),
     "split masters, reduced by the last micro-batch": Job(**BF16, micro_batches=3, no_sync=True),
 }
 

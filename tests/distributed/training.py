@@ -137,11 +137,12 @@ def mesh_of(job: Job, world: int) -> DeviceMesh:
 def make_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     options = {
         # eps: gradients that are nothing but rounding, as of the biases of keys, must not be divided by their size
-        "AdamW": {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-5},
-        "SGD": {"lr": 0.1, "momentum": 0.9},
+        "AdamW": {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-5, "foreach": False},
+        "SGD": {"lr": 0.1, "momentum": 0.9, "foreach": False},
+        "Muon": {"lr": 1e-3},
     }
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    made: torch.optim.Optimizer = getattr(torch.optim, job.optimizer)(trained, foreach=False, **options[job.optimizer])
+    made: torch.optim.Optimizer = getattr(torch.optim, job.optimizer)(trained, **options[job.optimizer])
     return made
 
 
