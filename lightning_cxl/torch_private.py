@@ -166,6 +166,17 @@ plain_data: Callable[[Tensor], Tensor] = find("torch", "Tensor.data.__get__", "l
 set_plain_data: Callable[[Tensor, Tensor], None] = find("torch", "Tensor.data.__set__", "let weights move to a device")
 
 
+# --- profilers
+
+_profiler = find("torch.autograd", "profiler", "give names to what profilers show")
+find("torch.autograd.profiler", "_is_profiler_enabled", "give names to what profilers show")
+
+
+def is_profiling() -> bool:
+    """Return whether a profiler of torch runs, in any thread."""
+    return bool(_profiler._is_profiler_enabled)
+
+
 # --- operators
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ COMPILED = {
 # third-party packages that what a training run uses may import; the others are front ends and commands
 OUTSIDE = {
     "errors": (), "config": (), "storage": ("xxhash",), "text": ("rich",),
-    "torch_private": ("torch",),
+    "torch_private": ("torch",), "timing": ("torch",),
     "weights": ("torch", "safetensors", "transformers", "huggingface_hub", "bitsandbytes", "peft"),
     "machine": ("torch", "yaml"), "placement": (), "devices": ("torch",), "memory": ("torch",), "transfer": ("torch",),
     "streaming": ("torch",), "optim": ("torch",), "gradients": ("torch",),

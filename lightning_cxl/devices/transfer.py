@@ -31,11 +31,13 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
 
+from lightning_cxl import timing
 from lightning_cxl.errors import PinnedMemoryError, UnsupportedError
 from lightning_cxl.text import format_bytes
 
@@ -189,8 +191,15 @@ class TransferEngine:
         """Return what is done when the device work is that the calling thread has queued so far: for `after`."""
         return FinishedTransfer()
 
+    def stall(self, total: timing.Total, name: str) -> AbstractContextManager[None]:
+        """Return a region in which the host waits. Added to a total is how long the device has nothing to do then."""
+        return timing.timed(total, name)
+
     def use_in_this_thread(self) -> None:
         """Make the device the calling thread's own, so that nothing it does touches another one."""
+
+    def count_stalls(self) -> None:
+        """Add stalls that have ended to their totals."""
 
     def synchronize(self) -> None:
         """Block until every copy started so far is done."""
@@ -269,21 +278,44 @@ class DeviceEngine(TransferEngine):
         self.device = torch.device(device.type, index)
         self._d2h_stream, self._h2d_stream = _copy_streams(self.device)
         self._in_flight: deque[DeviceTransfer] = deque()
+        self._stalls: deque[tuple[timing.Total, torch.Event, torch.Event]] = deque()
+        self._is_stalling = False
         self._lock = threading.Lock()
 
     def d2h_all(self, copies: Sequence[Copy], *, after: After = None, from_here: bool = False) -> Transfer:
         for source, destination in copies:
             check_copy(source, destination, self.device, torch.device("cpu"))
         sources, destinations = [source for source, _ in copies], [destination for _, destination in copies]
+        timing.add("d2h_bytes", sum(source.nbytes for source in sources))
         return self._start(self._d2h_stream, copies, sources, destinations, after, from_here)
 
     def h2d(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
         check_copy(source, destination, torch.device("cpu"), self.device)
+        timing.add("h2d_bytes", source.nbytes)
         return self._start(self._h2d_stream, [(source, destination)], [destination], [source], after, from_here=True)
 
     def mark(self) -> Transfer:
         stream = torch.accelerator.current_stream(self.device)
         return DeviceTransfer(stream.record_event(), stream)
+
+    @contextmanager
+    def stall(self, total: timing.Total, name: str) -> Iterator[None]:
+        if self._is_stalling:
+            yield
+            return
+        # the first event passes when the device has done all, the second one when the host goes on
+        begin, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+        stream = torch.accelerator.current_stream(self.device)
+        begin.record(stream)
+        self._is_stalling = True
+        try:
+            with timing.named(name):
+                yield
+        finally:
+            self._is_stalling = False
+            end.record(stream)
+            with self._lock:
+                self._stalls.append((total, begin, end))
 
     def use_in_this_thread(self) -> None:
         torch.accelerator.set_device_index(self.device.index)
@@ -319,11 +351,19 @@ class DeviceEngine(TransferEngine):
                 self._in_flight.append(transfer)
         return transfer
 
+    def count_stalls(self) -> None:
+        for _, _, end in tuple(self._stalls):
+            end.synchronize()
+        self._retire()
+
     def _retire(self) -> None:
         """Let go of the tensors of copies that are done, oldest first."""
         with self._lock:
             while self._in_flight and self._in_flight[0].done():
                 self._in_flight.popleft()
+            while self._stalls and self._stalls[0][2].query():
+                total, begin, end = self._stalls.popleft()
+                timing.add(total, begin.elapsed_time(end) / 1e3)
 
     def synchronize(self) -> None:
         with self._lock:

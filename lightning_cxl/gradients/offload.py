@@ -63,6 +63,7 @@ from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.kernels import mix_key
 from lightning_cxl.optim.masters import WeightPair, is_on_host
 from lightning_cxl.shards import is_replicated, is_sharded, local, sharded_like
+from lightning_cxl.timing import named
 from lightning_cxl.torch_private import at_end_of_backward, backward_id, plain_grad, set_plain_grad
 
 AllocateAll = Callable[[Sequence[tuple[Parameter, torch.dtype]], TensorRole], list[torch.Tensor]]
@@ -187,7 +188,7 @@ class GradientOffload:
         reserves_streamed: bool = True,  # `watch` makes sure that the gradients of all streamed parameters have room
         are_read_early: bool = True,  # someone may read gradients between the micro-batches of a step
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self._allocate_all = allocate_all
         self._meter = meter
         self._worker = worker
@@ -232,7 +233,7 @@ class GradientOffload:
             half = pair.master.dtype in _HALF or pair.grad_dtype in _HALF
             if half:
                 cast(Any, pair.master).grad_dtype = None
-            if self._unit_of(pair) is not None or not (pair.is_shared or self._engine.computes_on_host):
+            if self._unit_of(pair) is not None or not (pair.is_shared or self.engine.computes_on_host):
                 receive, before = partial(self._receive_from_device, pair), partial(self._begin_pending, pair)
                 hooks = GradientHooks(pair.compute, receive, before, stays=False)
             elif pair.is_shared:  # hooks of the user find in `.grad` what autograd alone would have put there
@@ -315,7 +316,7 @@ class GradientOffload:
         self.finish_at_the_end()  # also if nothing arrives, because `torch.autograd.grad` takes it
 
     def _check(self, pair: WeightPair, grad: torch.Tensor) -> None:
-        if grad.device != (device := self._engine.device):
+        if grad.device != (device := self.engine.device):
             where = f"`{pair.name}` got a gradient on `{grad.device}`, and the model computes on `{device}`"
             if id(pair.compute) in self._streamed:
                 raise UnsupportedError(
@@ -403,7 +404,8 @@ class GradientOffload:
         copies = [(each.grad, local(there)) for each, there in zip(copied, memory, strict=True)]
         # FSDP2 allocates on the stream that scatters, and calls hooks on the one that reduces over machines
         from_here = not any(is_replicated(each.pair.compute) for each in copied)
-        transfer = self._engine.d2h_all(copies, from_here=from_here)
+        with named("gradients to the host"):
+            transfer = self.engine.d2h_all(copies, from_here=from_here)
         nbytes = sum(source.nbytes for source, _ in copies)
         self._on_device.append((transfer, nbytes))
         self._device_bytes += nbytes
@@ -445,8 +447,10 @@ class GradientOffload:
     def _settle(self) -> None:
         """Return when all groups are accumulated; raises what went wrong first."""
         self._copy_group()
-        while self._groups:
-            self._groups.popleft().wait()
+        if self._groups:
+            with self.engine.stall("stall_gradients_s", "wait for gradients"):
+                while self._groups:
+                    self._groups.popleft().wait()
 
     def complete(self) -> None:
         """Return when every gradient that has come is where the optimizer reads it."""
@@ -547,7 +551,7 @@ class GradientOffload:
     def release_units(self) -> None:
         """Give the device memory of all units back; between backwards, of which the last may have failed."""
         if self._may_run:
-            wait_for_failed_backward(self._engine.device)  # else a gradient may come after its weight has gone
+            wait_for_failed_backward(self.engine.device)  # else a gradient may come after its weight has gone
             self._may_run = False  # nobody waits twice
         self._release_units()
 

@@ -27,6 +27,7 @@ from lightning_cxl.sharding.host_shard import ShardedUnit
 from lightning_cxl.shards import local, shard_of, sharded_like
 from lightning_cxl.streaming.unit_weights import ParamStreamer, UnitWeights
 from lightning_cxl.streaming.units import Compiler, StandIn, call_under
+from lightning_cxl.timing import timed
 from lightning_cxl.torch_private import keeps_mark, mark_as_called, orthogonalising_by, step_hooks
 
 # ----------------------------------------------------------------------------------------------------
@@ -280,7 +281,8 @@ class Updates:
         self.start(unit, written, self._updating(self._optimizer, pairs))
         self._masters.write_back([pair.master for pair in pairs], kernel_wrote=True)
         while sum(not each.done() for each in self._started) > self._max_in_flight:
-            wait([each for each in self._started if not each.done()], return_when=FIRST_COMPLETED)
+            with self._grads.engine.stall("stall_update_s", "wait for an update"):
+                wait([each for each in self._started if not each.done()], return_when=FIRST_COMPLETED)
 
     def resident_has_come(self, pair: WeightPair) -> None:
         """Start the update of a master whose compute weights stay on the device, if it may start now.
@@ -410,6 +412,7 @@ class HostStep:
         self._versions: dict[int, int] = {}  # of the parameters when the step began, by id
         self._evaluates_first = evaluates_first(optimizer)
         self._num_evaluations = 0  # of the closure of this step
+        self._updating = ExitStack()
 
     def __call__(self, closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
         optimizer = self._optimizer
@@ -425,6 +428,8 @@ class HostStep:
             return self._step_of_any_other(closure, keywords)
         except _StepLeftOut as left_out:
             return left_out.loss
+        finally:
+            self._updating.close()
 
     def _step_of_cpu_adam(self, optimizer: CPUAdam, closure: Callable[[], Any] | None) -> Any:
         try:
@@ -464,6 +469,7 @@ class HostStep:
             self._updates.write_back(self._optimizer, self._parameters())
         self._num_evaluations += 1
         self._grads.begin_step()
+        self._updating.close()
         try:
             with torch.enable_grad():
                 loss = closure()
@@ -474,6 +480,9 @@ class HostStep:
 
     def _check(self, loss: Any, *, can_skip: bool = True) -> Any:
         self._grads.end_step()
+        self._updating.enter_context(self._grads.engine.stall("stall_update_s", "step"))
+        if not isinstance(self._optimizer, CPUAdam):
+            self._updating.enter_context(timed("update_s", "update"))
         self._updates.prepare()
         with_grad = [parameter for parameter in self._parameters() if parameter.grad is not None]
         if not self._guard.accepts(self._optimizer, with_grad, can_skip=can_skip):

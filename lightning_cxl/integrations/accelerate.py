@@ -47,6 +47,7 @@ from lightning_cxl.sharding.processes import (
     on_all_ranks,
     ranks_of_each,
 )
+from lightning_cxl.timing import timed
 
 Options = Mapping[str, Any] | OffloadConfig | str | PathLike[str] | None
 """Options of a front end: fields of `OffloadConfig`, or a file with them."""
@@ -281,6 +282,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
             return self._stand_ins[-1]
         return whole_state(self._plain(model) if unwrap else model)
 
+    @timed("save_s", "save")
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Write what Accelerate does; models that are cut, and their optimizers, to a folder for each model in it.
 
@@ -360,6 +362,10 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         if self.scaler is not None:
             self.offload.attach_scaler(self.scaler)
         return super().free_memory(*objects)
+
+    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log values to the trackers, as Accelerate does, and what the steps since the last call took and moved."""
+        super().log({**self.offload.session.metrics(), **values} if self.trackers else values, *args, **kwargs)
 
     def report(self) -> dict[str, Any]:
         """Return bytes planned, used and at the peak, per tier and role; see `Session.report`."""

@@ -34,6 +34,7 @@ from lightning_cxl.run.session import cut_for, cut_state
 from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.sharding.fsdp import without_reducing
+from lightning_cxl.timing import timed
 
 _UNKNOWN = Loop(writes_unseen=True)
 _KEYS = "keys"
@@ -158,6 +159,7 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
         self.offload.before_clipping()
         super().clip_gradients_value(*args, **kwargs)
 
+    @timed("save_s", "save")
     def save_checkpoint(
         self,
         path: Any,

@@ -33,6 +33,7 @@ from lightning_cxl.run.session import taking_whole, whole_state
 from lightning_cxl.run.user_loop import methods_of_others
 from lightning_cxl.sharding.fsdp import is_cut
 from lightning_cxl.streaming.unit_weights import peek
+from lightning_cxl.timing import timed
 
 # ----------------------------------------------------------------------------------------------------
 # `TrainerAccelerator`: the accelerator inside of a Trainer of transformers.
@@ -186,6 +187,12 @@ class CXLTrainerMixin:
         """Return bytes planned, used and at the peak, per tier and role; see `Session.report`."""
         return self.accelerator.report()
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as the Trainer does; where something is named in `report_to`, also what steps took and moved."""
+        if "loss" in logs and self.args.report_to:
+            logs = {**logs, **self.accelerator.offload.session.metrics()}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
     def create_accelerator_and_postprocess(self) -> None:
         """Create the Trainer's accelerator, and make it ours; a search for hyper-parameters does so for each trial."""
         before = getattr(self, "accelerator", None)
@@ -252,6 +259,7 @@ class CXLTrainerMixin:
     # A folder ``checkpoint-N`` has whole weights, as transformers writes them, and beside them ``sharded_optimizer``,
     # to which each process writes its part. Any number of processes goes on from it. See [Note: Sharded checkpoints].
 
+    @timed("save_s", "save")
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Gather weights on the first process, which writes them; every process calls this."""
         if state_dict is None and is_cut(self.model):

@@ -72,6 +72,20 @@ def read_meminfo(path: Path) -> dict[str, int]:
     return fields
 
 
+def memory_pressure(root: Path = Path("/")) -> dict[str, float]:
+    """Return ``memory_pressure_pct`` (of the last 10 s, in which some thread waited for memory) and ``moved_pages``.
+
+    The kernel counts pages that it has moved from node to node since it began; what it does not count is left out.
+    """
+    found = {}
+    if (some := re.search(r"^some avg10=([\d.]+)", read_text(root / "proc/pressure/memory") or "")) is not None:
+        found["memory_pressure_pct"] = float(some[1])
+    vmstat = read_text(root / "proc/vmstat") or ""
+    if (moved := re.search(r"^(?:numa_pages_migrated|pgmigrate_success) (\d+)$", vmstat, re.MULTILINE)) is not None:
+        found["moved_pages"] = float(moved[1])
+    return found
+
+
 def allowed_node_ids(root: Path) -> frozenset[int] | None:
     for line in (read_text(root / "proc/self/status") or "").splitlines():
         if line.startswith("Mems_allowed_list:"):

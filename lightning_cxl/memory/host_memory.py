@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
+from lightning_cxl import timing
 from lightning_cxl.devices.transfer import process_device_type
 from lightning_cxl.errors import (
     LightningCXLError,
@@ -328,6 +329,7 @@ class HostMemory:
                 continue
             buffer = self._ledger.record(inner, role, split)
             if split != wanted:
+                timing.add("spilled_bytes", buffer.nbytes)
                 self._warn_spill(buffer, role, wanted, full)
             return buffer
         tiers = [name for name, _ in wanted] if self.on_tier_full == "error" else placement.tiers

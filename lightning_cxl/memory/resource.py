@@ -32,6 +32,7 @@ from operator import attrgetter
 
 import torch
 
+from lightning_cxl import timing
 from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError, PlacementError, TierFullError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.native._numa import NOWHERE, Mapping, Range, gather_pages, page_nodes
@@ -493,6 +494,7 @@ class PinnedResource(MemoryResource):
     def deallocate(self, buffer: Buffer) -> None:
         if os.getpid() == self._pid:  # a forked child has neither the memory nor the driver
             self._unregister(buffer.address)
+            timing.add("pinned_bytes", -buffer.nbytes)
 
     def _allocate_pinned(self, nbytes: int, alignment: int) -> Buffer:
         inner = self._upstream.allocate(nbytes, alignment=max(alignment, PAGE_BYTES))
@@ -503,6 +505,7 @@ class PinnedResource(MemoryResource):
                 f"cannot page-lock {format_bytes(nbytes)} for the device: {error}. Raise the limit `ulimit -l` (of a "
                 "container `--ulimit memlock=-1`) or the memory of the container or of WSL, or set pin_memory=False."
             ) from error
+        timing.add("pinned_bytes", nbytes)
         buffer = Buffer(inner.address, nbytes, inner.spans, self, inner)
         nodes = Counter[int]()
         for span in buffer.spans:

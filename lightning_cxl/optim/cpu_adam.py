@@ -56,6 +56,7 @@ from lightning_cxl.optim.parameter_state import (
 from lightning_cxl.optim.swapped_state import InBuffers, StateSwapper, read_states
 from lightning_cxl.shards import first_element, local, sums_over_processes
 from lightning_cxl.storage.swap import Swappable
+from lightning_cxl.timing import timed
 from lightning_cxl.torch_private import keeps_mark, loading_hooks, mark_as_called, share_hooks
 
 # ----------------------------------------------------------------------------------------------------
@@ -216,6 +217,7 @@ class AdamStep:
         return updates
 
     @torch.no_grad()
+    @timed("update_s", "update")
     def apply(self, updates: Sequence[Update], scale: float) -> None:
         """Carry out updates, and count the step of their parameters."""
         for update in updates:

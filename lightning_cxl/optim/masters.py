@@ -51,7 +51,7 @@ class WeightPair:
     """The compute and the master weights of one trained parameter, and in which precision its gradient is kept."""
 
     __slots__ = (
-        *("__weakref__", "_aliases", "_front", "_pid", "_plain_type", "_stream", "_update", "_written"),
+        *("__weakref__", "_aliases", "_engine", "_front", "_pid", "_plain_type", "_stream", "_update", "_written"),
         *("compute", "grad_dtype", "master", "name", "on_access", "version"),
     )
 
@@ -68,6 +68,7 @@ class WeightPair:
         self._written: Transfer | None = None  # to the device, in that update
         self._front: type[Parameter] | None = None  # of the compute parameter, before that update
         self._stream: object = None  # that the step ran on
+        self._engine: TransferEngine | None = None
         self._pid = 0
 
     @property
@@ -105,9 +106,10 @@ class WeightPair:
         self.compute.untyped_storage()  # the first access, which counts from then on
         return not self.may_be_written and torch_private.is_only_holder(self.compute)
 
-    def begin_update(self, update: "Future[None]") -> None:
+    def begin_update(self, update: "Future[None]", engine: TransferEngine) -> None:
         """Let whoever uses the compute weights wait for an update, and raise its error."""
         self.settle()
+        self._engine = engine
         torch.autograd.graph.increment_version([self.compute])  # graphs from before the step have old weights
         self.agree()
         self._update, self._front, self._pid = update, type(self.compute), os.getpid()
@@ -127,7 +129,9 @@ class WeightPair:
         try:
             if os.getpid() != self._pid:
                 return  # forked: the thread is the parent's, and so is the device, as torch says
-            update.result()
+            assert self._engine is not None
+            with self._engine.stall("stall_update_s", "wait for an update"):
+                update.result()
             if (written := self._written) is not None:
                 written.wait()
                 if current_stream(self.compute.device) != self._stream:
@@ -359,7 +363,7 @@ class MasterWeights:
         copies = [(pair, local(pair.compute.detach()), self._staging(pair)) for pair in pairs]
         mark = self._engine.mark()
         for pair in pairs:
-            pair.begin_update(update)
+            pair.begin_update(update, self._engine)
 
         @torch.no_grad()
         def write() -> None:

@@ -6,6 +6,7 @@ that is trained and one that is frozen.
 
 import logging
 import textwrap
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_cxl import timing
 from lightning_cxl.config import SSD, OffloadConfig
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.machine.binding import RankBinding, RankFacts, bind_rank
-from lightning_cxl.machine.topology import Topology
+from lightning_cxl.machine.topology import Topology, memory_pressure
 from lightning_cxl.memory.hook import active
 from lightning_cxl.planning.policies import check_policy
 from lightning_cxl.run.run import FinishedRun, Host, Run
@@ -129,6 +131,7 @@ class Session:
         self.host: Host | None = None  # memory and policy of the next or present run
         self.runs: list[Run] = []  # the runs that are going on, in the order in which they began
         self._finished: FinishedRun | None = None
+        self._measured: dict[str, float] = {}  # totals when `metrics` was asked last, or the first run began
         self._last_report: dict[str, Any] | None = None
         # open while the memory of this session is what `lightning_cxl.empty` uses; undoes what a front end has done
         self.active = ExitStack()
@@ -175,6 +178,7 @@ class Session:
         if not self.runs:  # plans are of runs: while a model is made, tied weights are there twice until they are tied
             self.host.memory.begin()
         run = Run(self.host, self.host.decide(plan), loop)
+        self._measured = self._measured or self._totals()
         self.runs.append(run)
         self.active.enter_context(run.activate())
         return run
@@ -230,6 +234,42 @@ class Session:
         if report is None or self.host is not None:
             report = _report(self.host_on(device), self.runs, "running")
         return {**report, "ranks": self._ranks, "config": self.config.describe(self.origins)}
+
+    def _totals(self) -> dict[str, float]:
+        num_steps = sum(run.guard.num_steps / max(1, len(run.optimizers)) for run in self.runs)
+        ssd = next((run.on_ssd.store.stats() for run in self.runs if run.on_ssd is not None), {})
+        moved = {f"ssd_{key}": value for key, value in ssd.items() if key in ("read_bytes", "written_bytes")}
+        return {"steps": num_steps, "step_s": time.perf_counter()} | moved | timing.totals() | memory_pressure()
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers for a logger, of the steps since the last call; empty where none is over.
+
+        Of one step on average: ``step_s``, ``update_s`` (updates of weights, in any thread), ``stall_update_s``,
+        ``stall_gradients_s`` and ``stall_ssd_s`` (what the training waited for), ``save_s``, ``ssd_read_bytes`` and
+        ``ssd_written_bytes``. ``update_hidden_pct``: the part of updates that ran behind the training. ``h2d_GBps`` and
+        ``d2h_GBps``: bytes copied to and from the device, by the time of the steps. Since the last call:
+        ``spilled_bytes``, ``moved_pages``. Now: ``<tier>_bytes`` used, ``pinned_bytes``, ``memory_pressure_pct``. Each
+        name begins with ``cxl/``.
+        """
+        if self.host is None:
+            return {}
+        self.host.engine.count_stalls()
+        now, before = self._totals(), self._measured
+        more = {key: value - before.get(key, 0.0) for key, value in now.items()}
+        num_steps = more.pop("steps")
+        if num_steps < 1:
+            return {}
+        self._measured = now
+        seconds, updates = more["step_s"], more.get("update_s", 0.0)
+        found = {key: value / num_steps for key, value in more.items() if key.endswith("_s") or key.startswith("ssd_")}
+        if updates:
+            found["update_hidden_pct"] = 100 * max(0.0, 1 - more.get("stall_update_s", 0.0) / updates)
+        found |= {f"{way}_GBps": more.get(f"{way}_bytes", 0.0) / seconds / 1e9 for way in ("h2d", "d2h")}
+        found |= {key: more[key] for key in ("spilled_bytes", "moved_pages") if key in more}
+        found |= {key: now[key] for key in ("pinned_bytes", "memory_pressure_pct") if key in now}
+        tiers = self.host.memory.stats()["tiers"]
+        found |= {f"{name}_bytes": tier["used_bytes"] for name, tier in tiers.items()}
+        return {f"cxl/{key}": float(value) for key, value in found.items()}
 
     def describe(self, name: str, device: torch.device) -> str:
         if self.host is None and self._last_report is None:

@@ -287,7 +287,8 @@ class ShardedUnit:
                 "(`p.detach().clone()`), or `num_workers=0`"
             )
         try:
-            update.result()
+            with self._bytes[0].engine.stall("stall_update_s", "wait for an update"):
+                update.result()
         finally:  # not earlier: until then nobody may take the weights for new
             if self._update is update:  # else another thread has waited, and the next one has begun
                 self._update = None

@@ -45,6 +45,7 @@ from lightning_cxl.streaming.replay import (
 )
 from lightning_cxl.streaming.unit_weights import peek
 from lightning_cxl.streaming.units import Compiler, StandIn, call_under
+from lightning_cxl.timing import named
 from lightning_cxl.torch_private import (
     caches_weights,
     compiled_module,
@@ -340,10 +341,11 @@ class ActivationOffload:
         return stored
 
     @contextmanager
-    def running(self, phase: Phase) -> Iterator[None]:
+    def running(self, phase: Phase, unit: str) -> Iterator[None]:
         before, self.phase = self.phase, phase
         try:
-            yield
+            with named(f"{phase} of {unit}"):
+                yield
         finally:
             self.phase = before
 
@@ -425,7 +427,7 @@ class _UnitCall:
             return self._recompute()
         (args, kwargs), self._arguments = self._arguments, None
         try:
-            with self._unit.offload.running("forward"):
+            with self._unit.offload.running("forward", self._unit.name):
                 output = call_under(self._compiler, self._unit.original, args, kwargs)
             self._settle()
             return output
@@ -461,5 +463,5 @@ class _UnitCall:
         for each in before._inputs if before is not None else ():
             each.prefetch(engine)
         args, kwargs = put_together(self._containers, leaves)
-        with self._state.replay(), self._unit.offload.running(self._phase):
+        with self._state.replay(), self._unit.offload.running(self._phase, self._unit.name):
             return call_under(self._compiler, self._unit.original, args, kwargs)

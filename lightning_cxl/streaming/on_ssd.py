@@ -49,6 +49,7 @@ from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.sharding.host_shard import HostShard
 from lightning_cxl.storage.store import Area, Record
 from lightning_cxl.storage.swap import Swapper, uninterrupted
+from lightning_cxl.timing import timed
 from lightning_cxl.torch_private import gather_groups, put_shard
 
 # ----------------------------------------------------------------------------------------------------
@@ -123,7 +124,8 @@ class Fetch:
         self._is_started.set()
 
     def _wait_until_started(self) -> None:
-        self._is_started.wait()
+        with timed("stall_ssd_s", "wait for a drive"):
+            self._is_started.wait()
         if self._error is not None:
             raise self._error.anew() if isinstance(self._error, StorageError) else self._error
 

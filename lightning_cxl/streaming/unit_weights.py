@@ -19,6 +19,7 @@ from lightning_cxl.shards import local
 from lightning_cxl.streaming.on_ssd import Fetch, WeightRecord
 from lightning_cxl.streaming.quantised import DATA, companions, show, tensors_of
 from lightning_cxl.streaming.units import Compiler, StandIn, call_under, owners_in
+from lightning_cxl.timing import named
 from lightning_cxl.torch_private import (
     asks_metadata,
     caches_weights,
@@ -585,7 +586,10 @@ class ParamStreamer:
             if self._gradients is not None:
                 self._gradients.finish_at_the_end()
             self.release(keep=unit)
-        unit.wait()
+        if unit.is_updating():
+            with self._engine.stall("stall_update_s", "wait for an update"):
+                unit.wait()
+        unit.wait()  # for its error
         for each in self._units:
             each.end_access()
         is_new = id(unit) not in self._entered
@@ -705,7 +709,8 @@ class ParamStreamer:
         """Start copying the weights of `unit` to a slot that is not in `keep`; None where all are."""
         slot = next((slot for slot in self._slots if slot not in keep), None)
         if slot is not None:
-            slot.fetch(unit, versions)
+            with named(f"fetch {unit.name}"):
+                slot.fetch(unit, versions)
             self._touch(slot)
             self.num_fetches += 1
         return slot

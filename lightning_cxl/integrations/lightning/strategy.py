@@ -59,6 +59,7 @@ from lightning_cxl.run.session import Session, cut_for, cut_state, follow
 from lightning_cxl.run.state_on_ssd import KEY, StateOnSsd, check_together
 from lightning_cxl.run.user_loop import end_earlier_trainings, methods_of_others, put_back
 from lightning_cxl.sharding import processes
+from lightning_cxl.timing import timed
 from lightning_cxl.torch_private import UNSCALE, step_hooks
 from lightning_cxl.weights.load import refuse_unready
 
@@ -199,6 +200,10 @@ class CommonStrategy(_Base):  # type: ignore[misc]
     @property
     def _has_met(self) -> bool:
         return self.is_distributed and dist.is_initialized()
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers of the steps since the last call, such as for ``fabric.log_dict``; see `Session.metrics`."""
+        return self._session.metrics()
 
     def report(self) -> dict[str, Any]:
         return self._session.report(self.root_device)
@@ -374,6 +379,12 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         """Let the activation arenas forget the step before; adopt what hooks have put into the optimizers since."""
         self.run.end_step()
         self.run.adopt_joined()
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning's own callbacks count
+        if step and step % trainer.log_every_n_steps == 0 and trainer.loggers and (metrics := self.metrics()):
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step - 1)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._call("training_step", self.precision_plugin.train_step_context, args, kwargs)
@@ -431,6 +442,7 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
             return own.unread_state_dict()
         return super().optimizer_state(optimizer)
 
+    @timed("save_s", "save")
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write Lightning's checkpoint with our entry beside it (not when only weights are saved)."""
         if self._session.run is not None:

@@ -1,0 +1,56 @@
+"""Seconds of a step by what they are spent on, bytes that are copied, and the names of both in torch's profilers.
+
+Totals are those of this process since it began. `Session.metrics` reports what each step has added.
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
+
+from torch.profiler import record_function
+
+from lightning_cxl.torch_private import is_profiling
+
+Total = Literal[
+    "update_s",  # updates of weights and state, in any thread
+    "stall_update_s",  # the training waits for an update, or makes it itself
+    "stall_gradients_s",  # the training waits until gradients are on the host, and added up
+    "stall_ssd_s",  # the training waits for reads from drives
+    "save_s",  # checkpoints are written
+    "h2d_bytes",
+    "d2h_bytes",
+    "pinned_bytes",  # are page-locked now
+    "spilled_bytes",  # went to another tier than the one asked for
+]
+
+_totals: defaultdict[str, float] = defaultdict(float)
+_lock = threading.Lock()
+
+
+def add(total: Total, amount: float) -> None:
+    with _lock:
+        _totals[total] += amount
+
+
+def totals() -> dict[str, float]:
+    with _lock:
+        return dict(_totals)
+
+
+def named(name: str) -> AbstractContextManager[object]:
+    """Return a region that torch's profilers, and NVTX under ``emit_nvtx``, show by name."""
+    return record_function(f"cxl::{name}") if is_profiling() else nullcontext()  # without a profiler it costs 10 us
+
+
+@contextmanager
+def timed(total: Total, name: str) -> Iterator[None]:
+    """Return a region whose seconds are added to a total, and which profilers show."""
+    begin = time.perf_counter()
+    try:
+        with named(name):
+            yield
+    finally:
+        add(total, time.perf_counter() - begin)

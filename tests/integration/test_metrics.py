@@ -1,0 +1,148 @@
+"""What a run tells while it goes on: numbers for loggers, and names in torch's profiler."""
+
+import csv
+import time
+
+import pytest
+import torch
+from accelerate.tracking import GeneralTracker
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+from transformers import TrainerCallback
+
+from lightning_cxl import CXLFabricStrategy, timing
+from lightning_cxl.optim.cpu_adam import AdamStep
+from tests.integration import accelerate_loop, hf_trainer
+from tests.integration.fabric_loop import make_fabric
+from tests.integration.training import offload, run
+from tests.models import Task, TinyTransformer, token_data
+
+NAMES = {
+    *("step_s", "update_s", "update_hidden_pct", "stall_update_s", "stall_gradients_s"),
+    *("h2d_GBps", "d2h_GBps", "dram_bytes", "pinned_bytes"),
+}
+"""Of every run on a device apart; others depend on the machine and on the options."""
+
+
+def logged(tmp_path, options, **given):
+    """Return what Lightning's logger got of us, by step, and the Trainer."""
+    given |= {"logger": CSVLogger(tmp_path), "log_every_n_steps": 2, "enable_checkpointing": True}
+    _, trainer = run(options, lambda: Task(TinyTransformer(dropout=0.0)), 8, **given)
+    with (tmp_path / "lightning_logs/version_0/metrics.csv").open() as file:
+        rows = [{k: float(v) for k, v in row.items() if k and v} for row in csv.DictReader(file)]
+    return {row["step"]: row for row in rows if "cxl/step_s" in row}, trainer
+
+
+def numbers(row):
+    return {name.removeprefix("cxl/"): value for name, value in row.items() if name.startswith("cxl/")}
+
+
+def test_lightnings_loggers_get_numbers_of_the_steps_between_two_lines(tmp_path):
+    before = timing.totals().get("h2d_bytes", 0.0)
+    rows, trainer = logged(tmp_path, {})
+    assert list(rows) == [1, 3, 5]  # the last steps are over when no batch comes any more
+    for row in map(numbers, rows.values()):
+        assert row.keys() >= NAMES
+        assert 0 < row["update_s"] < row["step_s"] and row["dram_bytes"] > 0
+    copied = sum(2 * row["step_s"] * row["h2d_GBps"] * 1e9 for row in map(numbers, rows.values()))
+    assert 0.5 * (timing.totals()["h2d_bytes"] - before) < copied <= timing.totals()["h2d_bytes"] - before
+    streamed = trainer.strategy.report()["streamed"]
+    assert timing.totals()["h2d_bytes"] - before >= streamed["num_fetches"] * streamed["host_bytes"] / 3
+
+
+class SlowData(Callback):
+    def on_train_batch_start(self, *_):
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("overlap_step", [True, False])
+def test_updates_count_as_hidden_where_the_training_does_not_wait_for_them(tmp_path, overlap_step, monkeypatch):
+    apply = AdamStep._apply
+
+    def slow(*args):
+        time.sleep(0.01)
+        apply(*args)
+
+    monkeypatch.setattr(AdamStep, "_apply", slow)
+    rows, _ = logged(tmp_path, {"overlap_step": overlap_step}, callbacks=[SlowData()])
+    for row in map(numbers, rows.values()):
+        assert row["update_s"] >= 0.01
+        assert row["update_hidden_pct"] > 50 if overlap_step else row["update_hidden_pct"] < 20
+
+
+def test_what_spills_is_counted(tmp_path):
+    with pytest.warns(Warning, match="went to"):
+        rows, _ = logged(tmp_path, offload(tiers={"dram": "1GiB", "cxl": "200KiB"}, tier_rules={"*": "cxl"}))
+    assert numbers(rows[1])["spilled_bytes"] > 0
+
+
+def test_the_trainer_of_transformers_logs_them_where_something_reports(tmp_path):
+    class Listens(TrainerCallback):
+        def __init__(self):
+            self.seen = []
+
+        def on_log(self, args, state, control, logs, **_):
+            self.seen.append(set(logs))
+
+    for report_to in ([], ["anything"]):
+        listener = Listens()
+        trainer = hf_trainer.make_trainer(tmp_path, {}, parts={"callbacks": [listener]}, logging_steps=2)
+        trainer.args.report_to = report_to
+        trainer.train()
+        trainer.end()
+        names = {f"cxl/{name}" for name in NAMES}
+        assert [names <= seen for seen in listener.seen[:-1]] == [bool(report_to)] * 4
+
+
+def test_accelerates_trackers_get_them_with_what_the_user_logs():
+    class Tracker(GeneralTracker):
+        name, requires_logging_directory, main_process_only = "seen", False, True
+
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        tracker = property(lambda self: self.seen)
+
+        def store_init_configuration(self, values):
+            pass
+
+        def log(self, values, step=None, **_):
+            self.seen.append((step, values))
+
+    tracker = Tracker()
+    accelerator = accelerate_loop.make_accelerator({}, log_with=tracker)
+    accelerator.init_trackers("run")
+    for step, loss in enumerate(accelerate_loop.steps(accelerator, *accelerate_loop.prepared(accelerator))):
+        accelerator.log({"loss": loss}, step=step)
+        accelerator.log({"again": loss}, step=step)
+    accelerator.free_memory()
+    first, again = tracker.seen[2:4]
+    assert first[1]["loss"] > 0 and {f"cxl/{name}" for name in NAMES} <= first[1].keys()
+    assert set(again[1]) == {"again"}, "each step once"
+
+
+def test_fabrics_strategy_returns_them():
+    fabric = make_fabric(CXLFabricStrategy())
+    model = TinyTransformer()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    assert fabric.strategy.metrics() == {}
+    for batch in list(token_data())[:2]:
+        fabric.backward(accelerate_loop.loss_of(model, fabric.to_device(batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert {f"cxl/{name}" for name in NAMES} <= fabric.strategy.metrics().keys()
+    assert fabric.strategy.metrics() == {}
+    fabric.strategy.teardown()
+
+
+def test_torchs_profiler_shows_what_a_step_does():
+    threads = _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=threads) as profiler:
+        run({}, lambda: Task(TinyTransformer(dropout=0.0)), 2)
+    names = {event.name for event in profiler.events() if event.name.startswith("cxl::")}
+    blocks = [f"model.blocks.{index}" for index in range(3)]
+    expected = {f"cxl::{what} {block}" for what in ("fetch", "forward of", "recompute of") for block in blocks}
+    assert expected | {"cxl::update", "cxl::gradients to the host"} <= names
