@@ -165,6 +165,28 @@ an error, 2 for options that are none.""",
     return parser
 
 
+def verify() -> argparse.ArgumentParser:
+    parser = _parser(
+        "verify",
+        """\
+Trains a copy of a model that has few blocks and random weights, with and without offload, and compares every output,
+gradient and weight bit by bit; the first module that differs is named. Asks the kernel where pages are, and measures
+the update. Exit status: 0 if all is equal, 1 if not.""",
+        " --model folder --precision bf16-true --lora 8",
+    )
+    add: Any = parser.add_argument
+    add("--model", default="llama-3.2-1b", help="folder with a config.json, hub id, or a shape (%(default)s)")
+    add("--precision", choices=("32-true", "bf16-true", "bf16-mixed"), default="bf16-true", help="(%(default)s)")
+    add("--blocks", type=int, default=4, metavar="N", help="of the model, at most (%(default)s)")
+    add("--batch", type=int, default=2, help="sequences per micro-batch (%(default)s)")
+    add("--seq", dest="sequence", type=int, default=32, help="tokens per sequence (%(default)s)")
+    add("--accumulate-grad-batches", type=int, default=2, metavar="N", help="micro-batches per step (%(default)s)")
+    add("--clip", type=float, default=1.0, metavar="NORM", help="of gradients; 0: none (%(default)s)")
+    add("--lora", type=int, metavar="R", help="train adapters of this rank on all linear layers")
+    add("--json", type=Path, metavar="FILE", help="write the verdicts there; -: to stdout")
+    return parser
+
+
 def training(name: str) -> argparse.ArgumentParser:
     """Return the parser of a command that trains or uses a model: its most used options, for `--help` alone.
 
@@ -202,6 +224,7 @@ PARSERS: Mapping[str, Callable[[], argparse.ArgumentParser]] = {
     "calibrate": calibrate,
     "export": export,
     "plan": plan,
+    "verify": verify,
 }
 """Of commands that parse their own options."""
 
@@ -258,6 +281,9 @@ COMMANDS: Mapping[str, Command] = {
     "plan": Command(
         "what a job holds where, whether it fits, seconds per step; loads no weights",
         "lightning_cxl.commands.plan",
+    ),
+    "verify": Command(
+        "train a small copy of a model with and without offload, and compare all bits", "lightning_cxl.commands.verify"
     ),
     "env": Command("what this machine has, and what to change about it", "lightning_cxl.commands.env"),
     "calibrate": Command("measure memory, devices and disks, for `plan`", "lightning_cxl.commands.calibrate"),

@@ -1,0 +1,357 @@
+"""``python -m lightning_cxl verify``: trains a small copy of a model with and without offload, and compares bits.
+
+The reference knows nothing of this package but the model: a loop of torch, with all weights on the device, whose
+gradients are added up and whose optimizer steps on the CPU. Both note a checksum of every module's output, every
+gradient and every weight, in the order in which they come, so the first that differs is the operation that is wrong.
+"""
+
+import argparse
+import copy
+import gc
+import json
+import statistics
+import sys
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from lightning_cxl.commands import parsers
+from lightning_cxl.devices.transfer import devices_apart
+from lightning_cxl.errors import ConfigError
+from lightning_cxl.inventory.tensors import Loop
+from lightning_cxl.memory.hook import residency
+from lightning_cxl.memory.placement import TensorRole
+from lightning_cxl.optim.cpu_adam import CPUAdam
+from lightning_cxl.optim.parameter_state import plain
+from lightning_cxl.run.session import Session
+from lightning_cxl.run.user_loop import UserLoop
+from lightning_cxl.text import format_bytes
+from lightning_cxl.weights.hf import model_on_meta, with_adapters
+
+_STEPS, _RESUMED_AT = 4, 2
+_SEED = 0
+_CLOSE = 1e-3  # relative, of losses with `CPUAdam`, which rounds square roots otherwise than torch
+_ADAM_ELEMENTS, _ADAM_ROUNDS = 1 << 24, 5
+
+Noted = list[tuple[str, int]]
+"""What was computed, in words, and the checksum of its bits, in order."""
+
+
+class Check(NamedTuple):
+    name: str
+    verdict: Literal["ok", "WRONG", "measured"]
+    detail: str
+
+
+@dataclass
+class Trained:
+    noted: Noted = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    state: Any = None
+    """Weights and optimizer state after `_RESUMED_AT` steps."""
+
+
+class Job:
+    """One short training: the model with few blocks and little vocabulary, and random tokens to learn."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.options, self.device = options, device
+        self.config = copy.deepcopy(model_on_meta(options.model).config)
+        text = self.config.get_text_config()
+        for name, most in (("num_hidden_layers", options.blocks), ("vocab_size", 512)):
+            setattr(text, name, min(getattr(text, name), most))
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[: text.num_hidden_layers]
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            setattr(text, name, None)
+        self.mixed = options.precision == "bf16-mixed"
+        self.dtype = torch.bfloat16 if options.precision == "bf16-true" else torch.float32
+
+    def make_model(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(_SEED)
+        model = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
+        if self.options.lora is not None:
+            model = with_adapters(model, {"r": self.options.lora, "target_modules": "all-linear"})
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:  # zeros, which hide what is wrong with the other adapters
+                    nn.init.normal_(parameter, std=0.02)
+        return model.train()
+
+    def batches(self) -> list[list[Tensor]]:
+        """Return the micro-batches of each step."""
+        generator = torch.Generator().manual_seed(_SEED)
+        vocabulary, size = self.config.get_text_config().vocab_size, (self.options.batch, self.options.sequence)
+        return [
+            [torch.randint(vocabulary, size, generator=generator) for _ in range(self.options.accumulate_grad_batches)]
+            for _ in range(_STEPS)
+        ]
+
+    def loss_of(self, model: Any, tokens: Tensor, number: int, trained: Trained) -> Any:
+        tokens = tokens.to(self.device)
+        torch.manual_seed(number)  # of dropout
+        with (
+            noting_outputs(model, f"micro-batch {number}: output of ", trained.noted),
+            torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed),
+        ):
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        trained.losses.append(float(loss.detach()))
+        return loss / self.options.accumulate_grad_batches
+
+
+def checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+@contextmanager
+def noting_outputs(model: nn.Module, what: str, noted: Noted) -> Iterator[None]:
+    """Note the output of every module that is one tensor, while the region lasts: not what a recompute repeats."""
+
+    def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            noted.append((f"{what}`{name}`", checksum(output)))
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_hook(partial(note, name)).remove)
+        yield
+
+
+def note_tensors(what: str, tensors: Mapping[str, Tensor], noted: Noted) -> None:
+    noted += [(f"{what}`{name}`", checksum(tensor)) for name, tensor in reversed([*tensors.items()])]
+
+
+def by_torch(job: Job) -> Trained:
+    """Train by torch: the model on the device; sums of gradients, clipping and AdamW in float32 on the CPU."""
+    trained, model = Trained(), job.make_model().to(job.device)
+    own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    masters = {name: nn.Parameter(p.detach().to("cpu", torch.float32, copy=True)) for name, p in own.items()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=1e-3)
+    for step, batches in enumerate(job.batches()):
+        for index, tokens in enumerate(batches):
+            job.loss_of(model, tokens, step * len(batches) + index, trained).backward()
+            for name, parameter in own.items():
+                if (grad := parameter.grad) is not None:
+                    whole = grad.to("cpu", torch.float32)
+                    master = masters[name]
+                    master.grad = whole if master.grad is None else master.grad + whole
+                    parameter.grad = None
+        finish_step(job, step, masters, optimizer, trained)
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(masters[name])
+        note_tensors(f"step {step}: weight ", {name: p.detach() for name, p in own.items()}, trained.noted)
+    return trained
+
+
+def finish_step(
+    job: Job, step: int, masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, trained: Trained
+) -> None:
+    # that of one backward may be kept in bfloat16, which is as exact
+    grads = {name: p.grad.float() for name, p in masters.items() if p.grad is not None}
+    note_tensors(f"step {step}: gradient of ", grads, trained.noted)
+    if job.options.clip:
+        clip_grad_norm_(masters.values(), job.options.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@contextmanager
+def offloaded(job: Job, session: Session) -> Iterator[tuple[Any, torch.optim.Optimizer, UserLoop]]:
+    model = job.make_model()
+    accumulates = job.options.accumulate_grad_batches > 1
+    loop = UserLoop(session, job.device, Loop(accumulates=accumulates, needs_whole_step="clipping"))
+    with closing(loop):
+        (optimizer,) = loop.prepare(
+            model, [torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)]
+        )
+        yield model, optimizer, loop
+
+
+def by_us(
+    job: Job,
+    options: dict[str, Any],
+    trained: Trained,
+    *,
+    state: Any = None,
+    look: Callable[[Session, Any, Any], None] | None = None,
+) -> Trained:
+    """Train with offload; with `state`, from `_RESUMED_AT` on. `look` gets session, model and optimizer at the end."""
+    session = Session(**options)
+    with offloaded(job, session) as (model, optimizer, loop):
+        if state is not None:
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        for step, batches in enumerate(job.batches()):
+            if state is not None and step < _RESUMED_AT:
+                continue
+            if step == _RESUMED_AT:
+                trained.state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            for index, tokens in enumerate(batches):
+                number = step * len(batches) + index
+                with loop.backward(is_last=index == len(batches) - 1):
+                    job.loss_of(model, tokens, number, trained).backward()
+            holders = [p for group in optimizer.param_groups for p in plain(group["params"])]
+            finish_step(job, step, dict(zip(names, holders, strict=True)), optimizer, trained)
+            weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            note_tensors(f"step {step}: weight ", weights, trained.noted)
+        if look is not None:
+            look(session, model, optimizer)
+    return trained
+
+
+def first_difference(ours: Noted, theirs: Noted) -> str | None:
+    """Return what was computed first that is not the same, in words."""
+    for (name, value), (expected, reference) in zip(ours, theirs, strict=False):
+        if name != expected:
+            return f"{expected} was not computed; {name} was"
+        if value != reference:
+            return name
+    return None if len(ours) == len(theirs) else f"{abs(len(ours) - len(theirs))} values at the end are missing"
+
+
+def compared(name: str, train: Callable[[], Noted], theirs: Noted) -> Check:
+    try:
+        ours = train()
+    except Exception as error:  # of anything that is wrong
+        return Check(name, "WRONG", f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+    different = first_difference(ours, theirs)
+    if different is None:
+        return Check(name, "ok", f"{len(ours)} outputs, gradients and weights have the same bits")
+    return Check(name, "WRONG", f"the first that differs: {different}")
+
+
+def since(step: int, noted: Noted, job: Job) -> Noted:
+    """Return what was noted from a step on."""
+    first = f"micro-batch {step * job.options.accumulate_grad_batches}:"
+    return noted[next(i for i, (name, _) in enumerate(noted) if name.startswith(first)) :]
+
+
+def check_pages(session: Session, model: Any, optimizer: Any) -> Check:
+    """Ask the kernel where the optimizer's state is, and the weights of blocks, and compare with the plan."""
+    assert session.run is not None
+    planned = session.report(next(model.parameters()).device)["planned_roles"]
+    session.run.wait_for_updates()
+    state = [value for each in optimizer.state_dict()["state"].values() for value in each.values()]
+    tensors = {
+        TensorRole.COMPUTE_WEIGHTS.value: [p.detach() for p in model.parameters() if p.device.type == "cpu"],
+        TensorRole.MOMENTUM.value: [each for each in state if isinstance(each, Tensor) and each.dim() > 0],
+    }
+    num_bytes, wrong = 0, []
+    for role, own in tensors.items():
+        for tier, nbytes in (pair for each in own for pair in residency(each).items()):
+            num_bytes += nbytes
+            if tier not in planned.get(role, {tier: 0}):
+                wrong.append(f"{format_bytes(nbytes)} of {role} on `{tier}`")
+    if wrong:
+        return Check("pages are where the plan has them", "WRONG", ", ".join(wrong[:3]))
+    return Check("pages are where the plan has them", "ok", f"{format_bytes(num_bytes)}, asked from the kernel")
+
+
+def measure_adam() -> Check:
+    """Time `CPUAdam` beside torch's fused AdamW, in turn."""
+
+    def stepper(kind: Callable[..., Any], **options: Any) -> Callable[[], float]:
+        parameter = nn.Parameter(torch.zeros(_ADAM_ELEMENTS))
+        parameter.grad = torch.ones(_ADAM_ELEMENTS)
+        optimizer = kind([parameter], lr=1e-3, **options)
+
+        def step() -> float:
+            begin = time.perf_counter()
+            optimizer.step()
+            return time.perf_counter() - begin
+
+        step()
+        return step
+
+    ours, theirs = stepper(CPUAdam), stepper(torch.optim.AdamW, fused=True)
+    times = [(ours(), theirs()) for _ in range(_ADAM_ROUNDS)]
+    best, fused = (statistics.median(each) for each in zip(*times, strict=True))
+    moved = 28 * _ADAM_ELEMENTS / best / 1e9
+    return Check(
+        "CPUAdam", "measured", f"{moved:.0f} GB/s of host memory; {fused / best:.2f}x as fast as torch's fused AdamW"
+    )
+
+
+def checks(job: Job) -> Iterator[Check]:
+    reference, exact = by_torch(job), {"cpu_adam": False}
+    pages: list[Check] = []
+    metrics: dict[str, float] = {}
+    streamed = Trained()
+
+    def stream() -> Noted:
+        by_us(job, {**exact, "stream_weights": True}, streamed, look=lambda *run: pages.append(check_pages(*run)))
+        return streamed.noted
+
+    yield compared("weights stream", stream, reference.noted)
+    yield from pages
+    stay = {**exact, "stream_weights": False}
+    yield compared("weights stay on the device", lambda: by_us(job, stay, Trained()).noted, reference.noted)
+    if streamed.state is not None:
+        rest = since(_RESUMED_AT, reference.noted, job)
+        resume = partial(by_us, job, exact, state=streamed.state)
+        yield compared("resumed in the middle", lambda: resume(Trained()).noted, rest)
+    adam = Trained()
+    run = compared(
+        "CPUAdam, updates behind the training",
+        lambda: by_us(job, {}, adam, look=lambda session, *_: metrics.update(session.metrics())).noted[:1],
+        reference.noted[:1],
+    )
+    if run.verdict == "ok":
+        worst = max(abs(a - b) / abs(b) for a, b in zip(adam.losses, reference.losses, strict=True))
+        # NaN is wrong
+        run = Check(run.name, "ok" if worst <= _CLOSE else "WRONG", f"losses differ by {worst:.1e} at most")
+    yield run
+    if not metrics:
+        return
+    hidden, stall = metrics.get("cxl/update_hidden_pct", 0.0), metrics.get("cxl/stall_update_s", 0.0)
+    copied = "; ".join(f"{way} {metrics[f'cxl/{way}_GBps']:.2g} GB/s" for way in ("h2d", "d2h"))
+    yield Check("overlap", "measured", f"{hidden:.0f} % of updates hidden, {stall:.3f} s of stall per step; {copied}")
+    yield measure_adam()
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parsers.verify().parse_args(arguments)
+    parsers.check_target(options.json)
+    for name in ("blocks", "batch", "sequence", "accumulate_grad_batches"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    device = next((each.device for each in devices_apart()), torch.device("cpu"))
+    job, out = Job(options, device), sys.stderr if options.json == parsers.TO_STDOUT else sys.stdout
+    text = job.config.get_text_config()
+    print(
+        f"{options.model} with {text.num_hidden_layers} blocks on `{device}`, {options.precision}, {_STEPS} steps of "
+        f"{options.accumulate_grad_batches} micro-batches; torch {torch.__version__}",
+        file=out,
+        flush=True,
+    )
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for check in checks(job):
+            found.append(check)
+            gc.collect()
+            print(f"  {check.verdict:9} {check.name}: {check.detail}", file=out, flush=True)
+    is_right = all(check.verdict != "WRONG" for check in found)
+    print("all is equal" if is_right else "something is WRONG: please report it with the output of --json", file=out)
+    if options.json is not None:
+        data = {
+            "model": options.model,
+            "device": str(device),
+            "torch": torch.__version__,
+            "precision": options.precision,
+        }
+        data |= {"is_right": is_right, "checks": [check._asdict() for check in found]}
+        parsers.write_text(options.json, json.dumps(data, indent=1) + "\n")
+    return 0 if is_right else 1
