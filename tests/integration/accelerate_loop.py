@@ -58,15 +58,19 @@ def warm(optimizer):
     return torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=6)
 
 
-def prepared(accelerator, make_model=TinyTransformer, data=token_data):
-    """Return model, optimizer, data and scheduler, each as `prepare` gives it."""
+def made(make_model=TinyTransformer):
     torch.manual_seed(5)
     model = make_model()
-    optimizer = adamw(model)
+    return model, adamw(model)
+
+
+def prepared(accelerator, make_model=TinyTransformer, data=token_data):
+    """Return model, optimizer, data and scheduler, each as `prepare` gives it."""
+    model, optimizer = made(make_model)
     return accelerator.prepare(model, optimizer, data(), warm(optimizer))
 
 
-def steps(accelerator, model, optimizer, data, scheduler, *, loss_of=loss_of):
+def steps(accelerator, model, optimizer, data, scheduler=None, *, loss_of=loss_of):
     """Train an epoch; yields every loss."""
     for batch in data:
         with accelerator.accumulate(model):
@@ -75,9 +79,16 @@ def steps(accelerator, model, optimizer, data, scheduler, *, loss_of=loss_of):
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            scheduler.step()
+            if scheduler is not None:
+                scheduler.step()
             optimizer.zero_grad()
         yield loss.item()
+
+
+def trained(accelerator, model, *parts):
+    """Train an epoch with the same dropout; returns (losses, weights)."""
+    torch.manual_seed(6)
+    return list(steps(accelerator, model, *parts)), weights_of(accelerator, model)
 
 
 def weights_of(accelerator, model):

@@ -21,9 +21,11 @@ from tests.integration.accelerate_loop import (
     assert_identical,
     forget_accelerators,
     loss_of,
+    made,
     make_accelerator,
     prepared,
     steps,
+    trained,
     warm,
     weights_of,
 )
@@ -48,26 +50,6 @@ def compare(run, check=assert_identical, **options):
     return accelerator
 
 
-def made(make=TinyTransformer, seed=5):
-    torch.manual_seed(seed)
-    model = make()
-    return model, adamw(model)
-
-
-def plain_steps(accelerator, model, optimizer, data, *, scheduler=None):
-    torch.manual_seed(6)
-    losses = []
-    for batch in data:
-        loss = loss_of(model, batch)
-        accelerator.backward(loss)
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, weights_of(accelerator, model)
-
-
 @pytest.mark.parametrize("order", ["model first", "one by one", "optimizer first"])
 def test_objects_prepared_apart(order):
     def run(accelerator):
@@ -81,7 +63,7 @@ def test_objects_prepared_apart(order):
             optimizer = accelerator.prepare_optimizer(optimizer)
         else:
             optimizer, model = accelerator.prepare(optimizer, model)
-        return plain_steps(accelerator, model, optimizer, data)
+        return trained(accelerator, model, optimizer, data)
 
     compare(run)
 
@@ -100,10 +82,10 @@ def test_a_scheduler(when, is_prepared, options, tmp_path):
             scheduler = warm(optimizer)
         if is_prepared:
             scheduler = accelerator.prepare(scheduler)
-        losses, _ = plain_steps(accelerator, model, optimizer, data, scheduler=scheduler)
+        losses, _ = trained(accelerator, model, optimizer, data, scheduler)
         rates = [optimizer.param_groups[0]["lr"]]
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # makes new groups
-        more, weights = plain_steps(accelerator, model, optimizer, data, scheduler=scheduler)
+        more, weights = trained(accelerator, model, optimizer, data, scheduler)
         rates.append(optimizer.param_groups[0]["lr"])
         assert len(set(rates)) == 2
         return losses + more + rates, weights
@@ -151,12 +133,16 @@ def test_weights_that_your_code_holds_are_not_overwritten():
     accelerator.free_memory()
 
 
+def adversaries():
+    torch.manual_seed(1)
+    generator, critic = Generator(), Discriminator()
+    return generator, critic, adamw(generator), adamw(critic)
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_a_generator_against_a_discriminator(together):
     def run(accelerator):
-        torch.manual_seed(1)
-        generator, critic = Generator(), Discriminator()
-        of_generator, of_critic = adamw(generator), adamw(critic)
+        generator, critic, of_generator, of_critic = adversaries()
         if together:
             generator, critic, of_generator, of_critic = accelerator.prepare(generator, critic, of_generator, of_critic)
         else:
@@ -190,42 +176,41 @@ def test_the_same_objects_again_after_free_memory(options):
         model, optimizer = made()
         scheduler = warm(optimizer)
         model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, token_data(2), scheduler)
-        losses, _ = plain_steps(accelerator, model, optimizer, data, scheduler=scheduler)
+        losses, _ = trained(accelerator, model, optimizer, data, scheduler)
         accelerator.free_memory()
         given = optimizer
         model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
         assert optimizer is given, "who keeps it steps the optimizer that is in use"
-        more, weights = plain_steps(accelerator, model, optimizer, data, scheduler=scheduler)
+        more, weights = trained(accelerator, model, optimizer, data, scheduler)
         return [*losses, *more, scheduler.get_last_lr()[0]], weights
 
     compare(run, assert_close, **options)
 
 
-@pytest.mark.parametrize("kind", ["generator", "list", "tensor", "of the optimizer", "twice"])
+CLIPPED = {
+    "generator": lambda model, optimizer: (p for p in model.parameters() if p.dim() > 1),
+    "list": lambda model, optimizer: list(model.parameters()),
+    "tensor": lambda model, optimizer: model.head.weight,
+    "of the optimizer": lambda model, optimizer: [p for group in optimizer.param_groups for p in group["params"]],
+    "twice": lambda model, optimizer: [model.head.weight, model.head.weight],
+}
+
+
+@pytest.mark.parametrize("kind", CLIPPED)
 def test_what_is_clipped(kind):
     def run(accelerator):
-        model, optimizer = made()
-        model, optimizer, data = accelerator.prepare(model, optimizer, token_data(3))
+        model, optimizer, data = accelerator.prepare(*made(), token_data(3))
         torch.manual_seed(6)
-        found = []
+        found = [1.0]
         for batch in data:
             accelerator.backward(loss_of(model, batch))
-            which = {
-                "generator": lambda: (p for p in model.parameters() if p.dim() > 1),
-                "list": lambda: list(model.parameters()),
-                "tensor": lambda: model.head.weight,
-                "of the optimizer": lambda: [p for group in optimizer.param_groups for p in group["params"]],
-                "twice": lambda: [model.head.weight, model.head.weight],
-            }[kind]
-            if kind == "tensor":
-                norm = torch.zeros(())
-            else:
-                norm = accelerator.clip_grad_norm_(which(), 0.3, norm_type=1)
-            accelerator.clip_grad_value_(which(), 0.002)
+            if kind != "tensor":
+                found.append(accelerator.clip_grad_norm_(CLIPPED[kind](model, optimizer), 0.3, norm_type=1).item())
+            accelerator.clip_grad_value_(CLIPPED[kind](model, optimizer), 0.002)
             optimizer.step()
             optimizer.zero_grad()
-            found.append(norm.item())
-        return [*found, 1.0], weights_of(accelerator, model)
+            found.append(loss_of(model, batch).item())
+        return found, weights_of(accelerator, model)
 
     compare(run)
 
@@ -233,9 +218,7 @@ def test_what_is_clipped(kind):
 def test_the_schedule_of_one_optimizer_does_not_wait_for_another():
     """Accelerate leaves a scheduler's step out where its own optimizer's was left out."""
     accelerator = make_accelerator({}, mixed_precision="fp16")
-    torch.manual_seed(1)
-    generator, critic = Generator(), Discriminator()
-    of_generator, of_critic = adamw(generator), adamw(critic)
+    generator, critic, of_generator, of_critic = adversaries()
     schedules = warm(of_generator), warm(of_critic)
     generator, critic, of_generator, of_critic = accelerator.prepare(generator, critic, of_generator, of_critic)
     schedules = accelerator.prepare(*schedules)
@@ -276,16 +259,16 @@ def a_second_one_later(accelerator):
 
 
 @pytest.mark.parametrize(
-    ("prepare", "error", "text"),
+    ("prepare", "text"),
     [
-        (two_models, ConfigError, "must become one for each model"),
-        (without_its_model, ConfigError, "the model of this AdamW was not prepared"),
-        (a_second_one_later, UnsupportedError, "all its optimizers belong in one call"),
+        (two_models, "must become one for each model"),
+        (without_its_model, "the model of this AdamW was not prepared"),
+        (a_second_one_later, "all its optimizers belong in one call"),
     ],
 )
-def test_optimizers_that_are_refused(prepare, error, text):
+def test_optimizers_that_are_refused(prepare, text):
     accelerator = make_accelerator({})
-    with pytest.raises(error, match=text):
+    with pytest.raises((ConfigError, UnsupportedError), match=text):
         prepare(accelerator)
     accelerator.free_memory()
 
@@ -315,17 +298,13 @@ def test_a_model_of_transformers_alone(tied, tmp_path):
         return model(input_ids=batch[0], labels=batch[0]).loss
 
     list(steps(accelerator, *parts, loss_of=loss_of))
-    accelerator.unwrap_model(parts[0]).save_pretrained(
-        tmp_path, is_main_process=accelerator.is_main_process, save_function=accelerator.save
-    )
     weights = weights_of(accelerator, parts[0])
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert loaded.keys() == weights.keys()
-    assert all(torch.equal(value, weights[name]) for name, value in loaded.items())
-    accelerator.unwrap_model(parts[0], keep_fp32_wrapper=False).save_pretrained(
-        tmp_path / "2", state_dict=accelerator.get_state_dict(parts[0])
-    )
-    assert LlamaForCausalLM.from_pretrained(tmp_path / "2").state_dict().keys() == weights.keys()
+    state = {"state_dict": accelerator.get_state_dict(parts[0])}
+    for kept, given in ((True, {"save_function": accelerator.save}), (False, state)):
+        accelerator.unwrap_model(parts[0], keep_fp32_wrapper=kept).save_pretrained(tmp_path / str(kept), **given)
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path / str(kept)).state_dict()
+        assert loaded.keys() == weights.keys()
+        assert all(torch.equal(value, weights[name]) for name, value in loaded.items())
     accelerator.free_memory()
 
 
@@ -368,14 +347,14 @@ def test_a_file_that_is_no_good(text, message, tmp_path):
         make_accelerator(path)
 
 
-SCRIPTS = "accelerate.test_utils.scripts."
-
-
-@pytest.fixture
-def script(request, monkeypatch):
-    """One of their scripts, whose accelerators are ours; yields it and those accelerators that were made."""
+@pytest.mark.filterwarnings("ignore:RegressionModel was moved to `cpu`, which ends its run")  # as it does
+@pytest.mark.filterwarnings("ignore:RegressionModel gets gradients and was prepared without")  # one half of test_sync
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", ["test_script", pytest.param("test_sync", marks=pytest.mark.on_cpu)])
+def test_a_script_of_accelerates_own_tests(name, monkeypatch, capsys):
+    """Its accelerators are ours."""
     forget_accelerators()
-    module = importlib.import_module(SCRIPTS + request.param)
+    module = importlib.import_module(f"accelerate.test_utils.scripts.{name}")
     made = []
 
     class Ours(CXLAccelerator):
@@ -384,33 +363,15 @@ def script(request, monkeypatch):
             made.append(self)
 
     monkeypatch.setattr(module, "Accelerator", Ours)
-    yield module, made
-    while made:
-        made.pop().free_memory()
-    forget_accelerators()
-
-
-def check_trained(made):
+    if name == "test_script":
+        monkeypatch.setattr(module, "is_fp16_available", bool)  # Accelerate refuses it on devices unknown to it
+    module.main()
     assert any(each.report()["optimizers"] for each in made), "nothing was trained with our accelerator"
-
-
-@pytest.mark.filterwarnings("ignore:RegressionModel was moved to `cpu`, which ends its run")  # as it does
-@pytest.mark.parametrize("script", ["test_script"], indirect=True)
-def test_the_test_script(script, monkeypatch, capsys):
-    module, made = script
-    monkeypatch.setattr(module, "is_fp16_available", bool)  # Accelerate refuses it on devices unknown to it
-    module.main()
-    check_trained(made)
-    assert "**Test reinstantiated state**" in capsys.readouterr().out, "its last part"
-
-
-@pytest.mark.on_cpu
-@pytest.mark.filterwarnings("ignore:RegressionModel gets gradients and was prepared without")  # one half of test_sync
-@pytest.mark.parametrize("script", ["test_sync"], indirect=True)
-def test_the_test_of_synchronization(script, capsys):
-    module, made = script
-    module.main()
-    check_trained(made)
+    if name == "test_script":
+        assert "**Test reinstantiated state**" in capsys.readouterr().out, "its last part"
+    for each in made:
+        each.free_memory()
+    forget_accelerators()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import lightning_cxl
 from lightning_cxl.optim.kernels import split
-from tests.integration.training import EXACT, assert_same_weights, make_trainer, run, weights_of
+from tests.integration.training import EXACT, assert_same_weights, run, weights_of
 from tests.models import InStep, Task, TinyTransformer, token_data
 
 BF16 = {"precision": "bf16-true"}
@@ -179,26 +179,6 @@ def test_everything_is_restored_after_a_run_has_ended(tmp_path, options, trainer
     assert first["lightning_cxl"]["num_gradients"] == again["lightning_cxl"]["num_gradients"] > 0
 
 
-@pytest.mark.on_cpu
-@pytest.mark.parametrize("options", [{}, EXACT, {"state": "8bit"}], ids=str)
-def test_states_go_into_optimizers_that_no_run_has_adopted(tmp_path, options):
-    """As with `trainer.strategy.setup_optimizers`, which some tools call to look at a checkpoint."""
-    _, trainer = fit(options, 4, save=tmp_path / "four.ckpt")
-    module = Sequential(no_dropout())
-    cold = make_trainer("cxl_offload")
-    cold.strategy.connect(module)
-    module.trainer = cold
-    cold.strategy.setup_optimizers(cold)
-    cold.strategy.load_optimizer_state_dict(cold.strategy.load_checkpoint(tmp_path / "four.ckpt"))
-    assert type(cold.optimizers[0]) is torch.optim.AdamW
-    ours, own = (list(one.optimizers[0].state.values()) for one in (trainer, cold))
-    for state, reference in zip(own, ours, strict=True):
-        assert state["step"] == 4
-        assert state["exp_avg"].dtype is torch.float32 and state["exp_avg"].abs().sum() > 0
-        if "exp_avg" in reference:  # else it has 8 bits there, and is decoded
-            assert torch.equal(state["exp_avg"], reference["exp_avg"].reshape(state["exp_avg"].shape))
-
-
 class Looks(Sequential):
     """Keeps what its hooks see, and adds to it."""
 
@@ -271,16 +251,6 @@ def test_split_masters_are_in_the_optimizers_state_only(tmp_path):
     assert len(state) == len(masters) - 2, "all but the unused ones"
     saved = sum(v.numel() for v in masters.values())
     assert paths[1].stat().st_size - paths[0].stat().st_size > 1.9 * saved, "2 bytes each instead of 4"
-
-
-@pytest.mark.on_cpu
-def test_float32_training_resumed_from_split_masters_starts_from_them(tmp_path):
-    """Weights of a bf16-true checkpoint are bfloat16; the remainders complete them."""
-    bf16("split", 6, save=tmp_path / "split.ckpt")
-    expected = named_masters(bf16("fp32", 6)[1])
-    resumed, _ = bf16("split", 6, ckpt_path=tmp_path / "split.ckpt", precision="32-true")
-    for name, parameter in resumed.named_parameters():
-        assert torch.equal(parameter.detach(), expected[name]), name
 
 
 @pytest.mark.on_cpu

@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision, Precision
 
 from tests.cases import every_value
-from tests.integration.training import make_trainer, run
-from tests.models import Task, TinyTransformer, token_data
+from tests.integration.training import run
+from tests.models import Task, TinyTransformer
 
 pytestmark = pytest.mark.on_cpu
 
@@ -168,17 +168,3 @@ def test_clipping_under_a_loss_scaler_that_overflows(task, algorithm):
     assert scale == plain_scale
     assert ours == pytest.approx(plain, rel=1e-3)
     assert abs(plain[-1] - plain[0]) > 0.01 and all(map(math.isfinite, ours))
-
-
-def test_a_run_that_fails_leaves_nothing_on_the_plugin():
-    class Fails(Recording):
-        def training_step(self, batch, batch_idx):
-            if batch_idx == 1:
-                raise RuntimeError("out of luck")
-            return super().training_step(batch, batch_idx)
-
-    module = Fails(TinyTransformer())
-    trainer = make_trainer("cxl_offload", max_steps=3, gradient_clip_val=CLIP)
-    with pytest.raises(RuntimeError, match="out of luck"):
-        trainer.fit(module, token_data())
-    assert module.deferred and "clip_grad_by_norm" not in vars(trainer.precision_plugin)

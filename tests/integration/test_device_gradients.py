@@ -3,7 +3,6 @@
 import itertools
 import threading
 import time
-import warnings
 from typing import ClassVar
 
 import pytest
@@ -13,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.devices.transfer import DeviceEngine
-from lightning_cxl.errors import LightningCXLWarning, UnsupportedError
-from lightning_cxl.gradients.offload import MAX_STAGED, GradientOffload
+from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.gradients.offload import GradientOffload
 from lightning_cxl.optim.cpu_adam import AdamStep
 from lightning_cxl.run.run import PlacedMemory
 from tests import training_device
@@ -23,16 +22,6 @@ from tests.integration.training import EXACT, assert_same, fit, offload
 from tests.models import Block, Task, TinyTransformer, token_data
 
 IGNORE = {"on_overflow": "ignore"}  # updates run behind the backward
-
-
-# -- a buffer at the address of an old gradient ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("optimizer", "accumulate"), every_value(["adamw", "sgd"], [1, 2]))
-def test_bfloat16_weights_under_torchs_own_optimizers(optimizer, accumulate):
-    """Gradients of 16 bits land in staging memory, which may be where an old float32 gradient was."""
-    arguments = {"optimizer": optimizer, "precision": "bf16-true", "accumulate_grad_batches": accumulate, "steps": 6}
-    assert_same(fit(offload(**EXACT), **arguments), fit(offload(stream_weights=False, **EXACT), **arguments))
 
 
 # -- gradients that come before their unit -----------------------------------------------------------------------------
@@ -207,12 +196,6 @@ def test_one_piece_one_event_and_one_accumulation_for_each_unit(options, accumul
 # -- when they are complete --------------------------------------------------------------------------------------------
 
 
-class Reads(Task):
-    def on_after_backward(self):
-        grads = [p.grad for group in self.optimizers().param_groups for p in group["params"]]
-        self.norms = [*getattr(self, "norms", ()), [float(grad.norm()) for grad in grads if grad is not None]]
-
-
 @pytest.mark.parametrize("late", ["to the host"], indirect=True)
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}], ids=str)
 def test_gradients_are_waited_for_at_the_step_only(options, late, monkeypatch):
@@ -222,18 +205,6 @@ def test_gradients_are_waited_for_at_the_step_only(options, late, monkeypatch):
     ours = fit(offload(**EXACT), **arguments)
     assert settled.count(True) == 3
     assert_same(ours, fit("auto", **arguments))
-
-
-@pytest.mark.parametrize("late", ["to the host"], indirect=True)
-@pytest.mark.parametrize("options", [EXACT, IGNORE], ids=str)
-def test_whoever_reads_after_a_backward_finds_them_complete(options, late):
-    arguments = {"accumulate_grad_batches": 2, "steps": 3, "task": Reads}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LightningCXLWarning)
-        ours, plain = fit(offload(**options), **arguments)[0], fit("auto", **arguments)[0]
-    assert len(ours.norms) == 6 and all(len(norms) == 40 for norms in ours.norms)
-    for one, other in zip(ours.norms, plain.norms, strict=True):
-        assert one == pytest.approx(other, rel=1e-4)
 
 
 # -- what stays on the device ------------------------------------------------------------------------------------------
@@ -414,14 +385,3 @@ def test_a_gradient_that_comes_again_before_its_unit_is_complete():
     """In backward the call that uses some comes first: its gradients wait for others, and come once more instead."""
     ours = fit(offload(units="model.blocks.*", **EXACT), make_model=partly)
     assert_same(ours, fit("auto", make_model=partly))
-
-
-@pytest.mark.parametrize("late", ["to the host"], indirect=True)
-@pytest.mark.parametrize("options", [EXACT, {}], ids=["torch AdamW", "CPUAdam"])
-def test_staging_memory_of_few_units_exists_at_a_time(late, options):
-    strategy = offload(**options)
-    make = lambda: TinyTransformer(depth=12, dropout=0.0)  # noqa: E731
-    fit(strategy, make_model=make, steps=1, accumulate_grad_batches=2)
-    block = sum(-(-p.nbytes // 64) * 64 for p in make().blocks[0].parameters())
-    staged = sum(strategy.report()["peak_roles"]["staging"].values())
-    assert block <= staged <= (MAX_STAGED + 1) * block

@@ -1,4 +1,4 @@
-"""Loops of Fabric with our strategy and without it: the same losses and weights, files for both."""
+"""Fabric: what it has of its own, beside the contract of front ends."""
 
 import copy
 import pickle
@@ -6,16 +6,13 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LinearLR
 
-import lightning_cxl
 from lightning_cxl import CXLFabricStrategy
 from tests import training_device
 from tests.integration.fabric_loop import make_fabric
-from tests.integration.training import EXACT, assert_identical
-from tests.models import TinyTransformer, token_data
-
-NUM_STEPS = 6
+from tests.integration.front_end_runs import assert_identical, train
+from tests.integration.training import EXACT
+from tests.models import TinyTransformer
 
 
 @pytest.fixture
@@ -32,56 +29,18 @@ def strategies():
         made.pop().teardown()
 
 
-class Loop:
-    """A loop as in LitGPT: accumulates, clips, steps, schedules."""
-
-    def __init__(self, strategy="auto", precision=None, *, clip=None):
-        self.fabric = make_fabric(strategy, precision)
-        torch.manual_seed(3)
-        model = TinyTransformer(dropout=0.0)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        self.model, self.optimizer = self.fabric.setup(model, optimizer)
-        self.scheduler = LinearLR(self.optimizer, total_iters=4)
-        self.accumulate, self.clip, self.losses = 2, clip or {}, []
-        self.at = 0
-
-    def run(self, num_steps=NUM_STEPS):
-        batches = list(self.fabric.setup_dataloaders(token_data(NUM_STEPS * self.accumulate)))
-        for _ in range(num_steps):
-            for part in range(self.accumulate):
-                tokens, labels = batches[self.at]
-                self.at += 1
-                with self.fabric.no_backward_sync(self.model, enabled=part < self.accumulate - 1):
-                    loss = nn.functional.cross_entropy(self.model(tokens).flatten(0, 1).float(), labels.flatten())
-                    self.fabric.backward(loss / self.accumulate)
-                self.losses.append(loss.item())
-            if self.clip:
-                self.fabric.clip_gradients(self.model, self.optimizer, **self.clip)
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
-        return self
-
-    def weights(self):
-        return {name: value.cpu().clone() for name, value in self.model.state_dict().items()}
+def test_the_strategy_by_name():
+    """Its signature has the options, for whoever completes them."""
+    strategy = make_fabric("cxl_offload").strategy
+    assert isinstance(strategy, CXLFabricStrategy) and "not set up" in str(strategy)
+    assert "tier_rules" in str(CXLFabricStrategy.__init__.__signature__)
 
 
-def assert_same(ours, plain):
-    assert_identical((plain.losses, plain.weights()), (ours.losses, ours.weights()))
-
-
-def test_the_optimizer_by_name(strategies):
-    loop = Loop("cxl_offload").run(2)
-    assert isinstance(loop.fabric.strategy, CXLFabricStrategy)
-    assert "CPUAdam" in str(loop.fabric.strategy)
-    loop.fabric.strategy.teardown()
-
-
-def test_a_loss_scaler_finds_gradients_on_the_host(strategies):
+def test_a_loss_scaler_finds_gradients_on_the_host(tmp_path):
     if training_device.current.type == "cpu":
         pytest.skip("fabric has no float16 on the CPU")
-    ours = Loop(strategies(**EXACT), "16-mixed", clip={"max_norm": 0.1}).run()
-    assert_same(ours, Loop("auto", "16-mixed", clip={"max_norm": 0.1}).run())
+    given = {"precision": "16-mixed", "clip": 0.1, "accumulate": 2}
+    assert_identical(train("Fabric", tmp_path, EXACT, **given), train("Fabric", tmp_path, **given))
 
 
 def test_a_file_has_the_master_weights_of_its_own_optimizer_only(strategies):
@@ -128,8 +87,6 @@ def test_parameters_that_a_module_makes_when_it_moves_are_trained(strategies):
 
 def test_several_devices_need_a_launch(strategies):
     strategy = strategies()
-    loop = Loop(strategy)
-    loop.fabric.strategy.teardown()
     strategy.parallel_devices = [training_device.current] * 2
     with pytest.raises(RuntimeError, match="launch"):
         strategy.setup_module(TinyTransformer())
@@ -146,10 +103,6 @@ def test_a_module_is_created_on_its_tier(strategies):
 
 def test_copies_of_a_strategy_begin_anew(strategies):
     strategy = strategies(num_threads=1)
-    Loop(strategy).run(1)
+    make_fabric(strategy).setup_module(TinyTransformer())
     for other in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
         assert other.config == strategy.config and other._loop is None and not other._session.runs
-
-
-def test_the_strategy_in_the_signature_has_the_options():
-    assert "tier_rules" in str(lightning_cxl.CXLFabricStrategy.__init__.__signature__)

@@ -19,7 +19,6 @@ from tests.integration.hf_trainer import (
     assert_close,
     assert_identical,
     finish,
-    only_checkpoint,
 )
 from tests.integration.llama import tiny_llama
 
@@ -201,11 +200,3 @@ def test_an_existing_trainer_with_a_reference(tmp_path):
     torch.manual_seed(7)
     trainer.train()
     assert_identical(plain, finish(trainer))
-
-
-@pytest.mark.parametrize("make, given", [CASES["SFT, LoRA"], CASES["DPO, two models"]], ids=["SFT", "DPO"])
-def test_resumes_exactly_in_the_middle(tmp_path, make, given):
-    saving = {"save_strategy": "steps", "save_steps": 2, **given}
-    whole = train(make, tmp_path / "whole", STREAMED, **saving)
-    middle = only_checkpoint(tmp_path / "whole", tmp_path / "resumed", 2)
-    assert_identical(whole, train(make, tmp_path / "resumed", STREAMED, resume=str(middle), **saving))

@@ -5,6 +5,7 @@ import gc
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.checkpoint import entry_of
 from tests import training_device
 from tests.cases import every_value
+from tests.integration import accelerate_loop
 from tests.integration.accelerate_loop import (
     adamw,
     assert_close,
@@ -51,9 +53,7 @@ def without_dropout(depth=3):
 
 
 def made(depth=3):
-    torch.manual_seed(5)
-    model = without_dropout(depth)
-    return model, adamw(model)
+    return accelerate_loop.made(partial(without_dropout, depth))
 
 
 def training(step, depth=3, num_batches=4):
@@ -95,38 +95,15 @@ def the_same_graph_twice(*parts):
     return one_step(*parts, backward=twice)
 
 
-def two_losses(accelerator, model, optimizer, batch, at):
-    first, second = loss_of(model, batch), loss_of(model, batch).square()
-    accelerator.backward(first)
-    accelerator.backward(second)
-    optimizer.step()
-    optimizer.zero_grad()
-    return first + second
-
-
-def differentiated(model, batch, scale=1.0):
-    """Return a loss, and its gradient of the embedded tokens as a part of the graph."""
+def penalty_on_gradients(accelerator, model, optimizer, batch, at):
+    """Of the embedded tokens, as a part of the graph."""
     embedded = []
     hook = model.embed.register_forward_hook(lambda *args: embedded.append(args[-1]))
-    loss = loss_of(model, batch) * scale
+    loss = loss_of(model, batch)
     hook.remove()
-    return loss, *torch.autograd.grad(loss, embedded[0], create_graph=True)
-
-
-def penalty_on_gradients(accelerator, model, optimizer, batch, at):
-    loss, gradient = differentiated(model, batch)
+    (gradient,) = torch.autograd.grad(loss, embedded[0], create_graph=True)
     loss = loss + gradient.square().sum()
     accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-def accumulated_penalties(accelerator, model, optimizer, batch, at):
-    for scale in (1.0, 0.5):
-        loss, gradient = differentiated(model, batch, scale)
-        accelerator.backward(loss + (gradient.norm() - 1).square())
-    accelerator.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
     optimizer.zero_grad()
     return loss
@@ -193,7 +170,6 @@ def accumulated_by_hand(accelerator, model, optimizer, batch, at):
 STEPS = [
     plain_backward,
     the_same_graph_twice,
-    two_losses,
     penalty_on_gradients,
     an_error_in_the_forward,
     an_error_in_the_backward,
@@ -207,13 +183,6 @@ STEPS = [
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step(step):
     compare(training(step))
-
-
-@pytest.mark.parametrize(
-    ("step", "arguments"), [(penalty_on_gradients, {"mixed_precision": "bf16"}), (accumulated_penalties, {})]
-)
-def test_penalties_on_gradients_with_more_blocks_than_slots(step, arguments):
-    compare(training(step, 6), **arguments)
 
 
 def test_a_loss_scaler_and_accumulation_by_hand():

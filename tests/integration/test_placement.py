@@ -8,14 +8,12 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 import lightning_cxl
-from lightning_cxl import ConfigError, TierFullError, TierKind, TierNotFoundError, Topology, residency
+from lightning_cxl import ConfigError, residency
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.models import Block, Task, TinyTransformer, token_data
 
 pytestmark = pytest.mark.on_cpu
-
-NUM = sum(p.numel() for p in TinyTransformer().parameters())
 
 
 class Inspect(Task):
@@ -167,62 +165,6 @@ def test_views_of_one_storage_are_left_together():
     module = run("cxl_offload", model)
     assert model.norm.weight.untyped_storage().data_ptr() == model.norm.bias.untyped_storage().data_ptr()
     assert any("shared storage" in note for note in module.report["notes"])
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        (
-            {"tier_rules": {"model.layers.*": "cxl"}},
-            ConfigError,
-            r"model\.layers\.\*.*matches no module.*model\.blocks",
-        ),
-        (
-            {"tiers": {"dram": "10KiB"}, "on_tier_full": "error"},
-            TierFullError,
-            r"compute_weights.*dram.*10\.0 KiB.*(R|r)aise",
-        ),
-        ({"tiers": {"dram": "10KiB", "cxl": "10KiB"}}, TierFullError, r"compute_weights.*dram.*cxl"),
-        ({"on_missing_tier": "error"}, TierNotFoundError, "CXL"),
-    ],
-)
-def test_bad_requests_are_refused_with_advice_and_leave_nothing(options, error, text):
-    model = TinyTransformer()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with pytest.raises(error, match=text):
-        run(offload(**options), model)
-    for name, p in model.named_parameters():
-        assert torch.equal(p, before[name]), "the model is as it was"
-    assert all("forward" not in vars(m) and "zero_grad" not in vars(m) for m in model.modules())
-    module = run("cxl_offload", model)
-    assert module.report["roles"]["momentum"], "and trains elsewhere"
-
-
-def test_spill_is_announced_and_counted():
-    options = {"tiers": {"dram": int(2.5 * 4 * NUM), "cxl": "1GiB"}}
-    with pytest.warns(lightning_cxl.SpillWarning, match=r"went to tier `cxl`: `dram` has"):
-        module = run(offload(**options))
-    assert module.report["tiers"]["dram"]["used_bytes"] <= options["tiers"]["dram"]
-    spilled = sum(tiers.get("cxl", 0) for role, tiers in module.report["roles"].items() if role != "activations")
-    assert spilled > 0
-
-
-@pytest.fixture
-def no_card(monkeypatch):
-    found = Topology.detect()
-    bare = Topology(found.select(kind=TierKind.DRAM), found.root, backs_cxl=True)
-    monkeypatch.setattr(Topology, "detect", lambda **options: bare)
-
-
-def test_without_a_card_the_tier_that_a_decorator_names_is_dram_with_one_warning(no_card):
-    model = TinyTransformer()
-    lightning_cxl.tier(activations="cxl")(model.blocks[1])
-    with pytest.warns(lightning_cxl.MissingTierWarning) as caught:
-        module = run(offload(policy="latency_first"), model)
-    assert sum(issubclass(each.category, lightning_cxl.MissingTierWarning) for each in caught) == 1
-    assert set(module.report["tiers"]) == {"dram", "cxl"}
-    assert module.report["peak_roles"]["activations"]["cxl"] > 0
-    assert set(module.report["peak_roles"]["momentum"]) == {"dram"}
 
 
 def test_zero_size_parameters_train():

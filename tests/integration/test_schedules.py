@@ -1,9 +1,6 @@
 """Streamed weights and updates behind the device: never a stale weight, whatever users do, and really behind."""
 
-import contextlib
 import copy
-import os
-import signal
 import threading
 import time
 from functools import partial
@@ -25,7 +22,6 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lightning_cxl
@@ -38,7 +34,7 @@ from tests import training_device
 from tests.cases import every_value
 from tests.integration.gate import Gate
 from tests.integration.training import EXACT, assert_same_weights, offload, run, train
-from tests.models import Block, Task, TinyTransformer, token_data
+from tests.models import Task, TinyTransformer, token_data
 
 IGNORE, AFTER = {"on_overflow": "ignore"}, {"overlap_step": False}
 STAYS = {"stream_weights": False, **AFTER}
@@ -50,7 +46,14 @@ def no_dropout():
     return TinyTransformer(dropout=0.0)
 
 
-def fit(options, *, make_model=TinyTransformer, task=Task, steps=4, **given):
+FORMS = {"fp32": {}, "split": {}, "separate": {"master": "fp32"}, "8bit": {"state": "8bit"}}
+"""Of masters and state: weights are bfloat16 but in the first."""
+
+
+def fit(options, *, make_model=TinyTransformer, task=Task, steps=4, form=None, **given):
+    if form is not None:
+        options = {**FORMS[form], **options}
+        given["precision"] = "32-true" if form == "fp32" else "bf16-true"
     return run(options, lambda: task(make_model()), steps, **given)
 
 
@@ -76,50 +79,34 @@ def assert_as_plain(*, plain_task=None, **arguments):
 
 # -- every form of masters; other models are in the table of parity ----------------------------------------------------
 
-FORMS = {
-    "fp32": {},
-    "split": {"precision": "bf16-true"},
-    "separate": {"precision": "bf16-true", "master": "fp32"},
-    "8bit": {"precision": "bf16-true", "state": "8bit"},
-}
 
-
-def assert_is_the_plain_schedule(form, accumulate, twice=False):
-    """With updates behind the next forward, and with updates behind the backward."""
-    options = {**FORMS[form]}
-    given = {"accumulate_grad_batches": accumulate, "precision": options.pop("precision", "32-true")}
-    given["make_model"] = partial(TinyTransformer, twice=twice)
-    plain = fit({**options, **AFTER}, **given)
-    assert_same(fit(options, **given), plain)
-    assert_same(fit({**options, **IGNORE}, **given), plain)
-
-
-@slow_updates
-@pytest.mark.parametrize(
-    ("form", "accumulate", "twice"),
-    [("fp32", 1, True), ("fp32", 1, False), ("split", 3, False), ("separate", 1, False), ("8bit", 3, False)],
-)
-def test_is_the_plain_schedule(form, accumulate, twice):
-    assert_is_the_plain_schedule(form, accumulate, twice)
-
-
-@pytest.fixture
-def _the_cpu_is_asked_for_both(monkeypatch):
+def on_the_cpu(monkeypatch):
+    """Ask for both there, too."""
     monkeypatch.setattr(training_device, "current", training_device.CPU)
     monkeypatch.setenv("LIGHTNING_CXL_STREAM_WEIGHTS", "true")
     monkeypatch.setenv("LIGHTNING_CXL_OVERLAP_STEP", "true")
 
 
-@pytest.mark.usefixtures("slow_updates", "_the_cpu_is_asked_for_both")
-@pytest.mark.parametrize(("form", "accumulate"), [("fp32", 1), ("split", 3)])
-def test_is_the_plain_schedule_on_the_cpu_too(form, accumulate):
-    assert_is_the_plain_schedule(form, accumulate)
-
-
 @slow_updates
-def test_clipping_and_schedulers_are_those_of_the_plain_schedule():
-    arguments = {"gradient_clip_val": 0.3, "steps": 5}
-    assert_same(fit({}, **arguments), fit(AFTER, **arguments))
+@pytest.mark.parametrize(
+    ("form", "accumulate", "more"),
+    [
+        ("fp32", 1, {"make_model": partial(TinyTransformer, twice=True)}),
+        ("fp32", 1, {"where": on_the_cpu}),
+        ("fp32", 1, {"gradient_clip_val": 0.3}),
+        ("split", 3, {}),
+        ("split", 3, {"where": on_the_cpu}),
+        ("separate", 1, {}),
+        ("8bit", 3, {}),
+    ],
+)
+def test_is_the_plain_schedule(monkeypatch, form, accumulate, more):
+    """With updates behind the next forward, and with updates behind the backward."""
+    given = {"form": form, "accumulate_grad_batches": accumulate, **more}
+    given.pop("where", lambda _: None)(monkeypatch)
+    plain = fit(AFTER, **given)
+    for options in ({}, IGNORE):
+        assert_same(fit(options, **given), plain)
 
 
 def test_an_update_does_not_write_what_was_fetched_when_the_one_before_ended(monkeypatch):
@@ -245,10 +232,8 @@ class Holds(Callback):
 @pytest.mark.parametrize("form", ["fp32", "separate"])
 def test_whoever_holds_a_weight_that_stays_on_the_device_sees_the_new_values(options, form):
     ours, plain = Holds(), Holds()
-    given = {**FORMS[form]}
-    precision = given.pop("precision", "32-true")
-    fit({**given, **options}, callbacks=[ours], steps=12, precision=precision)
-    fit({**given, **AFTER}, callbacks=[plain], steps=12, precision=precision)
+    for looks, how in ((ours, options), (plain, AFTER)):
+        fit(how, callbacks=[looks], steps=12, form=form)
     assert ours.seen == plain.seen and len(set(plain.seen)) > 6
 
 
@@ -312,26 +297,6 @@ class ByHand(Task):
         self.automatic_optimization = False
 
 
-class ZeroesInPlace(ByHand):
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.record(loss)
-        self.manual_backward(loss)
-        self.optimizers().step()
-        if batch_idx % 2:
-            self.zero_grad(set_to_none=False)
-        else:
-            for parameter in self.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.zero_()
-
-
-@slow_updates
-def test_gradients_that_are_cleared_in_place_after_a_step():
-    given = {"task": ZeroesInPlace, "make_model": no_dropout, "steps": 4}
-    assert_same(fit({}, **given), fit(AFTER, **given))
-
-
 @pytest.mark.parametrize("options", [{}, AFTER])
 @pytest.mark.parametrize("part", ["norm", "head"])
 def test_a_graph_of_before_a_step_is_refused_while_updates_run(monkeypatch, part, options):
@@ -350,25 +315,6 @@ def test_a_graph_of_before_a_step_is_refused_while_updates_run(monkeypatch, part
                 gate.is_open.set()
 
     fit(options, task=GoesBackLater, steps=1)
-
-
-def test_a_forked_process_does_not_wait_for_an_update(monkeypatch):
-    gate, ended = Gate(monkeypatch), []
-
-    class Forks(Callback):
-        def on_train_batch_end(self, trainer, module, *_):
-            child = os.fork()
-            if not child:
-                signal.alarm(20)
-                try:
-                    module.model.norm.weight.detach().sum()
-                finally:
-                    os._exit(0)  # whatever torch says of a device in a forked process
-            ended.append(os.waitpid(child, 0)[1])
-            gate.is_open.set()
-
-    fit({}, callbacks=[Forks()], steps=1)
-    assert ended == [0], "the child waited until it was ended"
 
 
 @slow_updates
@@ -399,11 +345,8 @@ def test_few_groups_are_staged_where_units_wait_for_their_update(monkeypatch, op
     [("fp32", 1, 1), ("8bit", 2, 2), ("split", 3, 1), pytest.param("fp32", 9, 1, marks=pytest.mark.full)],
 )
 def test_units_that_stay_on_the_device_are_not_copied_and_train_the_same(form, count, accumulate):
-    given = {**FORMS[form]}
-    precision = given.pop("precision", "32-true")
-
     def trained(**options):
-        return fit({**given, **options}, precision=precision, accumulate_grad_batches=accumulate, steps=4)
+        return fit(options, form=form, accumulate_grad_batches=accumulate)
 
     def streamed_by(trainer):
         streamed = trainer.strategy.report()["streamed"]
@@ -454,14 +397,8 @@ class ClampsGroups(Task):
                 parameter.clamp_(-0.05, 0.05)
 
 
-class Shrinks(Task):
-    def on_train_batch_end(self, *_):
-        flat = nn.utils.parameters_to_vector(self.model.blocks.parameters()) * 0.9
-        nn.utils.vector_to_parameters(flat, self.model.blocks.parameters())
-
-
 @slow_updates
-@pytest.mark.parametrize("task", [Clamps, ClampsGroups, Shrinks])
+@pytest.mark.parametrize("task", [Clamps, ClampsGroups])
 def test_writes_between_steps_count(task):
     # the groups of the reference may hold masters of what stays on the device
     assert_as_plain(task=task, plain_task=Clamps if task is ClampsGroups else None)
@@ -551,41 +488,6 @@ class Manual(Task):
         pass
 
 
-class Catches(Task):
-    """Goes on after a backward that fails when the gradients of all blocks but the first have come."""
-
-    def __init__(self, model, *, fails):
-        super().__init__(model)
-        self.automatic_optimization, self.fails = False, fails
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        if self.fails and batch_idx:
-            loss = self.loss(batch)
-            handle = self.model.blocks[0].mlp[0].weight.register_hook(self.raise_error)
-            with contextlib.suppress(ZeroDivisionError):
-                self.manual_backward(loss)
-            handle.remove()
-        loss = self.loss(batch)
-        self.record(loss)
-        self.manual_backward(loss)
-        optimizer.step()
-
-    @staticmethod
-    def raise_error(_):
-        raise ZeroDivisionError
-
-
-@slow_updates
-@pytest.mark.parametrize("options", [{}, AFTER])
-def test_gradients_of_a_backward_that_failed_are_dropped(options):
-    def trained(fails):
-        return fit(options, make_model=no_dropout, task=lambda model: Catches(model, fails=fails), steps=4)
-
-    assert_same(trained(fails=True), trained(fails=False))
-
-
 class OnTheHost(Manual):
     num_on_host = 0
 
@@ -653,48 +555,6 @@ def test_gradients_are_those_of_the_plain_run_when_backward_returns(task):
         assert mine.keys() == theirs.keys()
         assert [name for name, value in theirs.items() if not torch.equal(mine[name], value)] == []
     assert task is not OnTheHost or ours.num_on_host == 3
-
-
-class Appends(Block):
-    def __init__(self, there):
-        super().__init__(32, 0.1)
-        self.router, self.there = nn.Linear(32, 4), there
-
-    def forward(self, x, collected):
-        shares = self.router(x).softmax(-1)
-        collected["losses"].append(shares.square().mean().to(self.there))
-        collected["states"].append(super().forward(x) * shares[..., :1])
-        return collected["states"][-1]
-
-
-class Collects(TinyTransformer):
-    """Every block appends a loss and its result to lists that the model reads: more blocks than slots."""
-
-    def __init__(self, there):
-        super().__init__(depth=0)
-        self.blocks = nn.ModuleList(Appends(there) for _ in range(6))
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        collected = {"losses": [], "states": [x]}
-        for block in self.blocks:
-            x = block(x, collected)
-        assert len(collected["losses"]) == 6 and len(collected["states"]) == 7
-        self.losses = collected["losses"]
-        return self.head(self.norm(sum(collected["states"])))
-
-
-class AddsLosses(Task):
-    def loss(self, batch):
-        loss = super().loss(batch)
-        return loss + sum(self.model.losses).to(loss.device)
-
-
-@slow_updates
-@pytest.mark.parametrize("late", ["copies and kernels"], indirect=True)
-@pytest.mark.parametrize("there", [None, "cpu"])
-def test_losses_that_blocks_append_to_a_list_of_the_model(late, there):
-    assert_as_plain(make_model=lambda: Collects(there), task=AddsLosses, steps=3)
 
 
 def second_sgd(parameters):
@@ -860,32 +720,30 @@ def test_updates_run_behind_the_backward(monkeypatch):
     assert gate.is_open.is_set() and gate.num_waiting >= 3
 
 
-def test_hooks_around_the_step_get_the_plain_schedule(monkeypatch):
-    seen = []
-
-    class Hooked(Task):
-        def configure_optimizers(self):
-            made = super().configure_optimizers()
-            made["optimizer"].register_step_post_hook(lambda *args: seen.append(sum_of_one(*args)))
-            return made
-
-    monkeypatch.setattr(updates.Updates, "start", lambda *_: pytest.fail("an update ran behind"))
-    ours = fit(IGNORE, task=Hooked)
-    assert len(set(seen)) == 4
-    assert_same(ours, fit(AFTER))
-
-
 def sum_of_one(optimizer, *_):
     return optimizer.param_groups[0]["params"][3].sum().item()
 
 
-def test_hooks_around_every_optimizers_step_run_too():
-    seen = []
-    handle = register_optimizer_step_post_hook(lambda *args: seen.append(sum_of_one(*args)))
-    try:
-        ours = fit({})
-    finally:
-        handle.remove()
+class HooksItsStep(Task):
+    def configure_optimizers(self):
+        made = super().configure_optimizers()
+        made["optimizer"].register_step_post_hook(lambda *args: self.seen.append(sum_of_one(*args)))
+        return made
+
+
+@pytest.mark.parametrize("of_every_optimizer", [False, True])
+def test_hooks_around_the_step_see_new_weights(monkeypatch, of_every_optimizer):
+    """A hook of the optimizer itself takes the overlap away."""
+    HooksItsStep.seen = seen = []
+    if of_every_optimizer:
+        handle = register_optimizer_step_post_hook(lambda *args: seen.append(sum_of_one(*args)))
+        try:
+            ours = fit({})
+        finally:
+            handle.remove()
+    else:
+        monkeypatch.setattr(updates.Updates, "start", lambda *_: pytest.fail("an update ran behind"))
+        ours = fit(IGNORE, task=HooksItsStep)
     assert len(set(seen)) == 4
     assert_same(ours, fit(AFTER))
 

@@ -7,15 +7,13 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-import lightning_cxl
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from lightning_cxl.integrations.lightning.strategy import CXLCheckpointIO
 from lightning_cxl.optim.swapped_state import StateSwapper
 from tests.integration import test_ssd_training as ssd_training
 from tests.integration.llama import LlamaInStep, tiny_llama
 from tests.integration.test_ssd_training import STATE
-from tests.integration.training import assert_identical as assert_same
-from tests.integration.training import assert_same_weights, offload, run
+from tests.integration.training import assert_same_weights, run
 from tests.storage_cases import damage
 
 pytestmark = [
@@ -56,19 +54,6 @@ def test_a_run_resumes_exactly(tmp_path, checkpoint, state):
     assert_same_weights(second, straight)
 
 
-def test_a_checkpoint_that_refers_becomes_a_whole_one(tmp_path):
-    fit(on_ssd(tmp_path / "ssd", **REFERENCE), 3, callbacks=[every_step(tmp_path)])
-    fit(on_ssd(tmp_path / "other"), 3, callbacks=[every_step(tmp_path / "copy")])
-    plain, copied = (
-        lightning_cxl.plain_checkpoint(torch.load(next(folder.glob("*.ckpt")), weights_only=True, map_location="cpu"))
-        for folder in (tmp_path, tmp_path / "copy")
-    )
-    states = [each["optimizer_states"][0]["state"] for each in (plain, copied)]
-    for key, entry in states[1].items():
-        assert_same(([0], states[0][key]), ([0], entry))
-    assert_same(([0], plain["state_dict"]), ([0], copied["state_dict"]))
-
-
 def test_only_the_latest_checkpoint_of_a_run_can_be_loaded(tmp_path):
     callback = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
     fit(on_ssd(tmp_path / "ssd", **REFERENCE), 4, callbacks=[callback])
@@ -86,59 +71,6 @@ def test_a_run_without_the_state_refuses_a_checkpoint_that_refers_to_it(tmp_path
         fit(on_ssd(tmp_path / "other", **REFERENCE), 3, ckpt_path=saved)
     with pytest.raises(ConfigError, match="bytes and not"):
         fit(on_ssd(tmp_path / "ssd", **REFERENCE), 3, make_model=lambda: tiny_llama(hidden_size=64).to(torch.bfloat16))
-
-
-class JoinsLater(Callback):
-    """Trains the head from the third step on, as callbacks for gradual unfreezing do."""
-
-    def __init__(self):
-        self.joined = False
-
-    def on_fit_start(self, trainer, module):
-        if self.joined:
-            self.join(trainer, module)
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.global_step == 2 and not self.joined:
-            self.join(trainer, module)
-
-    def join(self, trainer, module):
-        self.joined = True
-        trainer.optimizers[0].add_param_group({"params": [module.late]})
-
-    def state_dict(self):
-        return {"joined": self.joined}
-
-    def load_state_dict(self, state_dict):
-        self.joined = state_dict["joined"]
-
-
-class WithLatecomer(LlamaInStep):
-    """Has a parameter that no optimizer gets at first."""
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.late = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
-
-    def loss(self, batch):
-        return super().loss(batch) * self.late.float().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-
-
-@pytest.mark.parametrize("saved_after", [1, 4])
-def test_a_parameter_that_joins_gets_a_record_of_its_own(tmp_path, saved_after):
-    def resumed(make_strategy, folder):
-        callbacks = [JoinsLater(), every_step(folder)]
-        first = fit(make_strategy(), saved_after, callbacks=callbacks, task=WithLatecomer)
-        callbacks = [JoinsLater(), every_step(folder)]
-        saved = next(folder.glob("*.ckpt"))
-        second = fit(make_strategy(), 6, ckpt_path=saved, callbacks=callbacks, task=WithLatecomer)
-        return first.losses + second.losses, second.state_dict()
-
-    ours = resumed(lambda: on_ssd(tmp_path / "ssd", **REFERENCE), tmp_path / "ours")
-    assert_same(ours, resumed(offload, tmp_path / "theirs"))
 
 
 class SavesAndGoesOn(Callback):
@@ -229,26 +161,6 @@ def test_a_drive_that_fails_at_the_end_leaves_the_users_optimizers(tmp_path, mon
 
 
 # -- what a run must not get wrong ------------------------------------------------------------------------------------
-
-
-class UsesState(Callback):
-    """Writes to optimizer state while it is saved."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_batch_end(self, trainer, module, *args):
-        trainer.save_checkpoint(self.path)
-
-    def on_save_checkpoint(self, trainer, module, checkpoint):
-        for entry in trainer.optimizers[0].state.values():
-            entry["exp_avg"].zero_()
-
-
-@pytest.mark.parametrize("checkpoint", ["copy", "reference"])
-def test_state_on_ssd_is_not_written_in_passing(tmp_path, checkpoint):
-    with pytest.raises(UnsupportedError, match=r"lies on tier `ssd`.*state_dict\(\)` reads it"):
-        fit(on_ssd(tmp_path / "ssd", ssd={"checkpoint": checkpoint}), 2, callbacks=[UsesState(tmp_path / "it.ckpt")])
 
 
 class LoadsState(Callback):

@@ -4,10 +4,8 @@ import random
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 
 from tests.integration.llama import LlamaTask, tiny_llama
-from tests.integration.test_checkpoint import fit
 from tests.integration.training import EXACT, assert_identical, offload, train
 from tests.models import Task, TinyTransformer
 
@@ -72,39 +70,3 @@ def test_is_the_plain_run(case):
     accumulate = 1 if case == "dropped and repeated blocks" else 2
     arguments = {"task": task, "steps": 4, "trainer_args": {**trainer_args, "accumulate_grad_batches": accumulate}}
     assert_identical(train(make, "auto", **arguments), train(make, offload(**EXACT), **arguments))
-
-
-class SavesOnce(Callback):
-    """Saves right after the step that ends a window of accumulation, or in the middle of the next one."""
-
-    def __init__(self, path, at_batch):
-        self.path, self.at_batch = path, at_batch
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if batch_idx == self.at_batch:
-            trainer.save_checkpoint(self.path)
-
-
-class CountsBatches(Task):
-    """Takes the batch that the number of batches seen so far says, also after a resume."""
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.register_buffer("num_batches", torch.zeros((), dtype=torch.long))
-
-    def training_step(self, batch, batch_idx):
-        generator = torch.Generator().manual_seed(int(self.num_batches))
-        self.num_batches += 1
-        tokens = torch.randint(0, 37, (2, 13), generator=generator).to(self.device)
-        return super().training_step((tokens[:, :-1], tokens[:, 1:]), batch_idx)
-
-
-@pytest.mark.parametrize("options", [EXACT, {}, {"on_overflow": "ignore"}], ids=["torch AdamW", "CPUAdam", "behind"])
-def test_resume_at_the_end_of_a_window_of_accumulation(tmp_path, options):
-    path = tmp_path / "window.ckpt"
-    arguments = {"task": CountsBatches, "accumulate_grad_batches": 3}
-    straight, _ = fit(offload(**options), 5, callbacks=[SavesOnce(path, 5)], **arguments)
-    resumed, _ = fit(offload(**options), 5, ckpt_path=path, **arguments)
-    assert resumed.losses == straight.losses[6:] and len(resumed.losses) == 9
-    for name, value in straight.state_dict().items():
-        assert torch.equal(resumed.state_dict()[name], value), name

@@ -147,14 +147,6 @@ def test_a_transposed_parameter_and_memory_from_a_contiguous_allocator():
     assert torch.equal(adam.state[ours]["exp_avg"], torch_adam.state[theirs]["exp_avg"])
 
 
-def test_lazily_negated_gradients():
-    (parameter,) = parameters((4,))
-    parameter.grad = torch._neg_view(torch.ones(4))
-    adam = CPUAdam([parameter])
-    adam.step()
-    assert (adam.state[parameter]["exp_avg"] < 0).all()
-
-
 def test_state_memory_is_reserved_at_construction_and_never_moves():
     asked = []
 

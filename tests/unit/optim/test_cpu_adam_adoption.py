@@ -52,31 +52,6 @@ def test_schedulers(make_scheduler, repoint):
     assert_close(ours, theirs)
 
 
-def test_a_chain_of_schedulers_pointed_at_the_new_optimizer():
-    (parameter,) = parameters((6,))
-    original = torch.optim.Adam([parameter], lr=0.1)
-    parts = [schedulers.ConstantLR(original, factor=0.5, total_iters=2), schedulers.ExponentialLR(original, gamma=0.5)]
-    chain = schedulers.SequentialLR(original, parts, milestones=[2])
-    adam = CPUAdam.from_torch(original)
-    for scheduler in (*parts, chain):
-        scheduler.optimizer = adam
-    rates = []
-    for step in range(4):
-        set_gradients([parameter], step)
-        adam.step()
-        rates.append(adam.param_groups[0]["lr"])
-        chain.step()
-    assert rates == [0.05, 0.05, 0.1, 0.05]
-
-
-def test_stepping_the_scheduler_first_still_warns():
-    original = torch.optim.Adam(parameters((6,)), lr=0.1)
-    scheduler = schedulers.StepLR(original, 1)
-    scheduler.optimizer = CPUAdam.from_torch(original)
-    with pytest.warns(UserWarning, match="before `optimizer.step"):
-        scheduler.step()
-
-
 def test_from_torch_shares_groups_defaults_and_hooks_and_keeps_the_state():
     theirs, ours = parameters((3,)), parameters((3,))
     torch_adam, original = torch.optim.Adam(theirs), torch.optim.Adam(ours)

@@ -1,5 +1,6 @@
 """State dicts of `CPUAdam`: both ways with torch, by name, weights_only, and what does not fit."""
 
+import copy
 import io
 
 import pytest
@@ -166,79 +167,64 @@ def test_hooks_run():
     same(adam.state_dict()["state"], replacement["state"])
 
 
-def damaged(**change):
-    state = trained(torch.optim.AdamW)[1].state_dict()
-    state["state"][1] = {**state["state"][1], **change}
-    return state
+CODED = {
+    "step": 3,
+    **{f"state{number}": torch.zeros(5, dtype=torch.uint8) for number in (1, 2)},
+    **{f"absmax{number}": torch.ones(1) for number in (1, 2)},
+    **{f"qmap{number}": dynamic_map(number == 2) for number in (1, 2)},
+}
+"""8-bit state of one parameter, as bitsandbytes keeps it."""
 
 
-def coded(**change):
-    """8-bit state of one parameter, as bitsandbytes keeps it."""
-    state = damaged()
-    codes, scales = torch.zeros(5, dtype=torch.uint8), torch.ones(1)
-    entry = {"step": 3, "state1": codes, "state2": codes, "absmax1": scales, "absmax2": scales}
-    state["state"][1] = {**entry, "qmap1": dynamic_map(False), "qmap2": dynamic_map(True), **change}
-    return state
+def entry(base=None, **change):
+    """Return what changes the state of one parameter."""
+    return lambda state: state["state"].update({1: {**(base or state["state"][1]), **change}})
 
 
-def without(key):
-    state = damaged()
-    del state["state"][1][key]
-    return state
-
-
-def renamed():
-    state = damaged()
-    state["param_groups"][0]["param_names"] = ["embed.weight", "spine.weight", "head.bias"]
-    return state
-
-
-def shortened():
-    state = trained(torch.optim.AdamW, named=False)[1].state_dict()
-    state["param_groups"][0]["params"] = [0, 1]
-    return state
-
-
-def regrouped():
-    state = damaged()
-    state["param_groups"] = state["param_groups"] * 2
-    return state
+def group(**change):
+    return lambda state: state["param_groups"][0].update(change)
 
 
 @pytest.mark.parametrize(
-    ("state", "message"),
+    ("damage", "message"),
     [
-        (lambda: damaged(exp_avg_sq=torch.zeros(2, 2)), r"exp_avg_sq of `body.weight` has shape \(2, 2\)"),
-        (lambda: damaged(exp_avg=None), "exp_avg of `body.weight` has shape NoneType"),
-        (lambda: damaged(step=torch.zeros(2)), r"step of `body.weight` has shape \(2,\)"),
-        (lambda: damaged(step="x"), "step of `body.weight` is 'x', it must be a number of steps"),
-        (lambda: damaged(step=-1), "step of `body.weight` is -1, it must be"),
+        (entry(exp_avg_sq=torch.zeros(2, 2)), r"exp_avg_sq of `body.weight` has shape \(2, 2\)"),
+        (entry(exp_avg=None), "exp_avg of `body.weight` has shape NoneType"),
+        (entry(step=torch.zeros(2)), r"step of `body.weight` has shape \(2,\)"),
+        (entry(step="x"), "step of `body.weight` is 'x', it must be a number of steps"),
+        (entry(step=-1), "step of `body.weight` is -1, it must be"),
+        (entry(exp_avg=torch.zeros(5, dtype=torch.uint8)), "exp_avg of `body.weight` is torch.uint8, it must"),
+        (entry(exp_avg=torch.zeros(5).to_sparse()), "exp_avg of `body.weight` is in torch.sparse_coo memory"),
+        (entry(exp_avg=torch.zeros(5, device="meta")), "exp_avg of `body.weight` is in the meta device"),
+        (entry(CODED, qmap1=torch.zeros(16)), "8-bit state of `body.weight` uses another map"),
+        (entry(CODED, qmap1="dynamic"), "8-bit state of `body.weight` uses another map"),
+        (entry(CODED, state1=torch.zeros(5, dtype=torch.int64)), "state1 of `body.weight` is torch.int64, it must be"),
+        (entry(CODED, absmax2=torch.zeros(1, dtype=torch.int32)), "absmax2 of `body.weight` is torch.int32"),
+        (lambda state: state["state"][1].pop("exp_avg"), "state of `body.weight` has no exp_avg"),
         (
-            lambda: damaged(exp_avg=torch.zeros(5, dtype=torch.uint8)),
-            "exp_avg of `body.weight` is torch.uint8, it must",
+            group(param_names=["embed.weight", "spine.weight", "head.bias"]),
+            "not in the checkpoint: `body.weight`; not in this optimizer: `spine.weight`",
         ),
-        (lambda: damaged(exp_avg=torch.zeros(5).to_sparse()), "exp_avg of `body.weight` is in torch.sparse_coo memory"),
-        (lambda: damaged(exp_avg=torch.zeros(5, device="meta")), "exp_avg of `body.weight` is in the meta device"),
-        (lambda: coded(qmap1=torch.zeros(16)), "8-bit state of `body.weight` uses another map"),
-        (lambda: coded(qmap1="dynamic"), "8-bit state of `body.weight` uses another map"),
-        (lambda: coded(state1=torch.zeros(5, dtype=torch.int64)), "state1 of `body.weight` is torch.int64, it must be"),
-        (lambda: coded(absmax2=torch.zeros(1, dtype=torch.int32)), "absmax2 of `body.weight` is torch.int32"),
-        (lambda: without("exp_avg"), "state of `body.weight` has no exp_avg"),
-        (renamed, "not in the checkpoint: `body.weight`; not in this optimizer: `spine.weight`"),
-        (shortened, "has 2 parameters, this optimizer's has 3"),
-        (regrouped, "has 2 parameter groups, this optimizer has 1"),
-        (dict, "has `state` and `param_groups`"),
+        (group(params=[0, 1], param_names=NAMES[:2]), "not in the checkpoint: `head.bias`"),
+        (lambda state: state["param_groups"].append({}), "has 2 parameter groups, this optimizer has 1"),
+        (dict.clear, "has `state` and `param_groups`"),
     ],
 )
-def test_what_does_not_fit_changes_nothing(state, message):
+def test_what_does_not_fit_changes_nothing(damage, message):
     _, adam = trained(CPUAdam)
-    saved = {
-        key: {name: value.clone() for name, value in entry.items()} for key, entry in adam.state_dict()["state"].items()
-    }
+    before = copy.deepcopy(adam.state_dict()["state"])
+    state = trained(torch.optim.AdamW)[1].state_dict()
+    damage(state)
     with pytest.raises(CheckpointError, match=message):
-        adam.load_state_dict(state())
-    same(adam.state_dict()["state"], saved)
+        adam.load_state_dict(state)
+    same(adam.state_dict()["state"], before)
     assert adam.param_groups[0]["lr"] == 1e-3
+
+
+def test_a_checkpoint_of_fewer_parameters_without_names_is_refused():
+    _, adam = trained(CPUAdam)
+    with pytest.raises(CheckpointError, match="has 2 parameters, this optimizer's has 3"):
+        adam.load_state_dict(trained(torch.optim.AdamW, NAMES[:2], named=False)[1].state_dict())
 
 
 def test_saved_amsgrad_is_refused():

@@ -74,10 +74,24 @@ def give_gradients(parameters: list[torch.nn.Parameter], step: int, leave_out: f
         parameter.grad = None if index in leave_out else grad
 
 
+def stepped_beside(own: OnSsd, steps: int, **options) -> CPUAdam:
+    """Take the same steps with state on SSD, and with state in memory; returns the latter optimizer."""
+    plain = CPUAdam(make_parameters(own.parameters[0].dtype), **options)
+    for step in range(steps):
+        take_step(step, own.optimizer, plain)
+    return plain
+
+
 def take_step(number: int, *optimizers: CPUAdam, leave_out: frozenset[int] = frozenset()) -> None:
     for optimizer in optimizers:
         give_gradients(optimizer.param_groups[0]["params"], number, leave_out)
         optimizer.step()
+
+
+@torch.no_grad()
+def copy_values(source: list[torch.nn.Parameter], target: list[torch.nn.Parameter]) -> None:
+    for theirs, ours in zip(source, target, strict=True):
+        ours.copy_(theirs)
 
 
 def state_of(optimizer: CPUAdam) -> dict[int, dict[str, torch.Tensor]]:
@@ -171,9 +185,7 @@ def test_what_is_loaded_counts(on_ssd, state) -> None:
     plain = CPUAdam(make_parameters(torch.bfloat16), state=state)
     take_step(0, plain)
     own = on_ssd(dtype=torch.bfloat16, state=state)
-    with torch.no_grad():
-        for ours, theirs in zip(own.parameters, plain.param_groups[0]["params"], strict=True):
-            ours.copy_(theirs)
+    copy_values(plain.param_groups[0]["params"], own.parameters)
     own.optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
     assert_equal_runs(own, plain)
     remainder = plain.state[plain.param_groups[0]["params"][2]]["remainder"].add_(3)
@@ -193,8 +205,7 @@ def test_loading_reads_and_writes_each_record_once(on_ssd) -> None:
     assert now["written_bytes"] - before["written_bytes"] == nbytes
     prefetched = sum(record.record.padded_nbytes for record in own.records[:2])  # for the update that comes next
     assert nbytes <= now["read_bytes"] - before["read_bytes"] <= nbytes + prefetched
-    again = own.optimizer.state_dict()["state"]
-    assert all(torch.equal(again[i][key], saved["state"][i][key]) for i in again for key in again[i])
+    assert_equal_states(own.optimizer.state_dict()["state"], saved["state"])
 
 
 @pytest.mark.parametrize(
@@ -230,8 +241,8 @@ def test_what_can_be_asked_without_reading_is_answered(on_ssd) -> None:
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 def test_copies_of_an_optimizer_are_in_memory_and_go_on(on_ssd, tmp_path, how) -> None:
-    own, plain = on_ssd(steps=1, folder=tmp_path / "ssd"), CPUAdam(make_parameters(torch.float32))
-    take_step(0, plain)
+    own = on_ssd(folder=tmp_path / "ssd")
+    plain = stepped_beside(own, 1)
     both = own.parameters, own.optimizer
     if how == "torch.save":
         torch.save(both, tmp_path / "it")
@@ -243,13 +254,6 @@ def test_copies_of_an_optimizer_are_in_memory_and_go_on(on_ssd, tmp_path, how) -
     take_step(1, copied, plain)
     assert_equal_states(state_of(copied), state_of(plain))
     assert all(map(torch.equal, parameters, plain.param_groups[0]["params"]))
-
-
-def test_a_copied_entry_is_in_memory(on_ssd) -> None:
-    own = on_ssd(steps=1)
-    saved = state_of(own.optimizer)[0]["exp_avg"]
-    copied = copy.deepcopy(own.optimizer.state[own.parameters[0]])["exp_avg"]
-    assert type(copied) is torch.Tensor and torch.equal(copied, saved)
 
 
 def test_what_is_written_to_a_state_dict_changes_no_state_until_it_is_loaded(on_ssd) -> None:
@@ -274,9 +278,7 @@ def test_state_that_a_user_has_put_there_is_taken_over(on_ssd) -> None:
 
 def test_state_outlives_the_store_as_memory(on_ssd, tmp_path) -> None:
     own = on_ssd()
-    plain = CPUAdam(make_parameters(torch.float32))
-    for step in range(2):
-        take_step(step, own.optimizer, plain)
+    plain = stepped_beside(own, 2)
     own.optimizer.exit_run()
     own.close()
     assert os.listdir(tmp_path) == ["lightning_cxl.lock"]
@@ -290,9 +292,7 @@ def test_state_outlives_the_store_as_memory(on_ssd, tmp_path) -> None:
 def test_reads_begin_behind_writes_of_their_buffers(on_ssd) -> None:
     """With two buffers, one is updated while the other is written and then read: nobody waits for the write."""
     own = on_ssd(3.4)
-    plain = CPUAdam(make_parameters(torch.float32))
-    for step in range(4):
-        take_step(step, own.optimizer, plain)
+    plain = stepped_beside(own, 4)
     assert own.state.swapper.num_late == 1, "in the second step, the record that the first one began with"
     assert_equal_runs(own, plain)
 
@@ -316,8 +316,7 @@ def test_a_use_that_fails_changes_nothing(on_ssd) -> None:
         with pytest.raises(RuntimeError, match="in the middle"), own.state.use([own.records[0]]) as swapped:
             swapped.places[0][1].tensor((1000,), torch.uint8).fill_(77)
             raise RuntimeError("in the middle")
-    after = state_of(own.optimizer)
-    assert all(torch.equal(after[index][key], before[index][key]) for index in before for key in before[index])
+    assert_equal_states(state_of(own.optimizer), before)
     take_step(1, own.optimizer)
     assert state_of(own.optimizer)[0]["step"] == 2
 
@@ -356,15 +355,6 @@ def test_uses_of_several_records_get_their_buffers_together(on_ssd) -> None:
             done.result(60)
     own.state.wait()
     assert [int(now(record, counted[record])) for record in own.records] == [60, 60, 60]
-
-
-def test_a_use_evicts_what_was_prefetched(on_ssd) -> None:
-    """As a wrong guess of the order makes it necessary: one buffer, and another record is in it."""
-    own = on_ssd(1.8, steps=1)
-    own.state.wait()
-    own.state.swapper.expect([own.records[1].record])
-    with own.state.use([own.records[0]]) as swapped:
-        assert swapped.places[0][1].nbytes == own.records[0].record.padded_nbytes
 
 
 def test_a_use_evicts_also_while_another_thread_has_a_buffer(on_ssd) -> None:
@@ -474,9 +464,7 @@ def test_float32_state_that_is_loaded_into_8_bit_counts(on_ssd) -> None:
     source.step()
     own = on_ssd(state="8bit")
     plain = CPUAdam(plain_parameters, state="8bit")
-    with torch.no_grad():
-        for ours, theirs in zip(own.parameters, plain_parameters, strict=True):
-            ours.copy_(theirs)
+    copy_values(plain_parameters, own.parameters)
     for optimizer in (own.optimizer, plain):
         optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
         give_gradients(optimizer.param_groups[0]["params"], 1)
