@@ -13,8 +13,10 @@ from torch import nn
 
 from lightning_cxl.accelerate import CXLAccelerator
 from tests import training_device
+from tests.integration.training import assert_identical
 from tests.models import TinyTransformer, token_data
 
+__all__ = ["assert_identical"]
 EXACT = {"cpu_adam": False}  # the user's own torch optimizer on the host: bit-identical to plain Accelerate
 PLAIN = "plain"
 
@@ -93,14 +95,6 @@ def trained(accelerator, model, *parts):
 
 def weights_of(accelerator, model):
     return {name: value.detach().cpu().clone() for name, value in accelerator.get_state_dict(model).items()}
-
-
-def assert_identical(plain, ours):
-    assert len(set(plain[0])) > 1, "it trains"
-    assert ours[0] == plain[0]
-    assert ours[1].keys() == plain[1].keys()
-    for name, value in plain[1].items():
-        assert torch.equal(ours[1][name], value), name
 
 
 def assert_close(plain, ours, atol=1e-6):

@@ -29,6 +29,12 @@ def _device(request):
     signal.signal(signal.SIGTERM, handler)  # after an exception Lightning's stays, and holds the Trainer
 
 
+@pytest.fixture
+def device_apart(_device):
+    if training_device.current.type == "cpu":
+        pytest.skip("needs a device apart")
+
+
 @pytest.fixture(scope="module")
 def kernels_of_bitsandbytes():
     """Those without a GPU are compiled by torch, which does not know the device apart; their tables stay there."""
@@ -52,3 +58,31 @@ def slow_updates(monkeypatch):
         apply(step, work, scale)
 
     monkeypatch.setattr(AdamStep, "apply", late)
+
+
+class Gate:
+    """Holds every update on the worker until it is opened."""
+
+    def __init__(self, monkeypatch):
+        self.is_open = threading.Event()
+        self.num_waiting = 0
+        apply = AdamStep.apply
+
+        def gated(step, work, scale):
+            if threading.current_thread() is not threading.main_thread():
+                self.num_waiting += 1
+                assert self.is_open.wait(30), "nobody opened the gate: the step waits for its updates"
+            apply(step, work, scale)
+
+        monkeypatch.setattr(AdamStep, "apply", gated)
+
+    def open_when_one_waits(self):
+        deadline = time.monotonic() + 30
+        while not self.num_waiting and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        self.is_open.set()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    return Gate(monkeypatch)

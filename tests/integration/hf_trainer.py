@@ -9,8 +9,9 @@ from transformers import Trainer, TrainingArguments
 from lightning_cxl.transformers import CXLTrainer
 from tests.integration.accelerate_loop import EXACT, PLAIN, forget_accelerators
 from tests.integration.llama import tiny_llama
+from tests.integration.training import assert_identical, weights_of
 
-__all__ = ["EXACT", "PLAIN"]
+__all__ = ["EXACT", "PLAIN", "assert_identical"]
 NUM_TOKENS = 8
 
 
@@ -70,10 +71,6 @@ def losses_of(trainer):
     ]
 
 
-def weights_of(model):
-    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-
-
 def finish(trainer):
     """End what goes on, and return what was trained: (what was logged, weights)."""
     result = losses_of(trainer), weights_of(trainer.model)
@@ -86,14 +83,6 @@ def train(folder, offload=PLAIN, *, resume=None, **given):
     trainer = make_trainer(folder, offload, **given)
     trainer.train(resume_from_checkpoint=resume)
     return finish(trainer)
-
-
-def assert_identical(plain, ours):
-    assert len({loss for loss, *_ in plain[0]}) > 1, "it trains"
-    assert ours[0] == plain[0]
-    assert ours[1].keys() == plain[1].keys()
-    for name, value in plain[1].items():
-        assert torch.equal(ours[1][name], value), name
 
 
 def assert_close(plain, ours, atol=1e-6):

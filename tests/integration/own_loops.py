@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.models import TinyTransformer, token_data
 
+OFFLOAD = {"tiers": {"dram": "1GiB"}}
+
 
 class Failing:
     """Fails on one rank in the third batch."""
@@ -32,9 +34,13 @@ class Failing:
             raise ValueError("this batch is bad")
 
 
-def loss_of(model, batch):
-    tokens, labels = batch
-    return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), labels.flatten())
+def train(model, optimizer, data, backward, failing):
+    for tokens, labels in data:
+        failing.batch()
+        backward(nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), labels.flatten()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
 
 
 def with_fabric(asked):
@@ -42,33 +48,22 @@ def with_fabric(asked):
 
     from lightning_cxl import CXLFabricStrategy
 
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=CXLFabricStrategy(tiers={"dram": "1GiB"}))
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=CXLFabricStrategy(**OFFLOAD))
     if "LT_CLI_USED" not in os.environ:  # `fabric run` has launched it
         fabric.launch()
     model = fabric.setup_module(TinyTransformer(dropout=0.0))
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    failing = Failing(asked, fabric.global_rank)
-    for batch in fabric.setup_dataloaders(token_data(8)):
-        failing.batch()
-        fabric.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    data = fabric.setup_dataloaders(token_data(8))
+    return train(model, optimizer, data, fabric.backward, Failing(asked, fabric.global_rank))
 
 
 def with_accelerate(asked):
     from lightning_cxl.accelerate import CXLAccelerator
 
-    accelerator = CXLAccelerator(cpu=True, offload={"tiers": {"dram": "1GiB"}})
+    accelerator = CXLAccelerator(cpu=True, offload=OFFLOAD)
     model = TinyTransformer(dropout=0.0)
-    model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), token_data(8))
-    failing = Failing(asked, accelerator.process_index)
-    for batch in data:
-        failing.batch()
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    parts = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), token_data(8))
+    return train(*parts, accelerator.backward, Failing(asked, accelerator.process_index))
 
 
 def with_trainer(asked):
@@ -86,8 +81,7 @@ def with_trainer(asked):
         str(asked.folder), use_cpu=True, max_steps=4, per_device_train_batch_size=2, report_to=[], disable_tqdm=True,
         save_strategy="no", dataloader_pin_memory=False,
     )  # fmt: skip
-    offload = {"tiers": {"dram": "1GiB"}}
-    trainer = CXLTrainer(tiny_llama(), args, train_dataset=rows(16), callbacks=[Fails()], offload=offload)
+    trainer = CXLTrainer(tiny_llama(), args, train_dataset=rows(16), callbacks=[Fails()], offload=OFFLOAD)
     failing = Failing(asked, args.process_index)
     trainer.train()
     return trainer.model

@@ -283,10 +283,14 @@ def test_masters_of_a_torch_optimizer_become_split_ones(tmp_path):
 
 
 @pytest.mark.on_cpu
-def test_a_checkpoint_between_a_change_and_the_next_step(tmp_path):
-    module, trainer = bf16("split", 3)
+@pytest.mark.every_case
+@pytest.mark.parametrize("saved", FORMS)
+def test_a_checkpoint_between_a_change_and_the_next_step(tmp_path, saved):
+    module, trainer = bf16(saved, 3)
     with torch.no_grad():
         module.model.head.weight.clamp_(-0.01, 0.01)
     trainer.save_checkpoint(tmp_path / "clamped.ckpt")
-    for form in ("split", "fp32"):
-        assert_same_weights(bf16(form, 3, ckpt_path=tmp_path / "clamped.ckpt")[0], module)
+    for form in FORMS:
+        resumed, trainer = bf16(form, 3, ckpt_path=tmp_path / "clamped.ckpt")
+        assert_same_weights(resumed, module)
+        assert named_masters(trainer)["model.head.weight"].abs().max() <= 0.0101

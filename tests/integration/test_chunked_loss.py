@@ -3,13 +3,10 @@
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import Trainer, TrainingArguments
 
 import lightning_cxl
-from lightning_cxl.commands.plan import loss_on_meta
-from lightning_cxl.inventory.dry_run import dry_run
-from tests import training_device
 from tests.cases import every_value
+from tests.integration import hf_trainer
 from tests.integration.llama import tiny_llama
 from tests.integration.training import EXACT, assert_identical, offload, train
 from tests.models import Task
@@ -84,20 +81,17 @@ def test_is_the_plain_run(case, task):
 # -- around the loop of transformers' Trainer --------------------------------------------------------------------------
 
 
-def run(folder, *, chunked, **options):
+def run(folder, *, chunked, **given):
     """Train and evaluate; returns losses of steps and evaluations, and how often all logits were made."""
-    model = tiny_llama()
-    made = []
-    model.lm_head.register_forward_hook(lambda module, args, output: made.append(type(output) is torch.Tensor))
     tokens = torch.randint(0, 37, (24, 40), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
-    arguments = TrainingArguments(
-        folder, max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
-        eval_strategy="steps", eval_steps=2, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
-        **options,
-    )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=rows[:16], eval_dataset=rows[16:])
-    with lightning_cxl.chunked_loss(model if chunked else Task(torch.nn.Identity()), tokens=16):
+    parts = {"train_dataset": rows[:16], "eval_dataset": rows[16:]}
+    trainer = hf_trainer.make_trainer(
+        folder, parts=parts, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=2, **given
+    )
+    made = []
+    trainer.model.lm_head.register_forward_hook(lambda module, args, output: made.append(type(output) is torch.Tensor))
+    with lightning_cxl.chunked_loss(trainer.model if chunked else Task(torch.nn.Identity()), tokens=16):
         trainer.train()
     history = trainer.state.log_history
     return [entry[key] for entry in history for key in ("loss", "eval_loss", "grad_norm") if key in entry], sum(made)
@@ -114,44 +108,14 @@ def test_a_trainer_inside_learns_the_same(tmp_path, options):
     assert made == 0
 
 
-# -- what a dry run says of it -----------------------------------------------------------------------------------------
-
-
-SHAPE = {"vocab_size": 32_768, "hidden_size": 32, "intermediate_size": 32, "num_layers": 1}
-ROWS, TOKENS = 64, 8  # blocks are small: the device apart has no flash kernel
-
-
-@pytest.mark.parametrize(("dtype", "chunked"), every_value([torch.float32, torch.bfloat16], [True, False]))
-def test_planned_device_memory_is_what_the_device_holds(chunked, dtype):
-    if training_device.current.type == "cpu":
-        pytest.skip("needs a device apart")
-    with torch.device("meta"):
-        planned_model = tiny_llama(**SHAPE).to(dtype)
-    planned = dry_run(planned_model, [], loss_on_meta(planned_model, ROWS, TOKENS, chunked=chunked), min_bytes=1)
-    model = tiny_llama(**SHAPE).to(dtype).to(training_device.current)
-    for parameter in model.parameters():  # as the engine does, and the dry run
-        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-    ids = torch.randint(0, 32_768, (ROWS, TOKENS)).to(training_device.current)
-    torch.accelerator.synchronize()
-    torch.accelerator.reset_peak_memory_stats()
-    before = torch.accelerator.memory_allocated()
-    with lightning_cxl.chunked_loss(model if chunked else torch.nn.Identity()):
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    torch.accelerator.synchronize()
-    held = torch.accelerator.max_memory_allocated() - before
-    assert planned.device_peak_bytes == pytest.approx(held, rel=0.03)
-
-
 def many_rows():
     tokens = torch.randint(0, VOCABULARY, (128, 16), generator=torch.Generator().manual_seed(0))  # attention is small
     return DataLoader(TensorDataset(tokens, tokens), batch_size=64)
 
 
+@pytest.mark.usefixtures("device_apart")
 @pytest.mark.parametrize("options", [HEAD_STREAMS, {}], ids=["the head streams", "the head stays"])
 def test_never_all_logits_are_on_the_device(options):
-    if training_device.current.type == "cpu":
-        pytest.skip("needs a device apart")
     all_logits = 64 * 16 * VOCABULARY * 4
     peaks = []
     for task in FullTask, ChunkedTask, AroundTheRun:

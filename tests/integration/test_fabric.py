@@ -9,8 +9,7 @@ from torch import nn
 
 from lightning_cxl import CXLFabricStrategy
 from tests import training_device
-from tests.integration.fabric_loop import make_fabric
-from tests.integration.front_end_runs import assert_identical, train
+from tests.integration.front_end_runs import assert_identical, make_fabric, train
 from tests.integration.training import EXACT
 from tests.models import TinyTransformer
 
@@ -36,9 +35,8 @@ def test_the_strategy_by_name():
     assert "tier_rules" in str(CXLFabricStrategy.__init__.__signature__)
 
 
+@pytest.mark.usefixtures("device_apart")  # fabric has no float16 on the CPU
 def test_a_loss_scaler_finds_gradients_on_the_host(tmp_path):
-    if training_device.current.type == "cpu":
-        pytest.skip("fabric has no float16 on the CPU")
     given = {"precision": "16-mixed", "clip": 0.1, "accumulate": 2}
     assert_identical(train("Fabric", tmp_path, EXACT, **given), train("Fabric", tmp_path, **given))
 
@@ -87,6 +85,7 @@ def test_parameters_that_a_module_makes_when_it_moves_are_trained(strategies):
 
 def test_several_devices_need_a_launch(strategies):
     strategy = strategies()
+    make_fabric(strategy)
     strategy.parallel_devices = [training_device.current] * 2
     with pytest.raises(RuntimeError, match="launch"):
         strategy.setup_module(TinyTransformer())

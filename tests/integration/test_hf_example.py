@@ -32,19 +32,12 @@ def run(files, code, *options):
     names = {"__name__": "run_clm"}
     exec(compile(code, str(SCRIPT), "exec"), names)  # dataclasses look their module up, hence its name
     forget_accelerators()
-    given = ["--model_name_or_path", str(files / "model"), "--train_file", str(files / "text.txt"), "--block_size", "8"]
-    fixed = [
-        "--output_dir",
-        str(files / "out"),
-        "--report_to",
-        "none",
-        "--disable_tqdm",
-        "True",
-        "--logging_steps",
-        "1",
-    ]
-    short = ["--max_steps", "6", "--per_device_train_batch_size", "2", "--dataloader_pin_memory", "False"]
-    trainer = names["main"]([*given, *fixed, *short, "--do_train", "--do_eval", *options])
+    given = (
+        f"--model_name_or_path {files / 'model'} --train_file {files / 'text.txt'} --output_dir {files / 'out'} "
+        "--block_size 8 --report_to none --disable_tqdm True --logging_steps 1 --max_steps 6 --do_train --do_eval "
+        "--per_device_train_batch_size 2 --dataloader_pin_memory False"
+    )
+    trainer = names["main"]([*given.split(), *options])
     evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     return finish(trainer), evaluated[-1]
 
@@ -53,7 +46,7 @@ def test_the_script_differs_in_one_import(files, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(files / "cache"))
     code = SCRIPT.read_text()
     assert code.count(OURS) == 1
-    options = ("--gradient_accumulation_steps", "2", "--lr_scheduler_type", "cosine", "--save_steps", "3")
+    options = ["--gradient_accumulation_steps", "2", "--lr_scheduler_type", "cosine", "--save_steps", "3"]
     plain, plain_loss = run(files, code.replace(OURS, "from transformers import Trainer\n"), *options)
     ours, loss = run(files, code, *options)
     assert len(plain[0]) == 6

@@ -43,10 +43,9 @@ class CXLGRPOTrainer(CXLTrainerMixin, trl.GRPOTrainer):
 
 
 TRAINERS = {
-    "sft": (trl.SFTTrainer, CXLSFTTrainer),
-    "dpo": (trl.DPOTrainer, CXLDPOTrainer),
+    "sft": (trl.SFTTrainer, CXLSFTTrainer), "dpo": (trl.DPOTrainer, CXLDPOTrainer),
     "grpo": (trl.GRPOTrainer, CXLGRPOTrainer),
-}
+}  # fmt: skip
 
 
 def tokenizer():
@@ -62,22 +61,16 @@ def texts(num_rows):
     return [" ".join(words[(i * (k + 1) + k) % len(words)] for k in range(4 + i % 3)) for i in range(num_rows)]
 
 
-def made(trainer, options, **parts):
+def made(trainer, options, lora, **parts):
     cls, ours = TRAINERS[trainer]
+    parts |= {"processing_class": tokenizer(), "peft_config": LoraConfig(**LORA) if lora else None}
     return cls(**parts) if options == PLAIN else ours(**parts, offload=options)
 
 
 def sft(folder, options=PLAIN, *, lora=False, **given):
     args = arguments(folder, cls=trl.SFTConfig, dataset_num_proc=None, max_length=16, **given)
-    return made(
-        "sft",
-        options,
-        model=tiny_llama(),
-        args=args,
-        train_dataset=Dataset.from_dict({"text": texts(16)}),
-        processing_class=tokenizer(),
-        peft_config=LoraConfig(**LORA) if lora else None,
-    )
+    data = Dataset.from_dict({"text": texts(16)})
+    return made("sft", options, lora, model=tiny_llama(), args=args, train_dataset=data)
 
 
 def grpo(folder, options=PLAIN, *, lora=False, judged=False, **given):
@@ -103,22 +96,15 @@ def grpo(folder, options=PLAIN, *, lora=False, judged=False, **given):
         torch.manual_seed(3)
         config = LlamaConfig(**{**tiny_llama().config.to_dict(), "num_labels": 1, "pad_token_id": 0})
         rewards, judges = [*rewards, LlamaForSequenceClassification(config).eval()], [None, tokenizer()]
-    return made(
-        "grpo",
-        options,
-        model=str(path),
-        args=args,
-        reward_funcs=rewards,
-        reward_processing_classes=judges,
-        train_dataset=Dataset.from_dict({"prompt": texts(8)}),
-        processing_class=tokenizer(),
-        peft_config=LoraConfig(**LORA) if lora else None,
-    )
+    data = Dataset.from_dict({"prompt": texts(8)})
+    parts = {"reward_funcs": rewards, "reward_processing_classes": judges}
+    return made("grpo", options, lora, model=str(path), args=args, train_dataset=data, **parts)
 
 
 def dpo(folder, options=PLAIN, *, lora=False, reference=True, **given):
     args = arguments(folder, cls=trl.DPOConfig, dataset_num_proc=None, max_length=16, **given)
     model = tiny_llama()
+    ref_model = copy.deepcopy(model).eval() if reference else None
     all_texts = texts(24)
     data = Dataset.from_dict({"prompt": all_texts[:8], "chosen": all_texts[8:16], "rejected": all_texts[16:]})
     if args.precompute_ref_log_probs:  # written beside the data, where all processes find it
@@ -126,22 +112,13 @@ def dpo(folder, options=PLAIN, *, lora=False, reference=True, **given):
             if PartialState().is_local_main_process:
                 data.save_to_disk(folder / "data")
         data = Dataset.load_from_disk(folder / "data")
-    return made(
-        "dpo",
-        options,
-        model=model,
-        ref_model=copy.deepcopy(model).eval() if reference else None,
-        args=args,
-        train_dataset=data,
-        processing_class=tokenizer(),
-        peft_config=LoraConfig(**LORA) if lora else None,
-    )
+    return made("dpo", options, lora, model=model, ref_model=ref_model, args=args, train_dataset=data)
 
 
-def train(make, folder, options=PLAIN, *, resume=None, **given):
+def train(make, folder, options=PLAIN, **given):
     trainer = make(folder, options, **given)
     torch.manual_seed(7)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train()
     return finish(trainer)
 
 

@@ -12,7 +12,6 @@ import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.connectors import signal_connector
 from torch import nn
 
@@ -89,18 +88,6 @@ def test_unsupported_adam_options_name_the_way_out(option):
     with pytest.raises(lightning_cxl.UnsupportedError, match=f"{option}.*cpu_adam=False"):
         run({}, lambda: Task(TinyTransformer(), **{option: True}), 1)
     run({"cpu_adam": False}, lambda: Task(TinyTransformer(), **{option: True}), 1)
-
-
-@on_cpu
-def test_subclass_of_adamw_is_left_alone():
-    class Mine(torch.optim.AdamW):
-        pass
-
-    class Uses(Task):
-        def configure_optimizers(self):
-            return Mine(self.parameters(), lr=1e-3)
-
-    assert type(run({}, lambda: Uses(TinyTransformer()), 2)[1].optimizers[0]) is Mine
 
 
 @on_cpu
@@ -234,25 +221,6 @@ def test_copies_made_during_a_run_have_its_weights_and_can_train(way, when, prec
     before = copied.model.head.weight.detach().cpu().clone()
     trainer.fit(copied, token_data())
     assert not torch.equal(copied.model.head.weight.detach().cpu(), before)
-
-
-@on_cpu
-@pytest.mark.parametrize("way", [copy.deepcopy, through_pickle])
-def test_precision_plugins_travel_with_methods_of_their_own(way):
-    """A run puts clipping and unscaling of its own into them."""
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
-    callback = Travels(way, "on_train_batch_end")
-    fit([callback], plugins=[plugin], gradient_clip_val=0.5)
-    copied = callback.copies[0].strategy.precision_plugin
-    assert copied is not plugin and copied.scaler is not plugin.scaler
-    parameter = nn.Parameter(torch.ones(4))
-    parameter.grad = torch.full((4,), 8.0)
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    copied.scaler.scale(torch.ones(()))
-    copied.scaler.unscale_(optimizer)
-    assert torch.equal(parameter.grad, torch.full((4,), 2.0))
-    copied.clip_grad_by_norm(optimizer, 1.0)
-    assert parameter.grad.norm() == pytest.approx(1.0, rel=1e-4)
 
 
 # -- under a cluster's scheduler ---------------------------------------------------------------------------------------

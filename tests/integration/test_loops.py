@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import re
 import subprocess
 import sys
 from functools import partial
@@ -28,7 +27,6 @@ from tests.integration.accelerate_loop import (
     warm,
     weights_of,
 )
-from tests.integration.gate import Gate
 from tests.models import TinyTransformer, token_data
 
 STREAMED = {"stream_weights": True, "cpu_adam": False}
@@ -249,8 +247,7 @@ behind = pytest.mark.skipif(training_device.chosen.type == "cpu", reason="no upd
 
 @behind
 @pytest.mark.usefixtures("late_copies")
-def test_a_loop_waits_for_no_update_before_the_next_forward(monkeypatch):
-    gate = Gate(monkeypatch)
+def test_a_loop_waits_for_no_update_before_the_next_forward(gate):
     accelerator = make_accelerator(OVERLAPPED)
     model, optimizer = made()
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, LinearLR(optimizer, total_iters=3))
@@ -346,19 +343,6 @@ def test_a_second_training_beside_the_first():
     compare(run)
 
 
-def test_what_prepare_has_returned_is_prepared_again():
-    def run(accelerator):
-        model, optimizer = made()
-        parts = accelerator.prepare(model, optimizer, token_data(2), warm(optimizer))
-        losses = []
-        for _ in range(2):
-            losses += [one_step(accelerator, *parts[:2], batch).item() for batch in parts[2]]
-            parts = accelerator.prepare(*parts)
-        return losses, weights_of(accelerator, parts[0])
-
-    compare(run)
-
-
 def test_a_new_optimizer_for_a_model_that_is_trained_already():
     accelerator = make_accelerator(STREAMED)
     model = without_dropout()
@@ -430,15 +414,6 @@ def test_a_new_training_ends_the_one_that_had_the_model(wrap, caplog):
     del first, second, ours
     gc.collect()
     assert all(nbytes <= held[where] for where, nbytes in training_device.held().items())
-
-
-def test_a_training_beside_an_open_one_is_told_what_that_holds(caplog):
-    first, second = make_accelerator(STREAMED), make_accelerator(STREAMED)
-    first.prepare(*made())
-    second.prepare(TinyTransformer())
-    assert re.search(r"another training is open, and holds \d+\.\d KiB of host memory until", caplog.text)
-    first.free_memory()
-    second.free_memory()
 
 
 UNCLOSED = """

@@ -16,7 +16,7 @@ import lightning_cxl
 from lightning_cxl import torch_private
 from lightning_cxl.optim.parameter_state import AwaitedParams
 from tests import training_device
-from tests.cases import every_value
+from tests.cases import every_value, others_full
 from tests.integration.training import EXACT, run, weights_of
 from tests.models import Task, TinyConvNet, TinyTransformer, image_data, token_data
 
@@ -267,18 +267,19 @@ def epochs(strategy, callbacks, count, *, optimizer="adamw", task=Trainable, **g
     return run(strategy, lambda: task(no_dropout(), optimizer), -1, **given)
 
 
+JOINING = [
+    ("adamw", EXACT, "bf16-true"),
+    ("adamw", "on ssd", "bf16-true"),
+    ("adamw", {}, "32-true"),
+    ("adamw", EXACT, "32-true"),
+    ("sgd", {}, "32-true"),
+    ("adamw", {}, "bf16-true"),
+]
+
+
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")  # it compares values, not objects
-@pytest.mark.parametrize(
-    ("optimizer", "options", "precision"),
-    [
-        ("adamw", EXACT, "bf16-true"),
-        ("adamw", {}, "32-true"),
-        ("adamw", EXACT, "32-true"),
-        ("sgd", {}, "32-true"),
-        ("adamw", {}, "bf16-true"),
-        ("adamw", "on ssd", "bf16-true"),
-    ],
-)
+@pytest.mark.every_case
+@pytest.mark.parametrize(("optimizer", "options", "precision"), others_full(JOINING, JOINING[:2]))
 def test_a_finetuning_callback_resumes_in_the_middle(tmp_path, optimizer, options, precision):
     """Its restart replaces the groups of the optimizer, before the optimizer's state is loaded."""
     if options == "on ssd":  # each block gets a record of its own when it joins

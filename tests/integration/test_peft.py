@@ -86,13 +86,6 @@ def test_frozen_weights_stream_and_have_no_gradients():
     assert [name.rpartition(".")[0] for name in report["units"]] == ["model.base_model.model.model.layers"] * 3
 
 
-def test_merging_after_the_run():
-    (plain, _), (ours, _) = run("auto"), run(offload(**EXACT))
-    merged, expected = ours.merge_and_unload().state_dict(), plain.merge_and_unload().state_dict()
-    assert merged.keys() == expected.keys() and not any("lora" in name for name in merged)
-    assert all(torch.equal(merged[name], value) for name, value in expected.items())
-
-
 class MergesInBetween(Callback):
     """Merges the adapters into the base weights for a while, as one does to evaluate."""
 

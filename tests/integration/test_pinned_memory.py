@@ -1,10 +1,8 @@
 """What the device copies is page-locked: once, whatever a policy says, and not again in every step."""
 
-import random
-
 import pytest
 import torch
-from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 from lightning_cxl.devices.transfer import device_type_of
@@ -32,9 +30,7 @@ class Registrations:
 
 
 @pytest.fixture
-def registrations(monkeypatch):
-    if training_device.current.type == "cpu":
-        pytest.skip("needs a device with memory of its own")
+def registrations(monkeypatch, device_apart):
     monkeypatch.setattr(PoolResource.__init__, "__defaults__", (SLAB_BYTES,))
     kind, seen = device_type_of(training_device.current), Registrations()
     register, unregister = kind.register, kind.unregister
@@ -53,36 +49,10 @@ def registrations(monkeypatch):
     return seen
 
 
-class CallsByStep(Callback):
-    def __init__(self, registrations: Registrations) -> None:
-        self.seen = registrations
-        self.counts: list[int] = []
-
-    def on_train_batch_start(self, *_):
-        self.before = len(self.seen.calls)
-
-    def on_train_batch_end(self, *_):
-        self.counts.append(len(self.seen.calls) - self.before)
-
-
 def batches(lengths):
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(0, 37, (2, length + 1), generator=generator) for length in lengths]
     return DataLoader([(each[:, :-1], each[:, 1:]) for each in tokens], batch_size=None)
-
-
-@pytest.mark.parametrize("options", [{}, {"on_overflow": "ignore"}, {"cpu_adam": False}], ids=str)
-def test_lengths_that_change_register_nothing_after_warm_up(options, registrations):
-    draw = random.Random(3)
-    lengths = [256, 256, *(draw.choice(range(96, 257, 16)) for _ in range(20))]
-    steps = CallsByStep(registrations)
-    seed_everything(11, verbose=False)
-    module = Task(TinyTransformer(width=64, depth=6, dropout=0.0), "adamw")
-
-    make_trainer(offload(**options), max_steps=len(lengths), callbacks=[steps]).fit(module, batches(lengths))
-
-    assert registrations.calls
-    assert steps.counts[4:] == [0] * (len(lengths) - 4)
 
 
 class LateTask(Task):

@@ -129,12 +129,22 @@ def under_us(folder, way, **options):
     return fit(module, strategy), strategy, module
 
 
+def bytes_of_weights(strategy):
+    """Return what was planned, and the peak."""
+    report = strategy.report()
+    return (sum(report[f"{kind}_roles"]["compute_weights"].values()) for kind in ("planned", "peak"))
+
+
 def test_is_the_run_without_us(folder):
     expected = plain(folder, "nf4, nested")
-    result, strategy, _ = under_us(folder, "nf4, nested")
+    result, strategy, module = under_us(folder, "nf4, nested")
     assert_identical(expected, result)
     assert len(set(expected[0])) == len(expected[0]) == STEPS + 2 * (STEPS // 2)
     assert strategy.report()["streamed"]["num_units"] == LAYERS
+    kinds = [type(p).__name__ for p in module.model.parameters()]
+    assert kinds.count("Params4bit") == 7 * LAYERS
+    at_once = module.at_once.values()
+    assert all(where and None not in where for where in at_once), "on their tier from the first byte"
 
 
 @pytest.mark.on_cpu
@@ -143,21 +153,10 @@ def test_is_the_run_without_us_on_the_cpu(folder, way, stream):
     expected = plain(folder, way)
     result, strategy, _ = under_us(folder, way, stream_weights=stream)
     assert_identical(expected, result)
-    planned, peak = (
-        sum(strategy.report()[f"{kind}_roles"]["compute_weights"].values()) for kind in ("planned", "peak")
-    )
+    planned, peak = bytes_of_weights(strategy)
     # is there twice while it moves, once without gaps
     unit = strategy.report()["streamed"]["host_bytes"] / LAYERS if stream else 0
     assert planned == pytest.approx(peak - unit, rel=0.05)
-
-
-def test_quantised_weights_are_on_their_tier_from_the_first_byte(folder):
-    module = under_us(folder, "nf4")[2]
-    quantised = [
-        name for name, p in module.model.base_model.model.named_parameters() if type(p).__name__ == "Params4bit"
-    ]
-    assert len(quantised) == 7 * LAYERS
-    assert all(where and None not in where for where in module.at_once.values()), module.at_once
 
 
 @pytest.mark.on_cpu
@@ -167,8 +166,7 @@ def test_what_belongs_to_a_weight_moves_with_it_where_the_cpu_computes(folder, w
     model, strategy = theirs(folder, way), offload(**EXACT)
     result = fit(QLoRA(lambda: model), strategy)
     assert_identical(plain(folder, way), result)
-    report = strategy.report()
-    planned, peak = (sum(report[f"{kind}_roles"]["compute_weights"].values()) for kind in ("planned", "peak"))
+    planned, peak = bytes_of_weights(strategy)
     assert planned == pytest.approx(peak, rel=0.01)
 
 
@@ -213,24 +211,9 @@ def copies(monkeypatch):
     return to_device, to_host
 
 
-@pytest.fixture
-def units(monkeypatch):
-    """The units whose weights stream."""
-    made = []
-    initialise = UnitWeights.__init__
-
-    def noted(unit, *arguments):
-        initialise(unit, *arguments)
-        made.append(unit)
-
-    monkeypatch.setattr(UnitWeights, "__init__", noted)
-    yield made
-    made.clear()
-
-
-def test_frozen_blocks_are_copied_in_once_a_pass_and_never_out(folder, copies, units):
+def test_frozen_blocks_are_copied_in_once_a_pass_and_never_out(folder, copies):
     to_device, to_host = copies
-    of_steps, frozen = [], []
+    units, of_steps, frozen = [], [], []
 
     def bytes_of_frozen():
         places = [place for unit in units for place in unit.places if len(place.on_host) > 1]  # quantised
@@ -242,6 +225,7 @@ def test_frozen_blocks_are_copied_in_once_a_pass_and_never_out(folder, copies, u
             to_device.clear()
             to_host.clear()
             if batch_idx == 0:
+                units.extend(self.trainer.strategy.run._streamer._units)
                 frozen.extend(bytes_of_frozen())
 
         def on_train_batch_end(self, outputs, batch, batch_idx):

@@ -31,8 +31,7 @@ from lightning_cxl.gradients.offload import MAX_STAGED, GradientOffload, HostWor
 from lightning_cxl.optim.cpu_adam import AdamStep
 from lightning_cxl.run import run as runs
 from tests import training_device
-from tests.cases import every_value
-from tests.integration.gate import Gate
+from tests.cases import every_value, others_full
 from tests.integration.training import EXACT, assert_same_weights, offload, run, train
 from tests.models import Task, TinyTransformer, token_data
 
@@ -69,14 +68,6 @@ def assert_same(one, other):
             assert torch.equal(states[0][index][key].cpu(), value.cpu()), (index, key)
 
 
-def assert_as_plain(*, plain_task=None, **arguments):
-    plain = arguments if plain_task is None else {**arguments, "task": plain_task}
-    assert_same(fit(EXACT, **arguments), fit("auto", **plain))
-    plain = fit(AFTER, **arguments)
-    for options in ({}, IGNORE):
-        assert_same(fit(options, **arguments), plain)
-
-
 # -- every form of masters; other models are in the table of parity ----------------------------------------------------
 
 
@@ -87,19 +78,20 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setenv("LIGHTNING_CXL_OVERLAP_STEP", "true")
 
 
+CASES = [
+    ("fp32", 1, {"make_model": partial(TinyTransformer, twice=True)}),
+    ("fp32", 1, {"where": on_the_cpu}),
+    ("fp32", 1, {"gradient_clip_val": 0.3}),
+    ("split", 3, {}),
+    ("split", 3, {"where": on_the_cpu}),
+    ("separate", 1, {}),
+    ("8bit", 3, {}),
+]
+
+
 @slow_updates
-@pytest.mark.parametrize(
-    ("form", "accumulate", "more"),
-    [
-        ("fp32", 1, {"make_model": partial(TinyTransformer, twice=True)}),
-        ("fp32", 1, {"where": on_the_cpu}),
-        ("fp32", 1, {"gradient_clip_val": 0.3}),
-        ("split", 3, {}),
-        ("split", 3, {"where": on_the_cpu}),
-        ("separate", 1, {}),
-        ("8bit", 3, {}),
-    ],
-)
+@pytest.mark.every_case
+@pytest.mark.parametrize(("form", "accumulate", "more"), others_full(CASES, CASES[:3]))
 def test_is_the_plain_schedule(monkeypatch, form, accumulate, more):
     """With updates behind the next forward, and with updates behind the backward."""
     given = {"form": form, "accumulate_grad_batches": accumulate, **more}
@@ -299,8 +291,7 @@ class ByHand(Task):
 
 @pytest.mark.parametrize("options", [{}, AFTER])
 @pytest.mark.parametrize("part", ["norm", "head"])
-def test_a_graph_of_before_a_step_is_refused_while_updates_run(monkeypatch, part, options):
-    gate = Gate(monkeypatch)
+def test_a_graph_of_before_a_step_is_refused_while_updates_run(gate, part, options):
 
     class GoesBackLater(ByHand):
         def training_step(self, batch, batch_idx):
@@ -382,26 +373,27 @@ def test_validation_and_checkpoints_in_the_middle(tmp_path):
 
 
 class Clamps(Task):
-    def on_train_batch_end(self, *_):
-        time.sleep(0.02)
-        for parameter in self.model.blocks.parameters():
-            parameter.data.clamp_(-0.05, 0.05)
+    """Writes to weights that it finds in the module, or in groups of the optimizer, where masters may be, too."""
 
+    def __init__(self, model, of_groups=True):
+        super().__init__(model)
+        self.of_groups = of_groups
 
-class ClampsGroups(Task):
     @torch.no_grad()
     def on_train_batch_end(self, *_):
-        streamed = set(self.model.blocks.parameters())
-        for group in self.optimizers().param_groups:
-            for parameter in streamed.intersection(group["params"]):
-                parameter.clamp_(-0.05, 0.05)
+        written = set(self.model.blocks.parameters())
+        if self.of_groups:
+            written &= {p for group in self.optimizers().param_groups for p in group["params"]}
+        for parameter in written:
+            parameter.clamp_(-0.05, 0.05)
 
 
 @slow_updates
-@pytest.mark.parametrize("task", [Clamps, ClampsGroups])
-def test_writes_between_steps_count(task):
-    # the groups of the reference may hold masters of what stays on the device
-    assert_as_plain(task=task, plain_task=Clamps if task is ClampsGroups else None)
+def test_writes_between_steps_count():
+    plain = partial(Clamps, of_groups=False)
+    assert_same(fit(EXACT, task=Clamps), fit("auto", task=plain))
+    for options in ({}, IGNORE):
+        assert_same(fit(options, task=Clamps), fit(AFTER, task=Clamps))
 
 
 class ByReference(Task):
@@ -625,11 +617,10 @@ def peaks(depth, options, task):
 KINDS = {"behind the forward": ({}, Task), "behind the backward": (IGNORE, Task), "autocast": ({}, Casts)}
 
 
+@pytest.mark.usefixtures("device_apart")
 @pytest.mark.parametrize(("late", "kind"), every_value(["nothing", "kernels", "copies"], KINDS))
 def test_the_peak_does_not_grow_with_the_number_of_units(late, kind):
     options, task = KINDS[kind]
-    if training_device.current.type == "cpu":
-        pytest.skip("needs a device apart")
     training_device.make_late(late)  # late kernels let the host run far ahead
     few, many = peaks(6, options, task), peaks(18, options, task)
     assert many == pytest.approx(few, abs=ROUND)
@@ -654,8 +645,7 @@ def test_gradients_of_a_few_units_exist_at_a_time_where_all_have_no_room():
 # -- really behind -----------------------------------------------------------------------------------------------------
 
 
-def test_a_step_returns_while_its_updates_run(monkeypatch):
-    gate = Gate(monkeypatch)
+def test_a_step_returns_while_its_updates_run(gate):
 
     class Opens(Callback):
         def on_train_batch_end(self, *_):
@@ -670,7 +660,6 @@ def test_a_step_returns_while_its_updates_run(monkeypatch):
 class HoldsUpdates(Task):
     """Lets no update run from a forward to the next step's, and logs as users do."""
 
-    gate: Gate
     flops_per_batch = 1  # for `ThroughputMonitor`
 
     def training_step(self, batch, batch_idx):
@@ -693,18 +682,17 @@ class HoldsUpdates(Task):
         lambda: ModelCheckpoint(every_n_train_steps=1000), lambda: lightning_cxl.OffloadProgressBar(),
     ],
 )  # fmt: skip
-def test_callbacks_of_lightning_cost_no_wait(tmp_path, monkeypatch, callback):
+def test_callbacks_of_lightning_cost_no_wait(tmp_path, monkeypatch, gate, callback):
     if callback is DeviceStatsMonitor:  # asks the accelerator, which the device apart does not have
         monkeypatch.setattr(training_device.accelerator().__class__, "get_device_stats", lambda *_: {}, raising=False)
-    HoldsUpdates.gate, made = Gate(monkeypatch), callback()
+    HoldsUpdates.gate, made = gate, callback()
     given = {"enable_progress_bar": True} if isinstance(made, ProgressBar) else {}
     given |= {"enable_checkpointing": True} if isinstance(made, ModelCheckpoint) else {}
     fit(IGNORE, task=HoldsUpdates, callbacks=[made], logger=CSVLogger(tmp_path), log_every_n_steps=1, steps=3, **given)
-    assert HoldsUpdates.gate.num_waiting >= 3 * 3
+    assert gate.num_waiting >= 3 * 3
 
 
-def test_updates_run_behind_the_backward(monkeypatch):
-    gate = Gate(monkeypatch)
+def test_updates_run_behind_the_backward(gate):
 
     class Opens(TinyTransformer):
         def forward(self, tokens):
@@ -731,6 +719,7 @@ class HooksItsStep(Task):
         return made
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("of_every_optimizer", [False, True])
 def test_hooks_around_the_step_see_new_weights(monkeypatch, of_every_optimizer):
     """A hook of the optimizer itself takes the overlap away."""

@@ -163,26 +163,6 @@ def test_a_drive_that_fails_at_the_end_leaves_the_users_optimizers(tmp_path, mon
 # -- what a run must not get wrong ------------------------------------------------------------------------------------
 
 
-class LoadsState(Callback):
-    """Reads and writes state between steps, as a callback may."""
-
-    def on_train_batch_end(self, trainer, module, *args):
-        optimizer = trainer.optimizers[0]
-        saved = optimizer.state_dict()
-        for entry in saved["state"].values():
-            entry["exp_avg"].mul_(0.5)
-        optimizer.load_state_dict(saved)
-
-
-@pytest.mark.parametrize("checkpoint", ["copy", "reference"])
-def test_state_is_read_and_written_as_a_state_dict_in_a_run(tmp_path, checkpoint):
-    options = {"make_model": lambda: tiny_llama(), "callbacks": [LoadsState()]}
-    ours = fit(on_ssd(tmp_path / "ssd", ssd={"checkpoint": checkpoint}), 4, **options)
-    theirs = fit({}, 4, **options)
-    assert ours.losses == theirs.losses
-    assert_same_weights(ours, theirs)
-
-
 class DamagesTheDrive(Callback):
     """Flips a bit of every block of the data file, behind the run's back, and saves."""
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import lightning_cxl
 from lightning_cxl import ConfigError, residency
-from tests.integration.training import make_trainer, offload
+from tests.integration.training import make_trainer, offload, run
 from tests.models import TINY_LLAMA, Task, TinyTransformer, token_data
 
 pytestmark = pytest.mark.on_cpu
@@ -100,60 +100,39 @@ def test_weights_loaded_in_a_run_are_what_trains_next(tmp_path):
     reference = TinyTransformer(dropout=0.0)
     lightning_cxl.save_weights(reference, tmp_path)
 
-    class Reload(Task):
-        use_files = True
+    def trained(load):
+        module = Task(TinyTransformer(dropout=0.0))
+        module.on_train_start = lambda: load(module.model)
+        return run({"master": "fp32"}, module, 3, precision="bf16-true")[0].state_dict()
 
-        def on_train_start(self):
-            if self.use_files:
-                lightning_cxl.load_weights(self.model, tmp_path)
-            else:
-                self.model.load_state_dict(reference.state_dict())
-
-    class Copy(Reload):
-        use_files = False
-
-    trained = []
-    for task in (Reload, Copy):
-        module = task(TinyTransformer(dropout=0.0))
-        strategy = offload(master="fp32")
-        make_trainer(strategy, max_steps=3, precision="bf16-true").fit(module, token_data())
-        trained.append(module.state_dict())
-    assert all(torch.equal(trained[0][name], value) for name, value in trained[1].items())
-    assert not torch.equal(trained[0]["model.embed.weight"], reference.embed.weight.bfloat16())
+    ours = trained(lambda model: lightning_cxl.load_weights(model, tmp_path))
+    expected = trained(lambda model: model.load_state_dict(reference.state_dict()))
+    assert all(torch.equal(ours[name], value) for name, value in expected.items())
+    assert not torch.equal(ours["model.embed.weight"], reference.embed.weight.bfloat16())
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_without_values_is_refused_by_name_and_leaves_nothing(tmp_path):
-    def empty():
-        with lightning_cxl.empty_weights():
-            return tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
-
     class Lazy(Language):
         def configure_model(self):
-            self.model = empty()
+            with lightning_cxl.empty_weights():
+                self.model = tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
 
     trainer = make_trainer("cxl_offload", max_steps=1)
     with pytest.raises(
         ConfigError, match=r"tensors of Lazy are on the meta device.*`model\.model\.embed_tokens\.weight`"
     ):
-        trainer.fit(Lazy(empty), token_data())
+        trainer.fit(Lazy(None), token_data())
     assert not trainer.strategy._session.run
 
 
 def test_lazy_modules_keep_working():
-    class WithLazy(Task):
-        def __init__(self, model):
-            super().__init__(model)
-            self.extra = nn.LazyLinear(1)
-
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx) + 0 * self.extra(batch[0].float()).sum()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.model.parameters(), lr=0.1)
-
-    module = WithLazy(TinyTransformer())
-    make_trainer("cxl_offload", max_steps=2).fit(module, token_data())
+    module = Task(TinyTransformer(), "sgd")
+    module.extra = nn.LazyLinear(1)
+    loss = module.loss
+    module.loss = lambda batch: loss(batch) + 0 * module.extra(batch[0].float()).sum()
+    module.configure_optimizers = lambda: torch.optim.SGD(module.model.parameters(), lr=0.1)
+    run("cxl_offload", module, 2)
     assert module.extra.weight.shape == (1, 12)

@@ -84,12 +84,11 @@ def train(make_model, strategy, *, data=token_data, steps=20, trainer_args=None,
 
 def assert_same(one, other):
     """Two results of `fit` are equal, bit for bit."""
-    assert len(set(one[0].losses)) > 1
     assert_identical((other[0].losses, other[1]), (one[0].losses, one[1]))
 
 
 def assert_identical(plain, ours):
-    assert len(plain[0]) == len(ours[0]) > 0
+    assert len(set(plain[0])) > 1, "it trains"
     assert plain[0] == ours[0]
     assert plain[1].keys() == ours[1].keys()
     for name, value in plain[1].items():
