@@ -19,7 +19,7 @@ from tests import training_device
 from tests.integration import hf_trainer
 from tests.integration.accelerate_loop import PLAIN, make_accelerator
 from tests.integration.llama import tiny_llama
-from tests.integration.training import make_trainer, offload
+from tests.integration.training import assert_equal, make_trainer, offload
 
 STEPS, HALF = 4, 2
 
@@ -305,8 +305,7 @@ def train(front_end: str, folder: Path, options=PLAIN, **given) -> Trained:
 def assert_identical(ours: Trained, plain: Trained) -> None:
     assert len(set(plain.losses)) > 1, "it trains"
     assert ours.losses == plain.losses[len(plain.losses) - len(ours.losses) :] and len(ours.losses) >= HALF
-    assert ours.weights.keys() == plain.weights.keys()
-    assert [name for name, value in plain.weights.items() if not torch.equal(value, ours.weights[name])] == []
+    assert_equal(ours.weights, plain.weights)
 
 
 def assert_close(ours: Trained, plain: Trained, atol: float = 1e-5) -> None:

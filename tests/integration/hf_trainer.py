@@ -1,8 +1,5 @@
 """What the tests of transformers' Trainer share: a tiny Llama, its data, and trainers on the device under test."""
 
-import shutil
-from pathlib import Path
-
 import torch
 from transformers import Trainer, TrainingArguments
 
@@ -42,7 +39,7 @@ def arguments(folder, *, cls=TrainingArguments, **given):
     return args
 
 
-def make_trainer(folder, offload=PLAIN, *, model=None, parts=None, cls=Trainer, ours=CXLTrainer, **given):
+def make_trainer(folder, offload=PLAIN, *, model=None, parts=None, ours=CXLTrainer, **given):
     """Return transformers' own Trainer, or ours with these options.
 
     Args:
@@ -50,15 +47,14 @@ def make_trainer(folder, offload=PLAIN, *, model=None, parts=None, cls=Trainer, 
         offload: options, or `PLAIN`.
         model: None for a tiny Llama, False for none.
         parts: further arguments of the Trainer.
-        cls: without us.
-        ours: with us.
+        ours: the class with us.
         **given: arguments of `TrainingArguments`.
     """
     args = arguments(folder, **given)
     parts = {"train_dataset": rows(), **(parts or {})}
     model = tiny_llama() if model is None else (model or None)
     if offload == PLAIN:
-        return cls(model, args, **parts)
+        return Trainer(model, args, **parts)
     return ours(model, args, offload=offload, **parts)
 
 
@@ -91,9 +87,3 @@ def assert_close(plain, ours, atol=1e-6):
     mine, others = torch.tensor(ours[0], dtype=torch.double), torch.tensor(plain[0], dtype=torch.double)
     torch.testing.assert_close(mine[:, [0, 2]], others[:, [0, 2]], rtol=0, atol=atol)
     torch.testing.assert_close(mine[:, 1], others[:, 1], rtol=10 * atol, atol=atol)
-
-
-def only_checkpoint(source: Path, target: Path, step: int) -> Path:
-    """Copy one checkpoint of a folder into another one, as if training had stopped there."""
-    shutil.copytree(source / f"checkpoint-{step}", target / f"checkpoint-{step}")
-    return target / f"checkpoint-{step}"

@@ -141,31 +141,6 @@ def test_one_graph_serves_all_blocks_whose_masters_are_separate(options):
     assert backend.num_graphs == 1
 
 
-class ChangingLength(Task):
-    """Every step has another sequence length, and one step has two."""
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        loss = super().training_step((x[:, : 4 + batch_idx], y[:, : 4 + batch_idx]), batch_idx)
-        return loss + super().training_step((x, y), batch_idx) if batch_idx == 3 else loss
-
-
-@pytest.mark.full
-def test_changing_lengths_recompile_once_for_all_lengths():
-    def lengths(strategy):
-        torch._dynamo.reset()
-        backend = Counting("aot_eager")
-        module = train(
-            lambda: compiled_in_place(TinyTransformer(depth=2), backend=backend), strategy,
-            task=ChangingLength, steps=5,
-        )  # fmt: skip
-        return module, backend.num_graphs
-
-    (plain, num_plain), (ours, num_ours) = lengths("auto"), lengths(offload(**EXACT))
-    assert_identical(plain, ours)
-    assert num_ours == num_plain == 2
-
-
 @pytest.mark.slow
 @pytest.mark.on_cpu  # of the devices of these tests inductor knows this one
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")

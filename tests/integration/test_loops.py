@@ -166,11 +166,11 @@ def accumulated_by_hand(accelerator, model, optimizer, batch, at):
 
 
 STEPS = [
+    an_error_in_the_backward,
     plain_backward,
     the_same_graph_twice,
     penalty_on_gradients,
     an_error_in_the_forward,
-    an_error_in_the_backward,
     gradients_that_are_zeroed,
     gradients_of_a_part_dropped,
     gradients_that_are_kept,

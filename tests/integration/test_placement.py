@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch import seed_everything
 from torch import nn
 
 import lightning_cxl
@@ -15,7 +15,7 @@ from lightning_cxl.planning.policies import POLICIES, Decision
 from lightning_cxl.run import run as runs
 from lightning_cxl.run.run import place_model
 from tests.integration.llama import LlamaTask, tiny_llama
-from tests.integration.training import EXACT, make_trainer, offload
+from tests.integration.training import EXACT, assert_same_weights, make_trainer, offload
 from tests.models import Block, Task, TinyTransformer, token_data
 
 pytestmark = pytest.mark.on_cpu
@@ -37,11 +37,9 @@ class Inspect(Task):
             }
 
 
-def run(strategy, model=None, steps=2, optimizer="adamw", **optimizer_args):
-    if optimizer == "adamw":
-        optimizer_args.pop("momentum", None)
-    module = Inspect(model or TinyTransformer(), optimizer, **optimizer_args)
-    make_trainer(strategy, max_steps=steps).fit(module, token_data())
+def run(strategy, model=None):
+    module = Inspect(model or TinyTransformer())
+    make_trainer(strategy, max_steps=2).fit(module, token_data())
     return module
 
 
@@ -102,8 +100,7 @@ def test_state_of_any_torch_optimizer_goes_where_the_module_of_its_parameter_ask
     for name, tiers in ours.tiers.items():
         assert tiers == {"dram" if name.startswith("model.blocks.1.") else "cxl"}, name
     assert ours.losses == plain.losses
-    for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(p, q), name
+    assert_same_weights(ours, plain)
 
 
 def test_rules_move_weights_gradients_and_state():
@@ -123,27 +120,18 @@ def test_init_module_and_configure_model_place_from_the_first_byte():
 
     seen = {}
 
-    class Late(LightningModule):
+    class Late(Task):
         def configure_model(self):
-            if not hasattr(self, "layer"):
-                self.layer = Decorated(32, 0.0)
-                self.plain = nn.Linear(32, 37)
-                seen["decorated"] = residency(self.layer.qkv.weight)
-                seen["plain"] = residency(self.plain.weight)
-
-        def training_step(self, batch, batch_idx):
-            x = nn.functional.one_hot(batch[0] % 32, 32).float()
-            return nn.functional.cross_entropy(self.plain(self.layer(x)).flatten(0, 1), batch[1].flatten())
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters())
+            if self.model is None:
+                self.model = nn.Sequential(nn.Embedding(37, 32), Decorated(32, 0.0), nn.Linear(32, 37))
+                seen.update(decorated=residency(self.model[1].qkv.weight), plain=residency(self.model[2].weight))
 
     trainer = make_trainer("cxl_offload", max_steps=1)
-    module = Late()
+    module = Late(None)
     trainer.fit(module, token_data())
     assert seen["decorated"] == {"cxl": 32 * 96 * 4} and seen["plain"] == {"dram": 32 * 37 * 4}
     # afterwards the run's memory is closed: an emulated tier goes by its real name
-    assert residency(module.layer.qkv.weight) == {"dram": 32 * 96 * 4}
+    assert residency(module.model[1].qkv.weight) == {"dram": 32 * 96 * 4}
 
     trainer = make_trainer("cxl_offload")
     with trainer.init_module():
@@ -159,14 +147,8 @@ def test_shared_tensor_with_different_tiers_names_both():
 
 
 def test_views_of_one_storage_are_left_together():
-    class Views(TinyTransformer):
-        def __init__(self):
-            super().__init__()
-            both = torch.randn(2, 32)
-            self.norm.weight = nn.Parameter(both[0])
-            self.norm.bias = nn.Parameter(both[1])
-
-    model = Views()
+    model = TinyTransformer()
+    model.norm.weight, model.norm.bias = map(nn.Parameter, torch.randn(2, 32))
     module = run("cxl_offload", model)
     assert model.norm.weight.untyped_storage().data_ptr() == model.norm.bias.untyped_storage().data_ptr()
     assert any("shared storage" in note for note in module.report["notes"])
@@ -185,22 +167,15 @@ def test_zero_size_parameters_train():
     assert module.model.nothing.shape == (0, 32)
 
 
-class MadeLate(LlamaTask):
-    """A model with tied or own weights in its head, made in `configure_model`."""
-
-    def __init__(self, tied):
-        super().__init__(None)
-        self.tied = tied
-
-    def configure_model(self):
-        if self.model is None:
-            self.model = tiny_llama(vocab_size=4000, tie_word_embeddings=self.tied)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_that_are_made_in_configure_model_take_what_was_planned(tied):
+    class MadeLate(LlamaTask):
+        def configure_model(self):
+            if self.model is None:
+                self.model = tiny_llama(vocab_size=4000, tie_word_embeddings=tied)
+
     trainer = make_trainer(offload(), max_steps=1)
-    trainer.fit(MadeLate(tied), token_data())
+    trainer.fit(MadeLate(None), token_data())
     report = trainer.strategy.report()
     planned, peak = (sum(report[f"{kind}_roles"]["compute_weights"].values()) for kind in ("planned", "peak"))
     assert planned == pytest.approx(peak, rel=1e-3), "tied weights were placed twice for a moment"

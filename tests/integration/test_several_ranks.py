@@ -92,12 +92,6 @@ def test_a_rank_that_hangs_is_found_after_the_timeout(tmp_path):
     assert "Timed out waiting" in logs[0], logs[0][-3000:]
 
 
-@pytest.mark.full
-def test_more_processes_than_devices_are_refused(tmp_path):
-    codes, logs, _ = run("torchrun", tmp_path, "--devices=1", "--machines=3")
-    assert codes == [1] and "does not match the world size (2)" in logs[0]
-
-
 # -- loops of Fabric, Accelerate and transformers, under the launchers of each -----------------------------------------
 
 

@@ -18,6 +18,18 @@ def set_gradients(params, step):
         parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=generator))
 
 
+def take_step(step, *pairs):
+    """A step of each optimizer, given with its parameters."""
+    for params, optimizer in pairs:
+        set_gradients(params, step)
+        optimizer.step()
+
+
+def assert_equal(ours, theirs):
+    """Tensors, or those in lists and dicts, are equal, bit for bit."""
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
 def assert_close(ours, theirs, tolerance=1e-6):
     for own, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(own.detach(), other.detach(), rtol=tolerance, atol=tolerance)

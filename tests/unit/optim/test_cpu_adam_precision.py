@@ -10,7 +10,16 @@ from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.kernels import dynamic_map, split
 from tests.numerics.reference.blockwise import dequantize
-from tests.unit.optim.adam_pairs import assert_close, bf16, half_gradients, masters, parameters, set_gradients
+from tests.unit.optim.adam_pairs import (
+    assert_close,
+    assert_equal,
+    bf16,
+    half_gradients,
+    masters,
+    parameters,
+    set_gradients,
+    take_step,
+)
 
 STATES = ["fp32", "bf16", "8bit"]
 LARGE, SMALL = (96, 64), (40,)
@@ -36,8 +45,7 @@ def test_bfloat16_parameters_train_like_float32_ones(state, grads):
         assert torch.equal(master, whole) and torch.equal(p.detach(), split(whole.detach())[0])
     assert ours.state[halves[0]]["remainder"].any()
     for p, whole in zip(halves, wholes, strict=True):
-        for key, value in other.state[whole].items():
-            assert torch.equal(ours.state[p][key], value), key
+        assert_equal({key: ours.state[p][key] for key in other.state[whole]}, other.state[whole])
 
 
 @pytest.mark.parametrize("state", ["bf16", "8bit"])
@@ -47,9 +55,7 @@ def test_low_precision_state_stays_close_to_float32(state):
     start = ours[0].detach().clone()
     low, full = CPUAdam(ours, state=state, lr=0.01), CPUAdam(other, lr=0.01)
     for step in range(30):
-        for params, optimizer in ((ours, low), (other, full)):
-            set_gradients(params, step)
-            optimizer.step()
+        take_step(step, (ours, low), (other, full))
     travelled = float((other[0] - start).abs().mean().detach())
     difference = float((ours[0] - other[0]).abs().mean().detach())
     assert 0 < difference < 0.05 * travelled
@@ -78,9 +84,7 @@ def test_one_embedding_among_many_small_tensors(state):
     adam = CPUAdam(params, state=state, fp32_state={params[-1]}, **HYPER)
     torch_adam = torch.optim.AdamW(theirs, **HYPER)
     for step in range(2):
-        for group, optimizer in ((params, adam), (theirs, torch_adam)):
-            set_gradients(group, step)
-            optimizer.step()
+        take_step(step, (params, adam), (theirs, torch_adam))
     assert_close(params[:400], theirs[:400])
     kept = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}[state]
     assert adam.state[params[-2]]["state1" if state == "8bit" else "exp_avg"].dtype == kept
@@ -95,8 +99,7 @@ def test_parameters_with_float32_state_come_in_any_collection(kind):
     params = parameters(LARGE, LARGE, LARGE)
     params[2].data.copy_(params[1].data)  # equal, and not the same
     adam = CPUAdam(params, state="8bit", fp32_state=kind([params[1]]))
-    set_gradients(params, 0)
-    adam.step()
+    take_step(0, (params, adam))
     assert ["exp_avg" in adam.state[p] for p in params] == [False, True, False]
 
 
@@ -162,8 +165,7 @@ def test_copies_go_on_alike_and_independently(state, dtype, how):
     train(twin, 2, first=3)
     assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
     train(adam, 2, first=3)
-    for mine, other in zip(masters(adam), masters(twin), strict=True):
-        assert torch.equal(mine, other)
+    assert_equal(masters(adam), masters(twin))
 
 
 @pytest.mark.parametrize("second", STATES)
@@ -176,7 +178,7 @@ def test_state_dicts_convert(first, second, dtype):
     other = CPUAdam(copies, state=second, **HYPER)
     other.load_state_dict(adam.state_dict())
     assert other.state[copies[0]]["step"] == 3
-    assert all(torch.equal(a, b) for a, b in zip(masters(adam), masters(other), strict=True))
+    assert_equal(masters(adam), masters(other))
     for index, p in enumerate(copies):
         for number, key in ((1, "exp_avg"), (2, "exp_avg_sq")):
             was, now = read(saved["state"][index], number), read(other.state[p], number)
@@ -186,7 +188,7 @@ def test_state_dicts_convert(first, second, dtype):
     train(other, 1, first=3)
     if first == second:
         train(adam, 1, first=3)
-        assert all(torch.equal(a, b) for a, b in zip(masters(adam), masters(other), strict=True))
+        assert_equal(masters(adam), masters(other))
     assert saved["state"][0].keys() == adam.state_dict()["state"][0].keys()
 
 
@@ -282,7 +284,7 @@ def test_bitsandbytes_itself(monkeypatch):
     adam.load_state_dict(bnb.state_dict())
     for mine, other in zip(ours, theirs, strict=True):
         for key in ("state1", "state2", "absmax1", "absmax2"):
-            assert torch.equal(adam.state[mine][key], bnb.state[other][key]), key
+            assert_equal(adam.state[mine][key], bnb.state[other][key])
     back = bitsandbytes.optim.AdamW8bit([torch.nn.Parameter(p.detach().clone()) for p in ours], **HYPER)
     back.load_state_dict(adam.state_dict())
     for optimizer in (bnb, adam, back):

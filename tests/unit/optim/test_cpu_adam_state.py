@@ -9,6 +9,7 @@ import torch
 from lightning_cxl.errors import CheckpointError, UnsupportedError
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.kernels import dynamic_map
+from tests.unit.optim.adam_pairs import assert_equal
 
 NAMES = ["embed.weight", "body.weight", "head.bias"]
 SHAPES = [(4, 3), (5,), ()]
@@ -30,13 +31,6 @@ def trained(make, names=NAMES, *, steps=3, named=True, **options):
     return params, optimizer
 
 
-def same(state, other):
-    assert list(state) == list(other)
-    for key in state:
-        for name in ("step", "exp_avg", "exp_avg_sq"):
-            assert torch.equal(state[key][name], other[key][name])
-
-
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW])
 def test_round_trips_both_ways_with_torch(make, named):
@@ -44,13 +38,13 @@ def test_round_trips_both_ways_with_torch(make, named):
     _, theirs = trained(make, named=named, lr=0.02, weight_decay=0.1)
     _, ours = trained(CPUAdam, named=named, steps=0, decoupled=decoupled)
     ours.load_state_dict(theirs.state_dict())
-    same(ours.state_dict()["state"], theirs.state_dict()["state"])
+    assert_equal(ours.state_dict()["state"], theirs.state_dict()["state"])
     assert ours.state_dict()["param_groups"] == theirs.state_dict()["param_groups"]
 
     _, ours = trained(CPUAdam, named=named, decoupled=decoupled, lr=0.02, weight_decay=0.1)
     params, theirs = trained(make, named=named, steps=0)
     theirs.load_state_dict(ours.state_dict())
-    same(theirs.state_dict()["state"], ours.state_dict()["state"])
+    assert_equal(theirs.state_dict()["state"], ours.state_dict()["state"])
     assert theirs.state_dict()["param_groups"] == ours.state_dict()["param_groups"]
     params[0].grad = torch.ones_like(params[0])
     theirs.step()
@@ -64,7 +58,7 @@ def test_through_a_file_with_weights_only():
     loaded = torch.load(file, weights_only=True)
     _, other = trained(CPUAdam, steps=0)
     other.load_state_dict(loaded)
-    same(other.state_dict()["state"], adam.state_dict()["state"])
+    assert_equal(other.state_dict()["state"], adam.state_dict()["state"])
     assert torch.equal(other.param_groups[0]["lr"], torch.tensor(0.01))
 
 
@@ -75,8 +69,7 @@ def test_names_decide_not_the_order():
     _, saved = trained(torch.optim.AdamW)
     adam.load_state_dict(saved.state_dict())
     for place, index in enumerate(order):
-        for key, value in saved.state_dict()["state"][index].items():
-            assert torch.equal(adam.state[params[place]][key], value)
+        assert_equal(adam.state[params[place]], saved.state_dict()["state"][index])
     assert adam.param_groups[0]["param_names"] == shuffled
 
 
@@ -164,7 +157,7 @@ def test_hooks_run():
     adam.register_load_state_dict_post_hook(lambda optimizer: called.append(optimizer))
     adam.load_state_dict({})
     assert called == [adam]
-    same(adam.state_dict()["state"], replacement["state"])
+    assert_equal(adam.state_dict()["state"], replacement["state"])
 
 
 CODED = {
@@ -217,7 +210,7 @@ def test_what_does_not_fit_changes_nothing(damage, message):
     damage(state)
     with pytest.raises(CheckpointError, match=message):
         adam.load_state_dict(state)
-    same(adam.state_dict()["state"], before)
+    assert_equal(adam.state_dict()["state"], before)
     assert adam.param_groups[0]["lr"] == 1e-3
 
 

@@ -23,6 +23,7 @@ from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from tests.faulty_system import FaultySystem
 from tests.storage_cases import Gate, memory_of
+from tests.unit.optim.adam_pairs import assert_equal
 
 SHAPES = [(96, 64), (64,), (33, 130), (128, 64), (64, 128), (7,), (5000,)]
 NUM_RECORDS = 3  # the parameters after those of the records are in memory
@@ -99,17 +100,8 @@ def state_of(optimizer: CPUAdam) -> dict[int, dict[str, torch.Tensor]]:
 
 
 def assert_equal_runs(own: OnSsd, plain: CPUAdam) -> None:
-    for ours, theirs in zip(own.parameters, plain.param_groups[0]["params"], strict=True):
-        assert torch.equal(ours, theirs)
-    assert_equal_states(state_of(own.optimizer), state_of(plain))
-
-
-def assert_equal_states(ours, theirs) -> None:
-    assert ours.keys() == theirs.keys()
-    for index in ours:
-        assert ours[index].keys() == theirs[index].keys()
-        for key in ours[index]:
-            assert torch.equal(ours[index][key], theirs[index][key]), (index, key)
+    assert_equal(own.parameters, plain.param_groups[0]["params"])
+    assert_equal(state_of(own.optimizer), state_of(plain))
 
 
 @pytest.fixture
@@ -205,7 +197,7 @@ def test_loading_reads_and_writes_each_record_once(on_ssd) -> None:
     assert now["written_bytes"] - before["written_bytes"] == nbytes
     prefetched = sum(record.record.padded_nbytes for record in own.records[:2])  # for the update that comes next
     assert nbytes <= now["read_bytes"] - before["read_bytes"] <= nbytes + prefetched
-    assert_equal_states(own.optimizer.state_dict()["state"], saved["state"])
+    assert_equal(own.optimizer.state_dict()["state"], saved["state"])
 
 
 @pytest.mark.parametrize(
@@ -252,7 +244,7 @@ def test_copies_of_an_optimizer_are_in_memory_and_go_on(on_ssd, tmp_path, how) -
     own.close()
     assert type(copied.state[parameters[0]]["exp_avg"]) is torch.Tensor
     take_step(1, copied, plain)
-    assert_equal_states(state_of(copied), state_of(plain))
+    assert_equal(state_of(copied), state_of(plain))
     assert all(map(torch.equal, parameters, plain.param_groups[0]["params"]))
 
 
@@ -316,7 +308,7 @@ def test_a_use_that_fails_changes_nothing(on_ssd) -> None:
         with pytest.raises(RuntimeError, match="in the middle"), own.state.use([own.records[0]]) as swapped:
             swapped.places[0][1].tensor((1000,), torch.uint8).fill_(77)
             raise RuntimeError("in the middle")
-    assert_equal_states(state_of(own.optimizer), before)
+    assert_equal(state_of(own.optimizer), before)
     take_step(1, own.optimizer)
     assert state_of(own.optimizer)[0]["step"] == 2
 
