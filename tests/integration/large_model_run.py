@@ -1,13 +1,9 @@
-"""Run by `test_ssd_training`: trains two models that come from files, and prints what memory each took, as JSON.
-
-    python -m tests.integration.large_model_run FOLDER
+"""What `test_ssd_training` measures in a process of its own: the memory of training models that come from files.
 
 Weights and state of units lie on SSD. Counted is memory that is nobody's cache, beside the models.
 """
 
 import gc
-import json
-import sys
 import warnings
 from pathlib import Path
 
@@ -46,20 +42,17 @@ def fit(folder: Path, model: TinyTransformer) -> None:
         float(parameter.detach().sum())
 
 
-def main(folder: Path) -> None:
+def bytes_of_weights_and_peaks(folder: Path) -> list[tuple[int, int]]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     fit(folder, from_file(folder / "first.safetensors", 3))  # what is imported and allocated once
+    found = []
     for depth in DEPTHS:
         model = from_file(folder / f"{depth}.safetensors", depth)
         gc.collect()
         HeapTrimmer().trim_now()  # so that nothing of before is counted, or given back meanwhile
         with Peak() as peak:
             fit(folder, model)
-        weights = sum(parameter.nbytes for parameter in model.blocks.parameters())
-        print(json.dumps({"weights": weights, "peak": peak.peak - peak.start}), flush=True)
+        found.append((sum(parameter.nbytes for parameter in model.blocks.parameters()), peak.peak - peak.start))
         del model
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return found

@@ -128,7 +128,6 @@ def test_weights_that_your_code_holds_are_not_overwritten():
                 loss_of(model, batch)
             for name, p in model.named_parameters():
                 p.data = backup[name]
-    accelerator.free_memory()
 
 
 def adversaries():
@@ -233,7 +232,6 @@ def test_the_schedule_of_one_optimizer_does_not_wait_for_another():
     of_generator.step()
     schedules[0].step()
     assert schedules[0].scheduler.last_epoch == 2 and schedules[1].scheduler.last_epoch == 0
-    accelerator.free_memory()
 
 
 # -- what is refused
@@ -267,7 +265,6 @@ def test_optimizers_that_are_refused(prepare, text):
     accelerator = make_accelerator({})
     with pytest.raises((ConfigError, UnsupportedError), match=text):
         prepare(accelerator)
-    accelerator.free_memory()
 
 
 def test_an_accelerator_that_has_prepared_a_model():
@@ -302,7 +299,6 @@ def test_a_model_of_transformers_alone(tied, tmp_path):
         loaded = LlamaForCausalLM.from_pretrained(tmp_path / str(kept)).state_dict()
         assert loaded.keys() == weights.keys()
         assert all(torch.equal(value, weights[name]) for name, value in loaded.items())
-    accelerator.free_memory()
 
 
 def test_loaded_state_lies_on_its_tier(tmp_path):
@@ -318,7 +314,6 @@ def test_loaded_state_lies_on_its_tier(tmp_path):
     assert sum(average.nbytes for average in averages) > 0
     assert all(lightning_cxl.residency(average) == {"dram": average.nbytes} for average in averages)
     assert sum(accelerator.report()["roles"]["momentum"].values()) > 0
-    accelerator.free_memory()
 
 
 def test_options_of_the_environment(monkeypatch):

@@ -195,7 +195,6 @@ def test_a_gradient_with_a_graph_that_leaves_its_parameter_is_refused(options):
     model, _ = accelerator.prepare(*made(6))
     with pytest.raises(UnsupportedError, match=r"a gradient that is part of a graph .*torch.autograd.grad"):
         loss_of(model, batches()[0]).backward(create_graph=True)
-    accelerator.free_memory()
 
 
 def test_two_optimizers_that_step_at_different_times():
@@ -264,7 +263,6 @@ def test_a_loop_waits_for_no_update_before_the_next_forward(gate):
     model.embed.register_forward_pre_hook(opens)
     model(batches()[0][0])
     assert len(begun) == 1 and begun[0] >= 1, "the forward began while the first update waited"
-    accelerator.free_memory()
 
 
 @behind
@@ -327,7 +325,6 @@ def test_a_file_is_made_when_updates_are_done(monkeypatch):
     monkeypatch.setattr("lightning_cxl.run.user_loop.entry_of", noting)
     optimizer.state_dict()
     assert found == [[False] * 3]
-    accelerator.free_memory()
 
 
 # -- prepared again, and not closed ------------------------------------------------------------------------------------
@@ -374,7 +371,6 @@ def test_models_that_share_parameters_are_refused(kind, options):
     accelerator.prepare(actor, adamw(actor))
     with pytest.raises(UnsupportedError, match=r"shares 6 parameters, such as `\S+`, with Headed"):
         accelerator.prepare(trunk if kind == "a part" else Headed(trunk))
-    accelerator.free_memory()
 
 
 def test_a_training_without_us_is_said():
@@ -386,7 +382,6 @@ def test_a_training_without_us_is_said():
     accelerator.prepare(model)
     with pytest.warns(LightningCXLWarning, match="Linear gets gradients and was prepared without an optimizer"):
         accelerator.backward(model(torch.ones(2, 4, device=accelerator.device)).sum())
-    accelerator.free_memory()
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, nn.Sequential], ids=["the model", "a module around it"])

@@ -19,11 +19,12 @@ from lightning_cxl.storage.drive import System
 from lightning_cxl.storage.store import Store
 from tests.cases import every_pair, every_value, others_full
 from tests.faulty_system import FaultySystem
+from tests.integration import large_model_run
 from tests.integration.llama import LlamaInStep, LlamaTask, tiny_llama
 from tests.integration.training import assert_identical as assert_same
 from tests.integration.training import offload, run, train
 from tests.models import Task, TinyConvNet, TinyTransformer, image_data, token_data
-from tests.processes import run_python
+from tests.processes import in_a_process
 from tests.storage_cases import data_file
 
 STATE, WEIGHTS, INPUTS = ({"*": {role: "ssd"}} for role in ("optimizer_state", "weights", "activations"))
@@ -407,12 +408,9 @@ def test_inputs_are_written_and_read_once_a_micro_batch(tmp_path, accumulate):
 
 @pytest.mark.on_cpu
 def test_memory_does_not_grow_with_the_model(tmp_path):
-    done = run_python("-m", "tests.integration.large_model_run", tmp_path)
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(found) == 2, done.stderr
-    small, large = found
+    small, large = in_a_process(large_model_run.bytes_of_weights_and_peaks, tmp_path)
     # weights, state and gradients would be four times as much as the weights; objects of Python are some 0.3 MB a block
-    assert large["peak"] - small["peak"] < 0.3 * (large["weights"] - small["weights"]), found
+    assert large[1] - small[1] < 0.3 * (large[0] - small[0]), (small, large)
 
 
 def test_a_run_takes_the_bytes_that_were_planned(tmp_path, monkeypatch):

@@ -327,81 +327,72 @@ def test_a_record_in_use_is_not_prefetched(on_ssd) -> None:
         assert bool((swapped.places[0][1].tensor((1000,), torch.uint8) == 77).all())
 
 
+class Counters:
+    """A number in each record of an `OnSsd`: how often `count` has used it."""
+
+    def __init__(self, own: OnSsd) -> None:
+        self.state = own.state
+        self.numbers = {record: record.take(torch.int64, 1) for record in own.records}
+        for record, number in self.numbers.items():
+            with record.use() as swapped:
+                swapped.flat(number).zero_()
+
+    def count(self, *records: StateRecord, times: int = 1, inside=lambda: None) -> None:
+        for _ in range(times):
+            with self.state.use([*records]) as swapped:
+                inside()
+                for record in records:
+                    swapped.flat(self.numbers[record]).add_(1)
+
+    def counted(self) -> list[int]:
+        """Return what the drive has."""
+        self.state.wait()
+        return [int(StandIn.of(record, number).read()) for record, number in self.numbers.items()]
+
+
 def test_uses_of_several_records_get_their_buffers_together(on_ssd) -> None:
     """There are buffers for one use at a time: uses that each wait for a part of the other's would wait for ever."""
     own = on_ssd(3.5, steps=1)
-    first, second, third = own.records
-    counted = {record: record.take(torch.int64, 1) for record in own.records}
-    for record, value in counted.items():
-        with record.use() as swapped:
-            swapped.flat(value).zero_()
-
-    def use_often(records: list[StateRecord]) -> None:
-        for _ in range(60):
-            with own.state.use(records) as swapped:
-                for record in records:
-                    swapped.flat(counted[record]).add_(1)
-
+    counters, (first, second, third) = Counters(own), own.records
     with ThreadPoolExecutor(2) as threads:
-        for done in [threads.submit(use_often, [first, second]), threads.submit(use_often, [third])]:
+        for done in [threads.submit(counters.count, *uses, times=60) for uses in ([first, second], [third])]:
             done.result(60)
-    own.state.wait()
-    assert [int(now(record, counted[record])) for record in own.records] == [60, 60, 60]
+    assert counters.counted() == [60, 60, 60]
 
 
 def test_a_use_evicts_also_while_another_thread_has_a_buffer(on_ssd) -> None:
     """Two threads that each wait for the other would wait for ever."""
     own = on_ssd(3.5, steps=1)
+    counters, (first, second, third) = Counters(own), own.records
     own.state.drop_prefetched()
-    first, second, third = own.records
-    tensor = own.optimizer.kept.of(own.parameters[4]).momentum.flat
     with ThreadPoolExecutor(1) as threads, own.state.use([first]):
         own.state.swapper.expect([second.record])
-        threads.submit(use_and_add, own.state, third, tensor).result(30)
-
-
-def now(record: StateRecord, tensor: torch.Tensor) -> torch.Tensor:
-    """Return what the drive has of a tensor."""
-    return StandIn.of(record, tensor).read()
-
-
-def use_and_add(state: StateSwapper, record: StateRecord, tensor: torch.Tensor, inside=None) -> None:
-    with state.use([record]) as swapped:
-        if inside is not None:
-            inside()
-        swapped.flat(tensor).add_(1)
+        threads.submit(counters.count, third).result(30)
 
 
 def test_what_another_thread_uses_is_not_prefetched(on_ssd) -> None:
     """One thread updates a record; another one's record is followed by it, and must not read it yet."""
     own = on_ssd(9)
-    first, second = own.records[:2]
-    tensors = [own.optimizer.kept.of(own.parameters[index]).momentum.flat for index in (0, 2)]
-    for _ in range(2):
-        for record, tensor in zip((first, second), tensors, strict=True):
-            with own.state.use([record]) as swapped:
-                swapped.flat(tensor).fill_(0)
+    counters, (first, second, _) = Counters(own), own.records
+    for record in (first, second):
+        counters.count(record)
 
     def other_thread():
-        thread = threading.Thread(target=use_and_add, args=(own.state, second, tensors[1]))
+        thread = threading.Thread(target=counters.count, args=(second,))
         thread.start()
         thread.join()
 
-    use_and_add(own.state, first, tensors[0], inside=other_thread)
-    use_and_add(own.state, first, tensors[0])
-    own.state.wait()
-    assert now(own.records[0], tensors[0]).unique().tolist() == [2]
+    counters.count(first, inside=other_thread)
+    counters.count(first)
+    assert counters.counted() == [3, 2, 0]
 
 
 def test_two_threads_use_one_record_one_after_the_other(on_ssd) -> None:
     own = on_ssd(9)
-    tensor = own.optimizer.kept.of(own.parameters[0]).momentum.flat
-    with own.state.use([own.records[0]]) as swapped:
-        swapped.flat(tensor).fill_(0)
+    counters = Counters(own)
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda _: use_and_add(own.state, own.records[0], tensor), range(40)))
-    own.state.wait()
-    assert now(own.records[0], tensor).unique().tolist() == [40]
+        list(threads.map(lambda _: counters.count(own.records[0]), range(40)))
+    assert counters.counted() == [40, 0, 0]
 
 
 class SlowReads(System):
