@@ -20,8 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "compat"
 INTEGRATION = (
-    *("checkpoint", "compiled", "lifecycle", "lightning", "own_checkpointing", "parity_table", "peft"),
-    *("qlora", "schedules"),
+    *("checkpoint", "compiled", "lifecycle", "lightning", "parity_table", "peft"),
+    *("qlora", "schedules", "ways_to_train"),
 )
 TESTS = (
     *("tests/contract", "tests/unit/streaming", "tests/unit/test_torch_private.py"),
