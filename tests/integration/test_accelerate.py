@@ -11,7 +11,6 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
-from torch.optim.lr_scheduler import LinearLR
 from transformers import LlamaForCausalLM
 
 import lightning_cxl
@@ -242,7 +241,7 @@ def test_the_schedule_of_one_optimizer_does_not_wait_for_another():
     assert schedules[0].scheduler.last_epoch == 2 and schedules[1].scheduler.last_epoch == 0
 
 
-# -- what is refused ----------------------------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def two_models(accelerator):
@@ -609,27 +608,6 @@ behind = pytest.mark.skipif(training_device.chosen.type == "cpu", reason="no upd
 
 
 @behind
-@pytest.mark.usefixtures("late_copies")
-def test_a_loop_waits_for_no_update_before_the_next_forward(gate):
-    accelerator = make_accelerator(OVERLAPPED)
-    model, optimizer = narrow()
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, LinearLR(optimizer, total_iters=3))
-    accelerator.backward(loss_of(model, batches()[0]))
-    optimizer.step()
-    scheduler.step()
-    optimizer.zero_grad()
-    begun = []
-
-    def opens(*_):
-        gate.open_when_one_waits()
-        begun.append(gate.num_waiting)
-
-    model.embed.register_forward_pre_hook(opens)
-    model(batches()[0][0])
-    assert len(begun) == 1 and begun[0] >= 1, "the forward began while the first update waited"
-
-
-@behind
 @pytest.mark.usefixtures("slow_updates", "late_copies")
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_that_are_cleared_while_updates_run(set_to_none):
@@ -692,16 +670,6 @@ def test_a_file_is_made_when_updates_are_done(monkeypatch):
 
 
 # -- prepared again, and not closed ------------------------------------------------------------------------------------
-
-
-def test_a_second_training_beside_the_first():
-    """As where the cell of a notebook runs again."""
-
-    def run(accelerator):
-        results = [training(one_step)(accelerator) for _ in range(2)]
-        return [*results[0][0], *results[1][0]], results[1][1]
-
-    compare_each(run)
 
 
 def test_a_new_optimizer_for_a_model_that_is_trained_already():

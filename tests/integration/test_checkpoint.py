@@ -82,21 +82,6 @@ def test_async_checkpoint_io(tmp_path):
     assert resumed.losses == module.losses[2:], "the file holds the weights as they were at step 2"
 
 
-def test_resumed_state_lies_where_the_policy_wants_it(tmp_path):
-    class Adagrad(Sequential):
-        def configure_optimizers(self):
-            return torch.optim.Adagrad(self.parameters(), lr=1e-2)
-
-        def on_train_end(self):
-            self.tiers = self.trainer.strategy.report()["roles"]["momentum"]
-
-    rules = {"tier_rules": {"*": {"optimizer_state": "cxl"}}}
-    fit(rules, 2, task=Adagrad, save=tmp_path / "two.ckpt")
-    resumed, _ = fit(rules, 3, task=Adagrad, ckpt_path=tmp_path / "two.ckpt")
-    trained = sum(p.numel() * 4 for p in resumed.parameters())
-    assert resumed.tiers.keys() == {"cxl"} and resumed.tiers["cxl"] >= trained
-
-
 @pytest.mark.parametrize("options", [{"master": "fp32"}, EXACT], ids=["CPUAdam", "torch AdamW"])
 def test_bf16_checkpoint_without_masters_takes_the_weights(tmp_path, options):
     fit("auto", 3, save=tmp_path / "plain.ckpt", precision="bf16-true")

@@ -65,16 +65,6 @@ def test_validate_test_and_predict_without_fit(make):
 
 
 @on_cpu
-def test_one_trainer_for_fit_validate_and_fit_again(tmp_path):
-    module, trainer = run({}, task, 2, save=tmp_path / "after.ckpt")
-    before = trainer.validate(module, token_data(), verbose=False)
-    trainer.fit_loop.epoch_loop.max_steps = 4
-    trainer.fit(module, token_data())
-    assert len(module.losses) == 4
-    assert trainer.validate(module, token_data(), verbose=False) != before
-
-
-@on_cpu
 @pytest.mark.every_case
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])
 def test_unsupported_adam_options_name_the_way_out(option):

@@ -25,7 +25,6 @@ from tests.integration.training import assert_identical as assert_same
 from tests.integration.training import offload, run, train
 from tests.models import Task, TinyConvNet, TinyTransformer, image_data, token_data
 from tests.processes import in_a_process
-from tests.storage_cases import data_file
 
 STATE, WEIGHTS, INPUTS = ({"*": {role: "ssd"}} for role in ("optimizer_state", "weights", "activations"))
 BOTH = {"*": {"weights": "ssd", "optimizer_state": "ssd"}}
@@ -362,22 +361,6 @@ def test_a_drive_that_fails_ends_the_run_with_its_error(tmp_path, monkeypatch, r
 class FaultyReads(FaultySystem):
     def _call(self, name, function, *args):
         return super()._call(name, function, *args) if name == "preadv" else function(*args)
-
-
-def test_damaged_weights_are_not_saved(tmp_path):
-    class Damaged(LlamaTask):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            if batch_idx == 1:
-                self.trainer.optimizers[0].state_dict()  # waits: updates behind would write over the damage
-                file = data_file(tmp_path / "ssd")
-                contents = file.read_bytes()
-                with open(file, "r+b") as in_place:  # a shorter file meanwhile would fail reads ahead in another way
-                    in_place.write(bytes(byte ^ 1 for byte in contents))
-                self.trainer.save_checkpoint(tmp_path / "saved.ckpt")
-
-    with pytest.raises(StorageError, match="is damaged"):
-        train(tiny_llama, on_ssd(tmp_path / "ssd", WEIGHTS), steps=3, task=Damaged)
-    assert not (tmp_path / "saved.ckpt").exists()
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------

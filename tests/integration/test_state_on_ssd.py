@@ -1,10 +1,11 @@
 """Checkpoints that refer to optimizer state on SSD, or have it; and what a run with such state must not get wrong."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
@@ -73,16 +74,16 @@ def test_a_run_without_the_state_refuses_a_checkpoint_that_refers_to_it(tmp_path
         fit(on_ssd(tmp_path / "ssd", **REFERENCE), 3, make_model=lambda: tiny_llama(hidden_size=64).to(torch.bfloat16))
 
 
-class SavesAndGoesOn(Callback):
-    """Saves after every step, and goes on where that fails, as a user's own callback may."""
+class SavesAndGoesOn(LlamaInStep):
+    """Saves after every step, and goes on where that fails, as a user's own code may."""
 
-    def __init__(self, folder):
-        self.folder = folder
-        self.num_failed = 0
+    def __init__(self, model, folder):
+        super().__init__(model)
+        self.folder, self.num_failed = folder, 0
 
-    def on_train_batch_end(self, trainer, module, *args):
+    def on_train_batch_end(self, *_):
         try:
-            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+            self.trainer.save_checkpoint(self.folder / f"{self.global_step}.ckpt")
         except OSError:
             self.num_failed += 1
 
@@ -97,9 +98,8 @@ def test_training_goes_on_after_a_checkpoint_that_could_not_be_written(tmp_path,
         save(io, checkpoint, path, storage_options)
 
     monkeypatch.setattr(CXLCheckpointIO, "save_checkpoint", some_fail)
-    callback = SavesAndGoesOn(tmp_path)
-    ours = fit(on_ssd(tmp_path / "ssd", **REFERENCE), 5, callbacks=[callback])
-    assert callback.num_failed == 3
+    ours = fit(on_ssd(tmp_path / "ssd", **REFERENCE), 5, task=partial(SavesAndGoesOn, folder=tmp_path))
+    assert ours.num_failed == 3
     again = fit(on_ssd(tmp_path / "ssd", **REFERENCE), 6, ckpt_path=tmp_path / "4.ckpt")
     assert ours.losses == straight.losses[:5] and again.losses == straight.losses[4:]
 
@@ -107,9 +107,7 @@ def test_training_goes_on_after_a_checkpoint_that_could_not_be_written(tmp_path,
 class TwoOptimizers(LlamaInStep):
     """Steps two optimizers itself, and keeps references to them."""
 
-    def __init__(self, model):
-        super().__init__(model)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def configure_optimizers(self):
         parameters = list(self.model.parameters())
@@ -122,38 +120,25 @@ class TwoOptimizers(LlamaInStep):
             optimizer.step()
 
 
-class DriveFails(Callback):
-    """Lets all writes fail from the end of a step on."""
-
-    def __init__(self, monkeypatch, ends_run):
-        self.monkeypatch, self.ends_run = monkeypatch, ends_run
-
-    def on_train_batch_end(self, *_):
-        wait = StateSwapper.wait
-
-        def fail(state):
-            wait(state)
-            raise StorageError("cannot write")
-
-        self.monkeypatch.setattr(StateSwapper, "wait", fail)
-        if self.ends_run:
-            raise RuntimeError("the user's")
-
-
 @pytest.mark.parametrize("after_error", [False, True])
 def test_a_drive_that_fails_at_the_end_leaves_the_users_optimizers(tmp_path, monkeypatch, caplog, after_error):
-    modules = []
+    module, wait = TwoOptimizers(bfloat16_llama()), StateSwapper.wait
 
-    def task(model):
-        modules.append(TwoOptimizers(model))
-        return modules[0]
+    def cannot_write(state):
+        wait(state)
+        raise StorageError("cannot write")
 
-    callbacks = [DriveFails(monkeypatch, after_error)]
-    expected = (RuntimeError, "the user's") if after_error else (StorageError, "cannot write")
-    with pytest.raises(expected[0], match=expected[1]):
-        fit(on_ssd(tmp_path / "ssd", master="fp32"), 2, task=task, callbacks=callbacks)
-    own = {id(parameter) for parameter in modules[0].parameters()}
-    for optimizer in modules[0].mine:
+    def end_of_step(*_):
+        monkeypatch.setattr(StateSwapper, "wait", cannot_write)
+        if after_error:
+            raise RuntimeError("the user's")
+
+    module.on_train_batch_end = end_of_step
+    error, text = (RuntimeError, "the user's") if after_error else (StorageError, "cannot write")
+    with pytest.raises(error, match=text):
+        run(on_ssd(tmp_path / "ssd", master="fp32"), module, 2)
+    own = {id(parameter) for parameter in module.parameters()}
+    for optimizer in module.mine:
         assert "step" not in vars(optimizer) and {id(key) for key in optimizer.state} <= own
         assert {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} <= own
         assert not optimizer.state, "what could not be written is lost"
@@ -163,16 +148,17 @@ def test_a_drive_that_fails_at_the_end_leaves_the_users_optimizers(tmp_path, mon
 # -- what a run must not get wrong ------------------------------------------------------------------------------------
 
 
-class DamagesTheDrive(Callback):
+class DamagesTheDrive(LlamaInStep):
     """Flips a bit of every block of the data file, behind the run's back, and saves."""
 
-    def __init__(self, folder, path, **how):
-        self.folder, self.path, self.how = folder, path, how
+    def __init__(self, model, folder):
+        super().__init__(model)
+        self.folder = folder
 
-    def on_train_batch_end(self, trainer, module, *args):
-        trainer.optimizers[0].state  # noqa: B018 - waits for the writes
-        damage(self.folder)
-        trainer.save_checkpoint(self.path, **self.how)
+    def on_train_batch_end(self, *_):
+        self.trainer.optimizers[0].state  # noqa: B018 - waits for the writes
+        damage(self.folder / "ssd")
+        self.trainer.save_checkpoint(self.folder / "it.ckpt")
 
 
 @pytest.mark.parametrize(
@@ -181,10 +167,9 @@ class DamagesTheDrive(Callback):
     ids=["state", "state, by another plug-in", "weights", "weights beside state that is referred to"],
 )
 def test_what_is_damaged_is_not_copied_into_a_checkpoint(tmp_path, options, plugin):
-    callback = DamagesTheDrive(tmp_path / "ssd", tmp_path / "it.ckpt")
     strategy = on_ssd(tmp_path / "ssd", **options, **({} if plugin is None else {"checkpoint_io": plugin()}))
     with pytest.raises(StorageError, match="is damaged"):
-        fit(strategy, 2, callbacks=[callback])
+        fit(strategy, 2, task=partial(DamagesTheDrive, folder=tmp_path))
     assert not (tmp_path / "it.ckpt").exists()
 
 

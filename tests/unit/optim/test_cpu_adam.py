@@ -56,15 +56,6 @@ def test_parameters_without_gradient_are_skipped_and_step_counts_differ():
     assert_same_state(adam.state_dict()["state"], torch_adam.state_dict()["state"])
 
 
-def test_step_without_any_gradient_changes_nothing():
-    (parameter,) = parameters((3,))
-    before = parameter.detach().clone()
-    adam = CPUAdam([parameter])
-    assert adam.step() is None
-    assert torch.equal(parameter, before)
-    assert not adam.state
-
-
 def test_groups_have_their_own_hyper_parameters():
     def groups(params):
         return [{"params": params[:1], "lr": 0.5}, {"params": params[1:], "weight_decay": 0.5, "betas": (0.5, 0.5)}]

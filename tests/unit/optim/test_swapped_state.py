@@ -229,6 +229,7 @@ def test_what_can_be_asked_without_reading_is_answered(on_ssd) -> None:
     assert isinstance(shown, torch.Tensor) and shown.shape == (96, 64) and shown.dtype is torch.float32
     assert shown.numel() == 96 * 64 and shown.device.type == "cpu" and shown.is_floating_point()
     assert "state_dict()" in repr(own.optimizer.state)
+    assert_equal(copy.deepcopy(shown), state_of(own.optimizer)[0]["exp_avg"])  # a copy is in memory
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
