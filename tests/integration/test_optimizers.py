@@ -86,8 +86,54 @@ def test_keywords_arrive_and_what_is_returned_comes_back(how):
     assert ours.seen == list(enumerate(ours.losses)) and len(ours.seen) == 3
 
 
-from tests.cases import every_value, others_full
-from tests.integration.training import EXACT, run, weights_of
+# -- Muon: the device orthogonalises -----------------------------------------------------------------------------------
+
+
+class ByMuon(Task):
+    """As recipes do: Muon for the matrices of blocks, and AdamW for the rest."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.record(loss)
+        self.manual_backward(loss / 2)
+        for optimizer in self.optimizers() if batch_idx % 2 else ():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        matrices = [p for p in self.model.blocks.parameters() if p.ndim == 2]
+        rest = [p for p in self.parameters() if all(p is not matrix for matrix in matrices)]
+        return torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_weights": False}])
+def test_muon_orthogonalises_on_the_device_and_changes_no_bit(options, monkeypatch):
+    def train(strategy):
+        module, trainer = run(strategy, lambda: ByMuon(no_dropout()), 8)
+        return module.losses, weights_of(module), trainer
+
+    losses, weights, _ = train("auto")
+    devices, orthogonalise = [], torch_private._orthogonalise
+
+    def seen(matrix, *given):
+        devices.append(matrix.device)
+        return orthogonalise(matrix, *given)
+
+    monkeypatch.setattr(torch_private, "_orthogonalise", seen)
+    training_device.make_late("copies and kernels")
+    found, new, trainer = train({**EXACT, **options})
+    assert len(losses) >= 8 and devices and set(devices) == {training_device.current}
+    assert found == losses and all(torch.equal(new[name], value) for name, value in weights.items())
+    planned = trainer.strategy.report()["planned_roles"]
+    held = trainer.strategy.report()["peak_roles"]
+    assert planned["momentum"] == pytest.approx(held["momentum"], rel=0.01)
+    assert planned["staging"]["dram"] >= 2 * max(p.numel() for p in trainer.optimizers[0].param_groups[0]["params"])
+
+
 # -- an adopted optimizer has the user's class and name ----------------------------------------------------------------
 
 
