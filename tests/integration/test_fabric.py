@@ -32,6 +32,7 @@ def test_the_strategy_by_name():
     """Its signature has the options, for whoever completes them."""
     strategy = make_fabric("cxl_offload").strategy
     assert isinstance(strategy, CXLFabricStrategy) and "not set up" in str(strategy)
+    assert strategy.distributed_sampler_kwargs is None, "one process keeps its sampler"
     assert "tier_rules" in str(CXLFabricStrategy.__init__.__signature__)
 
 

@@ -307,6 +307,18 @@ def test_a_model_that_is_moved_away_is_plain(tmp_path, options, how):
     loop.close()
 
 
+@pytest.mark.usefixtures("device_apart")
+def test_a_plain_trainer_is_told_that_the_model_is_held(tmp_path):
+    model = tiny_llama()
+    trainer = make_trainer(tmp_path, STREAMED, model=model)
+    trainer.train()
+    with pytest.raises(UnsupportedError, match=r"trainer\.end\(\)"):
+        make_trainer(tmp_path, model=model).train()
+    with pytest.warns(LightningCXLWarning, match="ends its run"):
+        model.cpu()
+    trainer.end()
+
+
 @pytest.mark.parametrize("options", [STREAMED, {"stream_weights": False}], ids=str)
 def test_a_backward_after_the_training_is_told_so(tmp_path, options):
     """Its gradients would be swallowed, and whoever steps with them would not learn."""

@@ -86,6 +86,14 @@ def test_keywords_arrive_and_what_is_returned_comes_back(how):
     assert ours.seen == list(enumerate(ours.losses)) and len(ours.seen) == 3
 
 
+@pytest.mark.parametrize(("make", "options"), every_value([torch.optim.AdamW, torch.optim.SGD], [{}, EXACT]), ids=str)
+def test_torchs_own_steps_return_the_loss_and_refuse_keywords(options, make):
+    module = stepped(options, "closure", make)
+    assert [loss.item() for loss in module.returned] == module.losses
+    with pytest.raises(TypeError, match="factor"):
+        stepped(options, "closure and keyword", make)
+
+
 # -- Muon: the device orthogonalises -----------------------------------------------------------------------------------
 
 

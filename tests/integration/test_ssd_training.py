@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_cxl.errors import SpillWarning, StorageError, TierFullError
+from lightning_cxl.errors import LightningCXLWarning, SpillWarning, StorageError, TierFullError
 from lightning_cxl.inventory.tensors import NUM_WEIGHT_SLOTS, PlannedRecord
 from lightning_cxl.machine.speeds import MachineSsd
 from lightning_cxl.run import run as runs
+from lightning_cxl.run.session import format_report
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.storage import store
 from lightning_cxl.storage.drive import System
@@ -137,6 +138,11 @@ WAYS = {
 @pytest.mark.parametrize("way", others_full(WAYS, ["8bit", "inputs, accumulated", "inputs, dropout"]))
 def test_every_way_to_train_gives_the_same(tmp_path, way):
     both(tmp_path, **WAYS[way])
+
+
+def test_weights_of_another_optimizer_stay_in_memory(tmp_path):
+    with pytest.warns(LightningCXLWarning, match=r"no weights lie on tier `ssd`: rule '\*' asks for ssd, and only"):
+        both(tmp_path, bfloat16_four, WEIGHTS, optimizer="sgd")
 
 
 @pytest.mark.parametrize("in_backward", [True, False])
@@ -469,6 +475,8 @@ def test_a_run_that_does_not_fit_in_memory_trains_as_one_that_does(tmp_path):
     assert report["ssd"]["num_steps"] == pytest.approx(4, abs=1)
     assert report["ssd"]["written_bytes_per_step"] == pytest.approx(report["tiers"]["ssd"]["used_bytes"], rel=0.3)
     assert report["ssd"]["step_seconds"] > 0
+    text = format_report(report)
+    assert "GB read and" in text and "streamed weights" in text
 
 
 def large_batches():
