@@ -302,6 +302,49 @@ def test_bf16_sums_of_gradients_train_too(accumulate):
     assert_same_training(split, separate)
 
 
+class Several(Masters):
+    """Steps two optimizers by hand, each toggled; `shared` is whether both hold the head."""
+
+    automatic_optimization = False
+    on_before_optimizer_step = Task.on_before_optimizer_step
+
+    def configure_optimizers(self):
+        head = list(self.model.head.parameters())
+        body = [p for p in self.parameters() if self.shared or not any(p is h for h in head)]
+        return [torch.optim.AdamW(body, lr=3e-3), self.second(head, lr=1e-3)]
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        self.toggle_optimizer(first)
+        loss = self.loss(batch)
+        self.record(loss)
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(0.5 * loss)
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        self.manual_backward(self.loss(batch))
+        assert all((p.grad is None) != any(p is h for h in self.model.head.parameters()) for p in self.seen())
+        second.step()
+        second.zero_grad()
+        self.untoggle_optimizer(second)
+
+    def seen(self):
+        """The parameters whose gradients the model itself has."""
+        masters = self.trainer.strategy.run.masters
+        pairs = [masters.find(p) for name, p in self.named_parameters() if "unused" not in name]
+        return [pair.compute for pair in pairs if pair.is_shared]
+
+
+@on_cpu
+@pytest.mark.parametrize(("second", "shared"), every_value([torch.optim.AdamW, torch.optim.SGD], [False, True]))
+def test_two_optimizers_with_and_without_common_parameters(second, shared):
+    task = type("Task", (Several,), {"second": second, "shared": shared})
+    split, separate = (run(task, {"master": master}, 10)[0] for master in ("split", "fp32"))
+    assert_same_training(split, separate)
+
+
 # -- state in bfloat16 and 8 bit: memory, checkpoints ---------------------------------------------------------
 
 LARGE = "model.blocks.0.mlp.0.weight"
