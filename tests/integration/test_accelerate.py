@@ -19,7 +19,7 @@ from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedEr
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.checkpoint import entry_of
 from tests import training_device
-from tests.cases import every_value
+from tests.cases import every_value, others_full
 from tests.integration.accelerate_loop import (
     EXACT,
     PLAIN,
@@ -607,18 +607,31 @@ def test_weights_changed_between_evaluations(is_seen, keeps):
 behind = pytest.mark.skipif(training_device.chosen.type == "cpu", reason="no update runs behind")
 
 
+CLEARS = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer, in place": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model, in place": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "each in place": lambda model, optimizer: [p.grad.zero_() for p in model.parameters() if p.grad is not None],
+}
+
+
 @behind
 @pytest.mark.usefixtures("slow_updates", "late_copies")
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_that_are_cleared_while_updates_run(set_to_none):
+@pytest.mark.every_case
+@pytest.mark.parametrize("how", others_full(CLEARS, ["optimizer", "model, in place"]))
+def test_gradients_that_are_cleared_while_updates_run(how):
     def run(options):
         accelerator = make_accelerator(options)
         model, optimizer = accelerator.prepare(*narrow())
         losses = []
         for batch in batches():
-            losses.append(one_step(accelerator, model, optimizer, batch, set_to_none=set_to_none).item())
+            loss = loss_of(model, batch)
+            accelerator.backward(loss)
+            optimizer.step()
+            CLEARS[how](model, optimizer)
+            losses.append(loss.item())
             held = [p.grad for group in optimizer.param_groups for p in group["params"]]
-            assert all(grad is None if set_to_none else grad is None or not grad.any() for grad in held)
+            assert all(grad is None if how == "optimizer" else grad is None or not grad.any() for grad in held)
         accelerator.free_memory()
         return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
 

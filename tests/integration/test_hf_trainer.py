@@ -70,6 +70,15 @@ def test_logs_and_trains_what_the_plain_trainer_does(tmp_path, case, streams):
     assert_identical(plain[1], ours[1])
 
 
+@pytest.mark.on_cpu  # where bitsandbytes has kernels for plain transformers, too
+def test_an_optimizer_of_bitsandbytes_steps_on_the_host(tmp_path):
+    def run(offload=PLAIN):
+        large = tiny_llama(hidden_size=64, intermediate_size=128)  # bitsandbytes keeps small state in float32
+        return train(tmp_path, offload, model=large, optim="adamw_bnb_8bit")
+
+    assert_identical(run(), run({"stream_weights": True}))
+
+
 @pytest.mark.on_cpu
 def test_embeddings_have_32_bit_state_also_where_an_optimizer_of_bitsandbytes_has_masters(tmp_path):
     model = tiny_llama(vocab_size=128, hidden_size=64, intermediate_size=128).bfloat16()

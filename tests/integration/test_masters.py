@@ -154,6 +154,31 @@ def test_assigned_gradients_are_those_that_count(precision, options):
     assert_close(ours, run(Surgery, "auto", precision="32-true")[0], precision)
 
 
+@on_cpu
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("first", [True, False])
+def test_create_graph_keeps_the_graph(first):
+    class Graph(Task):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            if not first:
+                self.manual_backward(self.loss(batch))
+            self.loss(batch).backward(create_graph=True)
+            grad = self.model.head.weight.grad
+            assert grad.requires_grad
+            (second,) = torch.autograd.grad(grad.float().square().sum(), self.model.head.weight)
+            assert second.any()
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+            self.grad = grad.detach().float()
+
+    ours, plain = (
+        run(lambda: Graph(model(), scheduler=False), each, 1)[0] for each in ({"activation_offload": False}, "auto")
+    )
+    torch.testing.assert_close(ours.grad, plain.grad, rtol=0.02, atol=1e-4)
+
+
 @on_cpu  # gradients of separate masters become dense
 def test_sparse_gradients_are_left_to_the_users_optimizer():
     class Sparse(Task):

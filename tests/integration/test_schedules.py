@@ -1,6 +1,8 @@
 """Streamed weights and updates behind the device: never a stale weight, whatever users do, and really behind."""
 
 import copy
+import os
+import signal
 import threading
 import time
 from functools import partial
@@ -9,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, callbacks
 from lightning.pytorch.loggers import CSVLogger
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lightning_cxl
@@ -20,7 +23,7 @@ from lightning_cxl.run import run as runs
 from tests import training_device
 from tests.cases import every_value, others_full
 from tests.integration.training import EXACT, assert_equal, assert_same_weights, offload, run, train
-from tests.models import Task, TinyTransformer, token_data
+from tests.models import Block, Task, TinyTransformer, token_data
 
 IGNORE, AFTER = {"on_overflow": "ignore"}, {"overlap_step": False}
 STAYS = {"stream_weights": False, **AFTER}
@@ -276,6 +279,25 @@ def test_a_graph_of_before_a_step_is_refused_while_updates_run(gate, part, optio
     fit(options, task=GoesBackLater, steps=1)
 
 
+def test_a_forked_process_does_not_wait_for_an_update(gate):
+    ended = []
+
+    class Forks(Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            child = os.fork()
+            if not child:
+                signal.alarm(20)
+                try:
+                    module.model.norm.weight.detach().sum()
+                finally:
+                    os._exit(0)  # whatever torch says of a device in a forked process
+            ended.append(os.waitpid(child, 0)[1])
+            gate.is_open.set()
+
+    fit({}, callbacks=[Forks()], steps=1)
+    assert ended == [0], "the child waited until it was ended"
+
+
 @slow_updates
 @pytest.mark.parametrize("options", [{}, IGNORE])
 def test_few_groups_are_staged_where_units_wait_for_their_update(monkeypatch, options):
@@ -510,6 +532,51 @@ def test_gradients_are_those_of_the_plain_run_when_backward_returns(task):
     assert ours.losses == plain.losses and len(ours.seen) == len(plain.seen) == (3 if task is Hooked else 6)
     assert_equal(ours.seen, plain.seen)
     assert task is not OnTheHost or ours.num_on_host == 3
+
+
+class Appends(Block):
+    def __init__(self, there):
+        super().__init__(32, 0.1)
+        self.router, self.there = nn.Linear(32, 4), there
+
+    def forward(self, x, collected):
+        shares = self.router(x).softmax(-1)
+        collected["losses"].append(shares.square().mean().to(self.there))
+        collected["states"].append(super().forward(x) * shares[..., :1])
+        return collected["states"][-1]
+
+
+class Collects(TinyTransformer):
+    """Every block appends a loss and its result to lists that the model reads: more blocks than slots."""
+
+    def __init__(self, there):
+        super().__init__(depth=0)
+        self.blocks = nn.ModuleList(Appends(there) for _ in range(6))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        collected = {"losses": [], "states": [x]}
+        for block in self.blocks:
+            x = block(x, collected)
+        assert len(collected["losses"]) == 6 and len(collected["states"]) == 7
+        self.losses = collected["losses"]
+        return self.head(self.norm(sum(collected["states"])))
+
+
+class AddsLosses(Task):
+    def loss(self, batch):
+        loss = super().loss(batch)
+        return loss + sum(self.model.losses).to(loss.device)
+
+
+@slow_updates
+@pytest.mark.parametrize("late", ["copies and kernels"], indirect=True)
+@pytest.mark.parametrize("there", [None, "cpu"])
+def test_losses_that_blocks_append_to_a_list_of_the_model(late, there):
+    given = {"make_model": lambda: Collects(there), "task": AddsLosses, "steps": 3}
+    assert_same(fit(EXACT, **given), fit("auto", **given))
+    for options in ({}, IGNORE):
+        assert_same(fit(options, **given), fit(AFTER, **given))
 
 
 def second_sgd(parameters):
