@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
-from lightning.fabric.plugins import MixedPrecision
-from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.pytorch import Callback, LightningModule
 from torch.optim.lr_scheduler import LinearLR
 from transformers import Trainer, TrainerCallback
@@ -18,6 +15,7 @@ from lightning_cxl.transformers import CXLTrainer
 from tests import training_device
 from tests.integration import hf_trainer
 from tests.integration.accelerate_loop import PLAIN, make_accelerator
+from tests.integration.fabric_loop import make_fabric
 from tests.integration.llama import tiny_llama
 from tests.integration.training import assert_equal, make_trainer, offload
 
@@ -143,20 +141,6 @@ class _Loop:
                     job.losses.append(model(input_ids=held_out, labels=held_out).loss.item())
             if job.saves and step + 1 == HALF:
                 self.save()
-
-
-def make_fabric(strategy="auto", precision=None):
-    device = training_device.current
-    plugins = []
-    if device.type == "apart":
-        strategy = SingleDeviceStrategy(device) if strategy == "auto" else strategy
-        if precision in ("bf16-mixed", "16-mixed"):
-            plugins, precision = [MixedPrecision(precision, device.type)], None
-    fabric = Fabric(
-        accelerator=training_device.accelerator(), devices=1, strategy=strategy, precision=precision, plugins=plugins
-    )
-    fabric.launch()
-    return fabric
 
 
 class FabricRun(_Loop):

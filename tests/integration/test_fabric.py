@@ -9,7 +9,8 @@ from torch import nn
 
 from lightning_cxl import CXLFabricStrategy
 from tests import training_device
-from tests.integration.front_end_runs import assert_identical, make_fabric, train
+from tests.integration.fabric_loop import make_fabric
+from tests.integration.front_end_runs import assert_identical, train
 from tests.integration.training import EXACT
 from tests.models import TinyTransformer
 
