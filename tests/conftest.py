@@ -26,6 +26,7 @@ import threading
 import pytest
 import torch
 
+from lightning_cxl.machine import recorder
 from lightning_cxl.memory.hook import active
 from tests import training_device
 
@@ -90,6 +91,15 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # modules and tests are no garbage: whoever collects after a test need not look through them
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_recorder(tmp_path_factory):
+    """Keep what tests kill out of the cache of whoever runs them, and out of the logs of tests beside."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("recorder")
+        patch.setattr(recorder, "_folder", lambda: folder)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -14,6 +14,7 @@ import torch
 
 from lightning_cxl.commands import parsers
 from lightning_cxl.devices.transfer import devices_apart
+from lightning_cxl.machine.recorder import last
 from lightning_cxl.machine.speeds import load_calibration, tier_speeds
 from lightning_cxl.machine.topology import (
     TierKind,
@@ -32,9 +33,12 @@ _TIER_FIELDS = ("name", "capacity_bytes", "emulated", "read_bytes_per_s", "write
 
 
 def main(arguments: Sequence[str]) -> None:
-    as_json = parsers.env().parse_args(arguments).json
+    options = parsers.env().parse_args(arguments)
+    if options.last:
+        print(last())
+        return
     report = environment_report()
-    print(json.dumps(report, indent=1) if as_json else format_environment(report))
+    print(json.dumps(report, indent=1) if options.json else format_environment(report))
 
 
 def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:

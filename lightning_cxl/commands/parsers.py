@@ -24,6 +24,7 @@ def env() -> argparse.ArgumentParser:
         "",
     )
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument("--last", action="store_true", help="say instead what the training held that was killed last")
     return parser
 
 

@@ -39,7 +39,9 @@ from lightning_cxl.weights.hf import model_on_meta, with_adapters
 
 _STEPS, _RESUMED_AT = 4, 2
 _SEED = 0
-_CLOSE = 1e-3  # relative, of losses with `CPUAdam`, which rounds square roots otherwise than torch
+# relative, of losses with `CPUAdam`, which rounds square roots otherwise than torch; in bfloat16 weights may then round
+# to their other neighbours
+_CLOSE = {"32-true": 1e-4, "bf16-mixed": 1e-2, "bf16-true": 1e-2}
 _ADAM_ELEMENTS, _ADAM_ROUNDS = 1 << 24, 5
 
 Noted = list[tuple[str, int]]
@@ -309,9 +311,14 @@ def checks(job: Job) -> Iterator[Check]:
         reference.noted[:1],
     )
     if run.verdict == "ok":
+        close = _CLOSE[job.options.precision]
         worst = max(abs(a - b) / abs(b) for a, b in zip(adam.losses, reference.losses, strict=True))
         # NaN is wrong
-        run = Check(run.name, "ok" if worst <= _CLOSE else "WRONG", f"losses differ by {worst:.1e} at most")
+        run = Check(
+            run.name,
+            "ok" if worst <= close else "WRONG",
+            f"losses differ by {worst:.1e} at most",
+        )
     yield run
     if not metrics:
         return

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ from lightning_cxl import timing
 from lightning_cxl.config import SSD, OffloadConfig
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.inventory.tensors import Loop
+from lightning_cxl.machine import recorder
 from lightning_cxl.machine.binding import RankBinding, RankFacts, bind_rank
 from lightning_cxl.machine.topology import Topology, memory_pressure
 from lightning_cxl.memory.hook import active
+from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.planning.policies import check_policy
 from lightning_cxl.run.run import FinishedRun, Host, Run
 from lightning_cxl.sharding.fsdp import cut, reshard
@@ -132,6 +135,7 @@ class Session:
         self.runs: list[Run] = []  # the runs that are going on, in the order in which they began
         self._finished: FinishedRun | None = None
         self._measured: dict[str, float] = {}  # totals when `metrics` was asked last, or the first run began
+        self._recorder: recorder.Recorder | None = None
         self._last_report: dict[str, Any] | None = None
         # open while the memory of this session is what `lightning_cxl.empty` uses; undoes what a front end has done
         self.active = ExitStack()
@@ -179,6 +183,8 @@ class Session:
             self.host.memory.begin()
         run = Run(self.host, self.host.decide(plan), loop)
         self._measured = self._measured or self._totals()
+        if not self.runs:
+            self._recorder = recorder.start(self.host.topology, partial(_used_bytes, self.host.memory))
         self.runs.append(run)
         self.active.enter_context(run.activate())
         return run
@@ -199,6 +205,8 @@ class Session:
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
             if host is not None:
                 cleanup.callback(host.close)
+            if self._recorder is not None:
+                cleanup.callback(self._recorder.close, after_error=after_error)
             for run in runs:
                 cleanup.callback(run.close, after_error=after_error)
             cleanup.callback(self.active.close)
@@ -279,6 +287,10 @@ class Session:
     def describe_options(self, name: str) -> str:
         given = {key: getattr(self.config, key) for key, origin in self.origins.items() if origin != "default"}
         return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+
+
+def _used_bytes(memory: HostMemory) -> int:
+    return sum(tier["used_bytes"] for tier in memory.stats()["tiers"].values())
 
 
 def _report(host: Host, runs: Sequence[Run], state: str) -> dict[str, Any]:

@@ -1,0 +1,119 @@
+"""What is said about a training that was killed: by a signal, and by the kernel because memory was full."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lightning_cxl.machine import recorder
+from tests.integration.test_memory_limits import group
+
+__all__ = ["group"]
+
+TRAINS = """
+import sys, time
+from pathlib import Path
+from lightning_cxl.machine import recorder
+from lightning_cxl.machine.topology import Topology
+recorder._folder = lambda: Path(sys.argv[1])
+running = recorder.start(Topology.detect(), lambda: 12345 << 20)
+"""
+WAITS = TRAINS + "print('runs', flush=True); time.sleep(60)"
+WORKER_GROWS = (
+    TRAINS
+    + """
+import os
+if os.fork() == 0:
+    held = []
+    while True:
+        held.append(b"x" * (4 << 20))
+        time.sleep(0.01)
+os.wait()
+os.kill(os.getpid(), 9)
+"""
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder, "_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def begin(code, folder, *before):
+    return subprocess.Popen([*before, sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE)
+
+
+def test_a_training_that_was_killed_is_described_by_the_next_one_and_kept(folder):
+    with begin(WAITS, folder) as child:
+        child.stdout.readline()
+        time.sleep(0.5)
+        assert recorder.killed() == [], "it goes on"
+        child.kill()
+    (text,) = recorder.killed()
+    assert f"process {child.pid}" in text and "was killed at" in text
+    assert "tensors on tiers had 12.1 GiB" in text and "could still be used" in text
+    assert recorder.killed() == [], "said once"
+    assert recorder.last() == text
+
+
+@pytest.mark.parametrize("end", ["running.close()", "pass", "raise SystemExit(0)"])
+def test_a_training_that_ends_leaves_nothing(folder, end):
+    with begin(f"{TRAINS}time.sleep(0.3); {end}", folder) as child:
+        assert child.wait() == 0
+    assert list(folder.iterdir()) == [] and recorder.killed() == []
+    assert recorder.last() == "no training of this user on this machine was killed"
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 5000, b"{", b'{"pid": 1}'])
+def test_files_that_say_nothing_are_passed_over(folder, damage):
+    (folder / "1-a").write_bytes(damage)
+    assert recorder.killed() == []
+
+
+def test_nothing_is_recorded_where_the_folder_cannot_be_used(monkeypatch, caplog):
+    def refuse():
+        raise PermissionError("no")
+
+    monkeypatch.setattr(recorder, "_folder", refuse)
+    assert recorder.start(None, lambda: 0) is None
+
+
+@pytest.mark.alone
+def test_a_training_whose_workers_filled_memory_is_said_to_be_killed_by_the_kernel(folder, group):
+    (group.folder / group.limit).write_text(str(500 << 20))
+    enter = f'echo $$ > {group.folder}/cgroup.procs && exec "$@"'
+    with begin(WORKER_GROWS, folder, "sh", "-c", enter, "sh") as child:
+        assert child.wait(100) == -signal.SIGKILL
+    (text,) = recorder.killed()
+    assert "killed by the kernel, as memory was full" in text
+    assert "its child processes grew by" in text
+
+
+@pytest.mark.parametrize(("kills", "after_error"), [(1, True), (0, True), (1, False)])
+def test_a_training_that_ends_by_an_error_says_that_the_kernel_killed_a_process(
+    folder, caplog, monkeypatch, kills, after_error
+):
+    """As when a worker of a DataLoader is killed, which torch reports as an error of the training."""
+    monkeypatch.setattr(recorder, "_oom_kills", lambda: 7)
+    running = recorder.Recorder(recorder.Topology.detect(), lambda: 0)
+    time.sleep(0.3)
+    monkeypatch.setattr(recorder, "_oom_kills", lambda: 7 + kills)
+    running.close(after_error=after_error)
+    assert ("the kernel has killed a process for memory" in caplog.text) is (kills == 1 and after_error)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_fork_leaves_the_file_to_its_parent(folder):
+    running = recorder.Recorder(recorder.Topology.detect(), lambda: 0)
+    pid = os.fork()
+    if pid == 0:
+        running.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert len(list(folder.iterdir())) == 1
+    running.close()
+    assert list(folder.iterdir()) == []
