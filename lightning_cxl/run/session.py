@@ -183,7 +183,7 @@ class Session:
             self.host.memory.begin()
         run = Run(self.host, self.host.decide(plan), loop)
         self._measured = self._measured or self._totals()
-        if not self.runs:
+        if self._recorder is None:
             self._recorder = recorder.start(self.host.topology, partial(_used_bytes, self.host.memory))
         self.runs.append(run)
         self.active.enter_context(run.activate())
@@ -207,6 +207,7 @@ class Session:
                 cleanup.callback(host.close)
             if self._recorder is not None:
                 cleanup.callback(self._recorder.close, after_error=after_error)
+                self._recorder = None
             for run in runs:
                 cleanup.callback(run.close, after_error=after_error)
             cleanup.callback(self.active.close)
