@@ -1,7 +1,6 @@
 """Policies on the machine of arXiv 2507.03305, on any machine and job, by name, and side by side."""
 
 import itertools
-import random
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cxl.errors import ConfigError, TierFullError
-from lightning_cxl.machine.speeds import Device, Machine, MachineTier
+from lightning_cxl.machine.speeds import Device, Machine
 from lightning_cxl.machine.topology import TierKind
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.job import Job, MemoryClass, Move, predict_step
@@ -28,6 +27,7 @@ from lightning_cxl.planning.policies import (
     minimise,
     with_working_memory,
 )
+from tests.unit.planning.jobs.test_step import tier
 
 GIB = 2**30
 R = TensorRole
@@ -35,21 +35,10 @@ R = TensorRole
 
 def machine(*, dram: int = 128, cards: tuple[int, ...] = (256,), unit: int = GIB, **options) -> Machine:
     """Return a machine with the speeds of arXiv 2507.03305's (quoted in tests/unit/planning/jobs/test_perf.py)."""
-    near = tier("dram0", TierKind.DRAM, dram * unit, 278e9, 278e9, 278e9)
-    far = [tier(f"cxl{i}", TierKind.CXL, size * unit, 69e9, 53e9, 38e9) for i, size in enumerate(cards)]
+    near = tier("dram0", TierKind.DRAM, 278e9, 278e9, 278e9, dram * unit)
+    far = [tier(f"cxl{i}", TierKind.CXL, 69e9, 53e9, 38e9, size * unit) for i, size in enumerate(cards)]
     device = Device(flops=150e12, h2d_bytes_per_s=55.6e9, d2h_bytes_per_s=55.6e9)
     return Machine(**{"name": "test", "tiers": (near, *far), "device": device, "write_contention": 6.2, **options})
-
-
-def tier(name: str, kind: TierKind, capacity: int, adam: float, read: float, write: float) -> MachineTier:
-    return MachineTier(
-        name=name,
-        kind=kind,
-        capacity_bytes=capacity,
-        adam_bytes_per_s=adam,
-        device_read_bytes_per_s=read,
-        device_write_bytes_per_s=write,
-    )
 
 
 def job_of(sizes: dict[TensorRole, int], *, fixed: dict[tuple[TensorRole, str], int] | None = None, **options) -> Job:
@@ -92,8 +81,8 @@ def bytes_by_tier(job: Job, splits) -> dict[str, float]:
     """Return what every tier holds, decorators and rules included."""
     held: dict[str, float] = {}
     for each in job.classes:
-        for tier, share in (splits[each.role] if each.tier is None else {each.tier: 1.0}).items():
-            held[tier] = held.get(tier, 0.0) + share * each.nbytes
+        for name, share in (splits[each.role] if each.tier is None else {each.tier: 1.0}).items():
+            held[name] = held.get(name, 0.0) + share * each.nbytes
     return held
 
 
@@ -109,18 +98,13 @@ def cases(draw):
         replace(
             tier,
             num_nodes=draw(st.integers(1, 8)),
-            adam_bytes_per_s=draw(st.floats(1e9, 5e11)),
-            device_read_bytes_per_s=draw(st.floats(1e9, 5e11)),
-            device_write_bytes_per_s=draw(st.floats(1e9, 5e11)),
+            **{f"{use}_bytes_per_s": draw(st.floats(1e9, 5e11)) for use in ("adam", "device_read", "device_write")},
         )
         for tier in host.tiers
     )
     sizes = draw(st.dictionaries(st.sampled_from(ROLES), st.integers(0, 200 * unit), min_size=1))
-    fixed = draw(
-        st.dictionaries(
-            st.tuples(st.sampled_from(ROLES), st.sampled_from(host.names)), st.integers(0, 50 * unit), max_size=3
-        )
-    )
+    asked = st.tuples(st.sampled_from(ROLES), st.sampled_from(host.names))
+    fixed = draw(st.dictionaries(asked, st.integers(0, 50 * unit), max_size=3))
     options = {
         "overlap": draw(st.sampled_from(["none", "backward", "forward", "both"])),
         "forward_flops": draw(st.floats(0, 1e12)),
@@ -138,18 +122,20 @@ def decide(name, job, host):
 
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=60, deadline=None)
-@given(cases())
-def test_nothing_is_lost_and_no_tier_overcommitted(name, case):
+@given(cases(), st.randoms(use_true_random=False))
+def test_nothing_is_lost_no_tier_is_overcommitted_and_the_order_of_classes_does_not_matter(name, case, rng):
     job, host = case
-    decision = decide(name, job, host)
+    decision, shuffled = decide(name, job, host), list(job.classes)
+    rng.shuffle(shuffled)
+    assert decide(name, replace(job, classes=tuple(shuffled)), host) == decision
     if decision is None:
         return
     assert set(decision.splits) == set(job.free_classes()) == set(decision.reasons)
     for split in decision.splits.values():
         assert sum(split.values()) == pytest.approx(1)
         assert min(split.values()) >= 0
-    for tier, held in bytes_by_tier(job, decision.splits).items():
-        assert held < host.tier(tier).capacity_bytes + len(job.classes)  # a split's part is rounded to whole bytes
+    for where, held in bytes_by_tier(job, decision.splits).items():
+        assert held < host.tier(where).capacity_bytes + len(job.classes)  # a split's part is rounded to whole bytes
 
 
 @settings(max_examples=60, deadline=None)
@@ -163,17 +149,6 @@ def test_what_fits_is_placed(case):
     too_much = total > sum(tier.capacity_bytes for tier in host.tiers)
     for name in ("interleave", "bandwidth"):
         assert (decide(name, job, host) is None) == (overflows or too_much)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=30, deadline=None)
-@given(cases(), st.randoms(use_true_random=False))
-def test_order_of_classes_does_not_matter(name, case, rng: random.Random):
-    job, host = case
-    shuffled = list(job.classes)
-    rng.shuffle(shuffled)
-    first, second = decide(name, job, host), decide(name, replace(job, classes=tuple(shuffled)), host)
-    assert first == second
 
 
 @settings(max_examples=60, deadline=None)
@@ -245,15 +220,7 @@ def test_the_search_finds_what_trying_everything_finds():
 # local GiB per class by replaying the authors' rule (utils/numa_allocation_patch.py of CXL-Aware-LLM-Finetuning) on
 # their two shapes, one sequence of 32,768: momentum, variance, master grads, master weights, compute weights,
 # activations, compute grads
-GREEDY_ORDER = (
-    R.MOMENTUM,
-    R.VARIANCE,
-    R.MASTER_GRADS,
-    R.MASTER_WEIGHTS,
-    R.COMPUTE_WEIGHTS,
-    R.ACTIVATIONS,
-    R.COMPUTE_GRADS,
-)
+GREEDY_ORDER = (*STREAMED, R.COMPUTE_WEIGHTS, R.ACTIVATIONS, R.COMPUTE_GRADS)
 TABLE = [
     (QWEN_7B, 100, 1, (28.4, 28.4, 28.4, 14.2, 0.7, 0.0, 0.0)),
     (QWEN_7B, 128, 1, (28.4, 28.4, 28.4, 28.4, 14.2, 0.3, 0.0)),
@@ -355,11 +322,11 @@ def test_bytes_lie_where_the_policy_says_and_none_is_lost():
 
 
 def test_a_policy_that_has_no_room_says_so_and_the_others_go_on():
-    plans = compare(momentum(12 * GIB), small(), ["dram_only", "bandwidth"])
+    job = momentum(12 * GIB)
+    plans = compare(job, small(), ["dram_only", "bandwidth"])
     assert "cannot place momentum" in plans["dram_only"].error and plans["dram_only"].time is None
     assert not plans["bandwidth"].error
-    assert not fits(momentum(12 * GIB), small(), "dram_only")
-    assert fits(momentum(12 * GIB), small(), "bandwidth")
+    assert (fits(job, small(), "dram_only"), fits(job, small(), "bandwidth")) == (False, True)
 
 
 def test_the_baseline_is_dram_that_is_large_enough():
@@ -370,12 +337,10 @@ def test_the_baseline_is_dram_that_is_large_enough():
     assert dram_only_time(momentum(50 * GIB), enough).update.seconds == pytest.approx(2 * 50 * GIB / 278e9)
 
 
-def test_the_device_must_hold_its_peak_where_its_memory_is_known():
-    assert fits_device(momentum(device_bytes=5 * GIB), small(memory_bytes=5 * GIB))
-    assert not fits_device(momentum(device_bytes=5 * GIB + 1), small(memory_bytes=5 * GIB))
-    assert fits_device(momentum(device_bytes=5 * GIB), small(memory_bytes=0))
-    assert fits_device(momentum(device_bytes=None), small(memory_bytes=1))
-    assert not fits(momentum(device_bytes=5 * GIB), small(memory_bytes=GIB), "bandwidth")
+@pytest.mark.parametrize(("peak", "memory", "is_enough"), [(5, 5, True), (6, 5, False), (5, 0, True), (None, 1, True)])
+def test_the_device_must_hold_its_peak_where_both_are_known(peak, memory, is_enough):
+    job, host = momentum(device_bytes=peak), small(memory_bytes=memory)
+    assert fits_device(job, host) == fits(job, host, "bandwidth") == is_enough
 
 
 def test_where_the_cpu_computes_its_working_memory_is_dram_that_is_gone():

@@ -52,24 +52,22 @@ class Model(nn.Module):
 def received(monkeypatch):
     """Bytes that this rank receives, by collective."""
     found = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
-    gather, scatter, reduce = dist.all_gather_single, dist.reduce_scatter_single, dist.all_reduce
 
-    def all_gather(output, input, *args, **options):
-        found["all_gather"] += output.nbytes - input.nbytes
-        return gather(output, input, *args, **options)
+    def watch(function, name, nbytes_of):
+        call = getattr(dist, function)
 
-    def reduce_scatter(output, input, **options):
-        found["reduce_scatter"] += input.nbytes - output.nbytes
-        return scatter(output=output, input=input, **options)
+        def watched(*args, **options):
+            found[name] += nbytes_of(*args, **options)
+            return call(*args, **options)
 
-    def all_reduce(tensor, *args, group, **options):
-        count = group.size()
-        found["all_reduce"] += 2 * (count - 1) * tensor.nbytes // count  # of a ring
-        return reduce(tensor, *args, group=group, **options)
+        monkeypatch.setattr(dist, function, watched)
 
-    monkeypatch.setattr(dist, "all_gather_single", all_gather)
-    monkeypatch.setattr(dist, "reduce_scatter_single", reduce_scatter)
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    def of_ring(tensor, *_, group, **__):
+        return 2 * (group.size() - 1) * tensor.nbytes // group.size()
+
+    watch("all_gather_single", "all_gather", lambda output, input, *_, **__: output.nbytes - input.nbytes)
+    watch("reduce_scatter_single", "reduce_scatter", lambda output, input, *_, **__: input.nbytes - output.nbytes)
+    watch("all_reduce", "all_reduce", of_ring)
     yield found
     dist.destroy_process_group()
 

@@ -38,20 +38,15 @@ def measured_roles(precision, length, options, *, num_layers=3, accumulate=1):
     return {role: sum(tiers.values()) for role, tiers in strategy.report()["peak_roles"].items()}
 
 
-def planned(
-    precision, length, options, *, num_layers=3, accumulate=1, computes_on_host=True, tier_of=None, room=math.inf
-):
+def planned(precision="bf16-true", length=128, options=None, *, num_layers=3, tier_of=None, room=math.inf, **load):
+    """Return the job of a Llama, by default on a device apart."""
     model = llama(num_layers).to("meta", PRECISIONS[precision])
-    ids = torch.zeros(BATCH, length, dtype=torch.long, device="meta")
+    config = OffloadConfig(**options or {})
     load = Workload(
-        batch=BATCH,
-        sequence=length,
-        num_micro_batches=accumulate,
-        mixed=precision == "bf16-mixed",
-        computes_on_host=computes_on_host,
-        updates_in_backward=options.get("on_overflow") == "ignore",
-    )
-    config = OffloadConfig(**options)
+        batch=BATCH, sequence=length, mixed=precision == "bf16-mixed",
+        updates_in_backward=config.on_overflow == "ignore", **load,
+    )  # fmt: skip
+    ids = torch.zeros(BATCH, length, dtype=torch.long, device="meta")
     seen = measure(model, config, load, lambda: model(input_ids=ids, labels=ids, use_cache=True).loss)
     asked = None
     if tier_of is not None:
@@ -60,9 +55,9 @@ def planned(
     return model_job("llama", settle_gradients(found, room))
 
 
-def job_of(name, model, config, load, compute_loss):
-    measured = measure(model, config, load, compute_loss)
-    return model_job(name, list_tensors(model, None, config, load, measured=measured))
+def job_of(model, load, compute_loss):
+    measured = measure(model, OffloadConfig(), load, compute_loss)
+    return model_job("of a test", list_tensors(model, None, OffloadConfig(), load, measured=measured))
 
 
 def roles_of(job):
@@ -84,7 +79,7 @@ KINDS = [
 @pytest.mark.parametrize(("kind", "length"), every_value(KINDS, LENGTHS))
 def test_every_role_is_within_3_percent_of_a_real_run(kind, length):
     precision, options = kind
-    plan = planned(precision, length, options)
+    plan = planned(precision, length, options, computes_on_host=True)
     assert not plan.notes
     roles, real = roles_of(plan), measured_roles(precision, length, options)
     assert roles.keys() == real.keys()
@@ -94,7 +89,7 @@ def test_every_role_is_within_3_percent_of_a_real_run(kind, length):
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": "bf16"}], ids=["fp32 sums", "bf16 sums"])
 def test_sums_of_several_micro_batches(options):
-    roles = roles_of(planned("bf16-true", 128, options, accumulate=3))
+    roles = roles_of(planned(options=options, num_micro_batches=3, computes_on_host=True))
     real = measured_roles("bf16-true", 128, options, accumulate=3)
     assert roles == pytest.approx(real, rel=0.03)
     # while a sum becomes float32, the gradient that it starts with is there, too
@@ -104,18 +99,21 @@ def test_sums_of_several_micro_batches(options):
 
 def test_updates_behind_the_backward_plan_gradients_of_four_units_where_all_have_no_room():
     options = {"stream_weights": True, "overlap_step": True, "on_overflow": "ignore"}
-    everything = planned("bf16-true", 128, options, num_layers=12)
+
+    def of(room):
+        return planned(options=options, num_layers=12, room=room, computes_on_host=True)
+
+    everything = of(math.inf)
     nbytes = sum(roles_of(everything).values())
-    plan = planned("bf16-true", 128, options, num_layers=12, room=nbytes - 1)
-    assert planned("bf16-true", 128, options, num_layers=12, room=nbytes) == everything
+    plan = of(nbytes - 1)
+    assert of(nbytes) == everything
     assert plan.overlap == "backward" and everything.overlap == "both"
-    role = "compute_grads"
     block = sum(parameter.nbytes for parameter in llama(1).bfloat16().model.layers[0].parameters())
-    assert roles_of(everything)[role] - roles_of(plan)[role] == 8 * block
+    assert roles_of(everything)["compute_grads"] - roles_of(plan)["compute_grads"] == 8 * block
 
 
 def test_a_device_apart_keeps_what_does_not_stream_and_its_masters_are_on_the_host():
-    plan, roles = planned("bf16-true", 128, {}, computes_on_host=False), {}
+    plan = planned()
     roles = roles_of(plan)
     model = llama().bfloat16()
     in_units = sum(p.nbytes for p in model.model.layers.parameters())
@@ -132,7 +130,7 @@ def test_a_device_apart_keeps_what_does_not_stream_and_its_masters_are_on_the_ho
 
 
 def test_staging_is_for_a_few_units_or_other_parameters_at_a_time():
-    plan = planned("bf16-true", 128, {}, computes_on_host=False, num_layers=8, accumulate=2)
+    plan = planned(num_layers=8, num_micro_batches=2)
     model = llama(8).bfloat16().model
     units = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
     sizes = sorted([*units, model.embed_tokens.weight.nbytes, model.embed_tokens.weight.nbytes], reverse=True)
@@ -141,7 +139,7 @@ def test_staging_is_for_a_few_units_or_other_parameters_at_a_time():
 
 
 def test_without_streaming_everything_is_on_the_device_and_copied_masters_are_on_the_host():
-    roles = roles_of(planned("bf16-true", 128, {"stream_weights": False}, computes_on_host=False))
+    roles = roles_of(planned(options={"stream_weights": False}))
     total = sum(p.nbytes for p in llama().bfloat16().parameters())
     assert "compute_weights" not in roles
     assert roles["master_weights"] == 2 * total
@@ -153,8 +151,8 @@ def test_decorated_modules_are_classes_of_their_own_and_no_byte_is_lost():
         on_card = owner == "model.layers.0" if isinstance(owner, str) else owner.dim() == 1
         return "cxl0" if on_card else None
 
-    options = {"stream_weights": True}
-    plain, ruled = planned("bf16-true", 128, options), planned("bf16-true", 128, options, tier_of=tier_of)
+    where = {"options": {"stream_weights": True}, "computes_on_host": True}
+    plain, ruled = planned(**where), planned(**where, tier_of=tier_of)
     assert ruled.bytes_of() == plain.bytes_of()
     fixed = {each.role: each for each in ruled.classes if each.tier == "cxl0"}
     assert fixed[TensorRole.ACTIVATIONS].nbytes == 128 * 2 * 128 * 2
@@ -178,8 +176,7 @@ def test_tied_weights_count_once_and_frozen_ones_have_no_state():
         parameter.requires_grad_(False)
     tokens = torch.zeros(2, 12, dtype=torch.long, device="meta")
     load = Workload(batch=2, sequence=12, computes_on_host=True)
-    job = job_of("tiny", model, OffloadConfig(), load, lambda: model(tokens).sum())
-    bytes_of = job.bytes_of()
+    bytes_of = job_of(model, load, lambda: model(tokens).sum()).bytes_of()
     distinct = sum(p.nbytes for p in model.parameters())
     frozen = sum(p.nbytes for p in model.blocks[0].parameters())
     assert bytes_of[TensorRole.COMPUTE_WEIGHTS] == distinct
@@ -194,8 +191,7 @@ def test_a_model_that_looks_at_values_is_estimated_with_a_note():
     model = Looks(width=64).to("meta")
     tokens = torch.zeros(2, 100, dtype=torch.long, device="meta")
     load = Workload(batch=2, sequence=100, computes_on_host=True)
-    seen = measure(model, OffloadConfig(), load, lambda: model(tokens).sum())
-    plan = model_job("looks", list_tensors(model, None, OffloadConfig(), load, measured=seen))
+    plan = job_of(model, load, lambda: model(tokens).sum())
     assert "cannot be run without values" in plan.notes[0]
     assert plan.bytes_of()[TensorRole.ACTIVATIONS] == 3 * 2 * 100 * 64 * 4
     assert plan.device_bytes is None
@@ -215,8 +211,7 @@ def test_every_gradient_is_copied_once(num_micro_batches, master):
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_inputs_on_the_tier_ssd_are_written_and_read_once_in_every_micro_batch_of_every_device(count):
-    with torch.device("meta"):
-        model = llama()
+    model = llama().to("meta")
     names = resolve(model.named_modules(), {"model.layers.[01]": {"activations": "ssd"}}, WITH_SSD)
     load = Workload(batch=BATCH, sequence=128, mesh=Mesh(num_devices=count), num_micro_batches=3)
     inventory = list_tensors(model, None, OffloadConfig(), load, asked=AskedTiers(model, names))
@@ -246,12 +241,6 @@ def test_moves_of_weights_and_moments():
 @pytest.mark.parametrize("replicates", [True, False])
 def test_shards_that_machines_have_reduced_are_on_the_device_until_the_backward_ends(replicates):
     mesh = Mesh(num_devices=4, num_machines=2, replicates=replicates)
-    load = Workload(batch=BATCH, sequence=128, mesh=mesh)
-    model = llama(8).to("meta", torch.bfloat16)
-    ids = torch.zeros(BATCH, 128, dtype=torch.long, device="meta")
-    seen = measure(model, OffloadConfig(), load, lambda: model(input_ids=ids, labels=ids).loss)
-    parts = model_job("llama", list_tensors(model, None, OffloadConfig(), load, measured=seen)).device_parts
-    every_shard = sum(p.nbytes for p in model.parameters()) / 4
-    assert parts.get("gradients that machines have reduced", 0) == pytest.approx(
-        every_shard if replicates else 0, rel=0.01
-    )
+    kept = planned(num_layers=8, mesh=mesh).device_parts.get("gradients that machines have reduced", 0)
+    every_shard = sum(p.nbytes for p in llama(8).bfloat16().parameters()) / 4
+    assert kept == pytest.approx(every_shard if replicates else 0, rel=0.01)
