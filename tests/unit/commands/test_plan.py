@@ -11,7 +11,6 @@ from lightning_cxl.__main__ import main as programme
 from lightning_cxl.commands import plan as command
 from lightning_cxl.commands.plan import main
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.machine.speeds import load_machine
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.policies import POLICIES
@@ -58,17 +57,27 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def plan(model, tmp_path, capsys):
-    """Runs the command on an invented machine; returns status, text and the JSON it wrote."""
+def run(model, tmp_path, capsys):
+    """Runs the command; returns status, text and the JSON it wrote."""
 
-    def run(*arguments, model=model, **machine):
-        path, data = tmp_path / "machine.yaml", tmp_path / "plan.json"
-        path.write_text(described(**machine))
-        status = main(["--model", model, "--tiers", str(path), "--seq", "512", "--json", str(data), *arguments])
+    def run(*arguments):
+        data = tmp_path / "plan.json"
+        status = main(["--model", model, "--seq", "512", "--json", str(data), *arguments])
         return status, capsys.readouterr().out, json.loads(data.read_text())
 
-    run.data = tmp_path / "plan.json"
     return run
+
+
+@pytest.fixture
+def plan(run, tmp_path):
+    """`run` on an invented machine."""
+
+    def plan(*arguments, **machine):
+        path = tmp_path / "machine.yaml"
+        path.write_text(described(**machine))
+        return run("--tiers", str(path), *arguments)
+
+    return plan
 
 
 @pytest.fixture
@@ -150,7 +159,7 @@ def test_as_many_units_stay_on_the_device_as_have_room(plan):
         plan("--units-on-device", "1", count=2, cxl=None, more=LINKS)
 
 
-def test_a_job_that_does_not_fit_the_host_says_what_would(plan):
+def test_a_job_that_does_not_fit_the_host_says_what_would(plan, run):
     _, _, data = plan()
     room = f"{sum(data['roles'].values()) // 2 - (8 << 20)}B"
     status, text, data = plan(dram=room, cxl=room)
@@ -164,8 +173,8 @@ def test_a_job_that_does_not_fit_the_host_says_what_would(plan):
         assert "--state 8bit" not in each["command"], "more than is needed"
         if each["command"] and "--ssd" not in each["command"]:
             assert f"    {each['command']}\n" in text
-            assert main(shlex.split(each["command"])[4:]) == 0
-            found = json.loads(plan.data.read_text())
+            status, _, found = run(*shlex.split(each["command"])[4:])
+            assert status == 0
             assert (found["host_bytes"], found["device_bytes"]) == (each["host_bytes"], each["device_bytes"])
     assert plan("--seq", "256", dram=room, cxl=room)[0] == 3 or "sequence 256" in ways
 
@@ -236,42 +245,21 @@ def test_the_programme_exits_with_the_status_and_one_line_of_error(model, tmp_pa
     assert ended(str(tmp_path)).startswith("ConfigError: folder ")
 
 
-def test_unknown_names(plan, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("model", "config", "message"),
+    [
+        ("nobody/nothing", "", r"no known shape \(.*llama-3.1-8b.* and the hub cannot be asked"),
+        ("llama-3.1-8", "", r"did you mean llama-3.1-8b \(meta-llama/Llama-3.1-8B\)"),
+        (".", '{"model_type": "not a model"}', "cannot be used"),
+        (".", '{"model_type": "llama", "quantization_config": {"bits": 4}}', "are quantised, and `plan` quantises"),
+    ],
+)
+def test_models_that_cannot_be_planned(plan, tmp_path, monkeypatch, model, config, message):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"no known shape \(.*llama-3.1-8b.* and the hub cannot be asked"):
-        plan(model="nobody/nothing")
-    with pytest.raises(ConfigError, match=r"did you mean llama-3.1-8b \(meta-llama/Llama-3.1-8B\)"):
-        plan(model="llama-3.1-8")
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "config.json").write_text('{"model_type": "not a model"}')
-    with pytest.raises(ConfigError, match="cannot be used"):
-        plan(model=str(tmp_path / "bad"))
-    (tmp_path / "bad" / "config.json").write_text('{"model_type": "llama", "quantization_config": {"bits": 4}}')
-    with pytest.raises(ConfigError, match=r"the weights of .* are quantised, and `plan` quantises itself"):
-        plan(model=str(tmp_path / "bad"))
-    with pytest.raises(ConfigError, match="cannot read the machine file"):
-        main(["--model", "llama-3.1-8b", "--tiers", str(tmp_path / "none.yaml")])
-
-
-def test_this_machine_is_planned_for_with_what_is_free_on_it(model, tmp_path, capsys, monkeypatch):
-    asked, capacities = [], []
-    file = tmp_path / "machine.yaml"
-    file.write_text(described(gpu="0", is_host="true"))
-
-    def known(topology, device):
-        asked.append(device)
-        return load_machine(file)
-
-    def with_capacity(machine, *given):
-        capacities.append(given)
-        return machine
-
-    monkeypatch.setattr(command, "machine_of", known)
-    monkeypatch.setattr(command.Machine, "with_capacity", with_capacity)
-    monkeypatch.setattr(command.Topology, "detect", lambda: Topology.fake(("3GiB",), ("5GiB", "6GiB")))
-    monkeypatch.setattr(command, "devices_apart", lambda: [])
-    assert main(["--model", model, "--seq", "64"]) == 0
-    assert asked == ["cpu"] and capacities[0] == ({"dram": 3 << 30, "cxl": 11 << 30}, 14 << 30)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match=message):
+        plan("--model", model)
 
 
 def test_state_that_memory_cannot_hold_lies_on_the_tier_ssd(small):
@@ -297,11 +285,8 @@ def test_state_that_memory_cannot_hold_lies_on_the_tier_ssd(small):
     assert max(map(len, text.splitlines())) <= 118
     # every policy plans the same job
     assert all(each["fits"] for each in data["policies"].values())
-
-
-def test_what_would_make_it_fit_names_the_tier_ssd(small):
-    dram = f"{small(dram='1GiB')[2]['host_bytes'] * 9 // 10}B"
-    status, _, data = small(dram=dram, more="")
+    # without drives these are advised
+    status, _, data = small(dram=f"{dram}B", more="")
     assert status == 3 and data["ssd"] is None
     assert any("on a drive" in each for each in texts(data))
     assert not any("--ssd" in each["command"] for each in data["what_fits"]), "the machine is that of a file"
@@ -321,24 +306,29 @@ def test_a_folder_of_this_machine(unknown_speeds, tmp_path):
 
 
 @pytest.fixture
-def unknown_speeds(model, tmp_path, capsys, monkeypatch):
-    """Runs the command on a machine whose speeds nobody knows; returns status, text and the JSON it wrote."""
-    monkeypatch.setattr(command, "machine_of", lambda *_, **__: None)
+def unknown_speeds(run, monkeypatch):
+    """`run` on this machine, whose speeds nobody knows."""
+    asked = []
+    monkeypatch.setattr(command, "machine_of", lambda topology, device: asked.append(device))
     monkeypatch.setattr(command, "devices_apart", lambda: [])
 
-    def run(*arguments, topology, together=None):
+    def plan(*arguments, topology, together=None):
         monkeypatch.setattr(command.Topology, "detect", lambda: topology)
         if together is not None:
             monkeypatch.setattr(command.Topology, "host_available_bytes", lambda _: together)
-        data = tmp_path / "plan.json"
-        status = main(["--model", model, "--seq", "512", "--json", str(data), *arguments])
-        return status, capsys.readouterr().out, json.loads(data.read_text())
+        return run(*arguments)
 
-    return run
+    yield plan
+    assert set(asked) == {"cpu"}
 
 
-def test_bytes_are_planned_where_speeds_are_not_known(unknown_speeds):
-    status, text, data = unknown_speeds(topology=Topology.fake(("1GiB",), ("1GiB",)))
+def test_bytes_are_planned_with_what_is_free_where_speeds_are_not_known(unknown_speeds):
+    status, text, data = unknown_speeds(topology=Topology.fake(("1GiB",), ("2GiB", "3GiB")))
+    assert {name: tier["capacity_bytes"] >> 30 for name, tier in data["machine"]["tiers"].items()} == {
+        "dram": 1,
+        "cxl": 5,
+    }
+    assert data["host_bytes"] + data["host_bytes_left"] == 6 << 30
     assert status == 0 and data["fits"] and data["policy"] == "by_role"
     assert text.count("calibrate") == 1 and "not known" in text and text.rstrip().endswith("It fits.")
     assert not any(word in text for word in ("TFLOP", "tokens/s", "of DRAM only", "step s"))
@@ -355,33 +345,26 @@ def test_bytes_are_planned_where_speeds_are_not_known(unknown_speeds):
 
 
 def test_tiers_of_this_machine_that_share_memory_hold_it_once(unknown_speeds):
-    emulated = Topology.fake(("1GiB",), ())
-    _, _, data = unknown_speeds(topology=emulated)
-    needed = data["host_bytes"]
-    room = f"{needed + (1 << 20)}B"
-    assert unknown_speeds("--policy", "interleave", topology=Topology.fake((room,), ()))[0] == 0
-    room = f"{needed - (1 << 20)}B"
-    assert unknown_speeds("--policy", "interleave", topology=Topology.fake((room,), ()))[0] == 3
-    # a control group's limit counts once, not for every tier
-    two = Topology.fake(("1GiB",), ("1GiB",))
-    status, text, _ = unknown_speeds(topology=two, together=needed - (1 << 20))
-    assert status == 3 and "together" in text
-    assert unknown_speeds(topology=two, together=needed + (1 << 20))[0] == 0
+    needed = unknown_speeds(topology=Topology.fake(("1GiB",), ()))[2]["host_bytes"]
+    for room, expected in ((needed + (1 << 20), 0), (needed - (1 << 20), 3)):
+        assert unknown_speeds("--policy", "interleave", topology=Topology.fake((f"{room}B",), ()))[0] == expected
+        # a control group's limit counts once, not for every tier
+        status, text, _ = unknown_speeds(topology=Topology.fake(("1GiB",), ("1GiB",)), together=room)
+        assert status == expected and "together" in text
 
 
-PARAMETERS = {
-    "qwen2.5-7b": 7_615_616_512,  # arXiv 2507.03305's authors, numa_allocation_patch.py
-    # safetensors metadata on the Hugging Face hub
-    "qwen2.5-0.5b": 494_032_768,
-    "llama-3.1-8b": 8_030_261_248,
-    "mistral-7b": 7_248_023_552,
-}
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_published_shapes_have_the_published_number_of_parameters(name):
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("qwen2.5-7b", 7_615_616_512),  # arXiv 2507.03305's authors, numa_allocation_patch.py
+        # safetensors metadata on the Hugging Face hub
+        ("llama-3.1-8b", 8_030_261_248),
+        ("mistral-7b", 7_248_023_552),
+    ],
+)
+def test_published_shapes_have_the_published_number_of_parameters(name, count):
     model = model_on_meta(name.upper())
-    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -438,6 +421,7 @@ def test_links_that_are_not_known(ranks):
         (["--ssd", "."], "--ssd is a folder of this machine"),
         (["--seq", "100000"], "has positions for .* tokens .*give --seq "),
         (["--seq", "0"], "sequence must be at least 1"),
+        (["--tiers", "none.yaml"], "cannot read the machine file"),
         (["--policy", "fastest"], "no policy 'fastest'"),
         (["--weights", "shared"], "--weights shared was removed"),
         (["--num-nodes", "0"], "num_nodes must be at least 1, got 0"),

@@ -8,6 +8,7 @@ from pools import pool_bytes
 from torch import nn
 
 from lightning_cxl.weights.hf import model_on_meta
+from tests.models import TinyTransformer
 
 GIB = 2**30
 
@@ -47,26 +48,13 @@ def test_means_of_the_four_models(models):
     assert mean(2) == pytest.approx(0.818, rel=0.01)
 
 
-class Blocks(nn.Module):
-    """An embedding of 100 x 10, and blocks of different sizes between it and the output, which may be tied to it."""
-
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(100, 10)
-        self.layers = nn.ModuleList(
-            [nn.Sequential(nn.Linear(10, width), nn.Linear(width, 10)) for width in (20, 5, 30)]
-        )
-        self.output = nn.Linear(10, 100, bias=False)
-        if tied:
-            self.output.weight = self.embedding.weight
-
-
 def test_the_command_prints_and_writes_a_row_for_each_model(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(pools, "model_on_meta", lambda name: Blocks(tied=name == "tied"))
+    models = {name: TinyTransformer(depth=depth, tied=name == "tied") for name, depth in (("one", 2), ("tied", 3))}
+    monkeypatch.setattr(pools, "model_on_meta", models.get)
     target = tmp_path / "rows.json"
     pools.main(["--models", "one", "tied", "--in-flight=2", f"--json={target}"])
     rows = {row["name"]: row["value"] for row in json.loads(target.read_text())["rows"]}
-    one, tied = (pool_bytes(Blocks(tied), in_flight=2) for tied in (False, True))
+    one, tied = (pool_bytes(model, in_flight=2) for model in models.values())
     assert rows["one: largest"] == one.largest / GIB
     assert rows["tied: units"] == tied.units / GIB
     mean = (one.saving(one.units) + tied.saving(tied.units)) / 2

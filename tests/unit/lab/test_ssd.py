@@ -57,26 +57,26 @@ def test_an_area_is_full_of_random_bytes_and_leaves_nothing(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def in_process(job, engine, writes) -> dict[str, DiskContender]:
+def contender(name, job, engine, writes) -> DiskContender:
     found = [*contenders.our_contenders(job, engine, writes=writes), contenders.plain_loop(job, writes=writes)]
-    return {contender.name: contender for contender in found}
+    return next(each for each in found if each.name == name)
 
 
 @pytest.mark.parametrize("name", [OURS, ALONE, LOOP])
-@pytest.mark.parametrize("tensor_bytes", [4096, 64 << 10, MIB, 3 * MIB])
+@pytest.mark.parametrize("tensor_bytes", [4096, MIB, 3 * MIB])
 def test_each_contender_moves_all_tensors_and_no_other_byte(area, name, tensor_bytes):
     job = Job(area, tensor_bytes)
     with contenders.our_engine(area) as engine:
         before, used = area.path.read_bytes(), job.nbytes
         assert used == area.nbytes // tensor_bytes * tensor_bytes
         area.memory[:] = bytes(area.nbytes)
-        took = in_process(job, engine, writes=False)[name].go()
+        took = contender(name, job, engine, writes=False).go()
         assert area.memory[:used] == before[:used]
         assert not any(area.memory[used:])
         assert took.seconds > 0 and took.cpu_seconds > 0
         new = os.urandom(area.nbytes)
         area.memory[:] = new
-        in_process(job, engine, writes=True)[name].go()
+        contender(name, job, engine, writes=True).go()
         assert area.path.read_bytes() == new[:used] + before[used:]
 
 

@@ -121,7 +121,7 @@ def decide(name, job, host):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases(), st.randoms(use_true_random=False))
 def test_nothing_is_lost_no_tier_is_overcommitted_and_the_order_of_classes_does_not_matter(name, case, rng):
     job, host = case
