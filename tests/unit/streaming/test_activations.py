@@ -44,7 +44,7 @@ def state_of(model):
 def compare(model, offload, step, units="blocks.*", num_steps=3):
     """Run `step(model)` (returns anything) a few times plain and offloaded, with an optimizer; all must be equal."""
     plain, ours = copy.deepcopy(model), copy.deepcopy(model)
-    found = find_units(ours, units)
+    found = find_units(ours, units) if isinstance(units, str) else units(ours)
     assert found
     offload.attach(found)
     optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (plain, ours)]
@@ -61,7 +61,6 @@ def compare(model, offload, step, units="blocks.*", num_steps=3):
     assert offload.memory.peak_bytes > 0
     offload.engine.synchronize()
     assert offload.memory.live_bytes == 0
-    return ours
 
 
 class Stack(nn.Module):
@@ -300,33 +299,6 @@ def test_a_cache_in_a_container_grows_once(offload):
     compare(Stack(does(attends)), offload, step)
 
 
-def test_llama(offload):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=100, max_position_embeddings=64, attn_implementation="sdpa",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).train()
-
-    def step(model):
-        ids = torch.randint(0, 100, (2, 16))
-        mask = torch.ones_like(ids)
-        mask[1, 12:] = 0
-        losses = []
-        for kwargs in ({}, {"attention_mask": mask}):
-            loss = model(input_ids=ids, labels=ids, **kwargs).loss
-            loss.backward()
-            losses.append(loss.detach())
-        return losses
-
-    ours = compare(model, offload, step, units="auto", num_steps=2)
-    assert [name for name, _ in find_units(ours)] == [f"model.layers.{i}" for i in range(4)]
-    # 4 layers of 2 x 16 x 64 floats and what aligns them
-    in_flight = 0 if offload.engine.computes_on_host else 2 * 8192  # of the step before
-    assert 4 * 8192 <= offload.memory.peak_bytes < 4 * 8192 + 4 * 64 + in_flight
-
-
 def several_backwards_over_one_graph(model):
     out = model(torch.randn(4, 8))
     out.square().mean().backward(retain_graph=True)
@@ -431,7 +403,7 @@ class Plus(nn.Module):
         return weight + self.delta[0].sin()
 
 
-def adapted_in_its_forward(block, x):
+def adapts_itself(block, x):
     """A parametrization sets the weight to itself, which is no write: two forwards come before a backward."""
     parametrize.register_parametrization(block.linear, "weight", Plus(block.other.weight))
     try:
@@ -481,24 +453,10 @@ def normalised():
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
 
 
-STEPS = {
-    several_backwards_over_one_graph: lambda: Stack(partial(Residual, p=0.3)),
-    gradients_of_gradients: lambda: Stack(Residual),
-    an_inner_step_of_maml: lambda: Stack(Residual),
-    gradients_of_each_sample: lambda: Stack(Residual),
-    parametrizations_that_are_kept_for_several_uses: lambda: Stack(Residual),
-    autocast: lambda: Stack(partial(Residual, p=0.1)),
-    default_dtype_of_the_forward: lambda: Stack(lambda: Limits(8, 8)).bfloat16(),
-    leaving_training_mode_before_backward: lambda: Stack(normalised),
-    freezing_before_backward: lambda: Stack(Residual),
-    backward_in_another_order_than_forward: lambda: Stack(partial(Residual, p=0.3)),
-    counters_lists_and_other_state_of_modules: lambda: Stack(Stateful),
-}
-
-
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_steps_of_all_kinds_are_those_of_the_plain_model(offload, step):
-    compare(STEPS[step](), offload, step)
+def two_graphs_and_several_backwards(model):
+    losses = [loss_of(model) for _ in range(2)]
+    losses[0].backward(retain_graph=True)
+    sum(losses).backward()
 
 
 def test_weights_of_one_forward_that_are_written_to_are_old(offload):
@@ -583,6 +541,20 @@ def spectral_norm():
 
 
 MODELS = {
+    several_backwards_over_one_graph: lambda: Stack(partial(Residual, p=0.3)),
+    gradients_of_gradients: lambda: Stack(Residual),
+    an_inner_step_of_maml: lambda: Stack(Residual),
+    gradients_of_each_sample: lambda: Stack(Residual),
+    parametrizations_that_are_kept_for_several_uses: lambda: Stack(Residual),
+    autocast: lambda: Stack(partial(Residual, p=0.1)),
+    default_dtype_of_the_forward: lambda: Stack(lambda: Limits(8, 8)).bfloat16(),
+    leaving_training_mode_before_backward: lambda: Stack(normalised),
+    freezing_before_backward: lambda: Stack(Residual),
+    backward_in_another_order_than_forward: lambda: Stack(partial(Residual, p=0.3)),
+    counters_lists_and_other_state_of_modules: lambda: Stack(Stateful),
+    (two_graphs_and_several_backwards, "a unit changes its input"): lambda: Stack(does(overwrites)),
+    (two_graphs_and_several_backwards, "a unit changes its weights"): lambda: Stack(does(adapts_itself)),
+    # what follows: one loss and its backward
     "residual": lambda: Stack(Residual),
     "dropout draws the same numbers": lambda: Stack(lambda: Residual(p=0.5)),
     "a backward inside a unit's forward": lambda: Stack(does(gradient_inside)),
@@ -609,19 +581,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_losses_gradients_and_weights_are_those_of_the_plain_model(offload, model):
-    compare(MODELS[model](), offload, train)
-
-
-@pytest.mark.parametrize("function", [overwrites, adapted_in_its_forward])
-def test_units_that_write_to_inputs_or_weights_and_several_graphs_and_backwards(offload, function):
-    def step(model):
-        losses = [loss_of(model) for _ in range(2)]
-        losses[0].backward(retain_graph=True)
-        sum(losses).backward()
-
-    compare(Stack(does(function)), offload, step)
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: getattr(case, "__name__", str(case)))
+def test_losses_gradients_and_weights_are_those_of_the_plain_model(offload, case):
+    step = case[0] if isinstance(case, tuple) else train if isinstance(case, str) else case
+    compare(MODELS[case](), offload, step)
 
 
 def test_one_tensor_given_to_several_units_is_stored_once(offload):
@@ -644,15 +607,10 @@ def test_units_inside_units(offload):
         def forward(self, x):
             return self[1](self[0](x.sin()).sin())
 
-    model = Stack(lambda: Outer(Residual(p=0.3), Residual(p=0.3)))
-    plain, ours = copy.deepcopy(model), copy.deepcopy(model)
-    offload.attach([(name, module) for name, module in ours.named_modules() if isinstance(module, (Outer, Residual))])
-    for each in (plain, ours):
-        torch.manual_seed(1)
-        train(each)
-    assert_same(state_of(plain), state_of(ours))
-    offload.engine.synchronize()
-    assert offload.memory.live_bytes == 0
+    def units(model):
+        return [(name, each) for name, each in model.named_modules() if isinstance(each, (Outer, Residual))]
+
+    compare(Stack(lambda: Outer(Residual(p=0.3), Residual(p=0.3))), offload, train, units)
 
 
 def test_an_error_in_a_unit_leaves_nothing_behind(offload):

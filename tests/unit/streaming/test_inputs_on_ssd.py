@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -34,13 +35,9 @@ class Rig:
         pool = BufferPool(self.allocate, int(num_buffers * 2 * BLOCK))
         swapper = Swapper(self.store, pool, begin_thread=engine.use_in_this_thread)
         self.inputs = InputsOnSsd(swapper, self.area, engine)
-        self.engine = engine
-        self.offload = self.attached(ActivationOffload(engine, memory.allocate, min_bytes=1, place_on_ssd=self.place))
-
-    def attached(self, offload):
-        self.net = Net(NUM_BLOCKS).to(self.engine.device)
-        offload.attach(find_units(self.net))
-        return offload
+        self.engine, self.net = engine, Net(NUM_BLOCKS).to(engine.device)
+        self.offload = ActivationOffload(engine, memory.allocate, min_bytes=1, place_on_ssd=self.place)
+        self.offload.attach(find_units(self.net))
 
     def allocate(self, nbytes):
         self.allocated.append(nbytes)
@@ -59,6 +56,10 @@ class Rig:
         (self.loss(seed) if loss is None else loss).backward()
         return [parameter.grad.cpu().clone() for parameter in self.net.parameters()]
 
+    def assert_right(self, seed=0, loss=None):
+        """Gradients are those of inputs in memory."""
+        assert all(map(torch.equal, self.grads(seed, loss), self.expected(seed)))
+
     def expected(self, seed=0):
         self.offload.detach()
         found = self.grads(seed)
@@ -75,30 +76,24 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path, engine, memory, request):
-    made = Rig(tmp_path, engine, memory, getattr(request, "param", 2.0))
-    yield made
-    made.close()
+    with closing(Rig(tmp_path, engine, memory, getattr(request, "param", 2.0))) as made:
+        yield made
 
 
 @pytest.fixture
 def on_host(tmp_path, memory, request):
-    made = Rig(tmp_path, HostEngine(), memory, getattr(request, "param", 2.0))
-    yield made
-    made.close()
+    with closing(Rig(tmp_path, HostEngine(), memory, getattr(request, "param", 2.0))) as made:
+        yield made
 
 
 def buffers(fixture, *numbers):
     return pytest.mark.parametrize(fixture, numbers, indirect=True)
 
 
-def assert_same(ours, theirs):
-    assert all(map(torch.equal, ours, theirs))
-
-
 @buffers("rig", 0.0, 0.5, 1.0, 4.0)
 def test_gradients_are_those_of_inputs_in_memory(rig):
     for seed in range(3):
-        assert_same(rig.grads(seed), rig.expected(seed))
+        rig.assert_right(seed)
     # the device's last unit needs no image, which may be gone before its write begins
     assert 3 * (NUM_BLOCKS - 1) <= rig.store.stats()["num_writes"] <= 3 * NUM_BLOCKS
 
@@ -107,25 +102,24 @@ def test_gradients_are_those_of_inputs_in_memory(rig):
 def test_a_forward_that_outruns_the_drive_takes_no_more_memory(rig, memory, seconds):
     rig.gate.write_seconds = seconds
     for seed in range(3):
-        assert_same(rig.grads(seed), rig.expected(seed))
+        rig.assert_right(seed)
     assert rig.allocated == [4 * BLOCK]
     assert memory.requests == []
 
 
 @buffers("on_host", 0)
 def test_where_sizes_are_not_known_the_first_input_says_how_large_buffers_are(on_host):
-    assert_same(on_host.grads(), on_host.expected())
+    on_host.assert_right()
     assert on_host.allocated == [NUM_INPUT_SLOTS * BLOCK]
 
 
 @buffers("rig", 2 * NUM_BLOCKS)
 def test_a_late_write_is_not_overtaken_by_a_read(rig):
-    expected = [rig.expected(seed) for seed in range(2)]
-    assert_same(rig.grads(0), expected[0])  # the places have bytes of another step
+    rig.assert_right(0)  # the places have bytes of another step
     rig.gate.is_open.clear()
     loss = rig.loss(1)
     threading.Timer(0.05, rig.gate.is_open.set).start()
-    assert_same(rig.grads(loss=loss), expected[1])
+    rig.assert_right(1, loss)
 
 
 def test_a_buffer_that_is_being_written_gets_no_other_image(on_host, monkeypatch):
@@ -162,15 +156,14 @@ def test_the_next_input_is_read_while_a_unit_is_recomputed(rig, monkeypatch):
 
     loss = rig.loss()
     rig.engine.synchronize()
-    wait_until_written(rig, NUM_BLOCKS)
+    wait_for(lambda: rig.store.stats()["num_writes"] >= NUM_BLOCKS)
+    rig.store.wait()
     monkeypatch.setattr(Store, "read", noted)
     last_is_near = not rig.engine.computes_on_host
     expected = [*range(2 - last_is_near, NUM_BLOCKS + 1 - last_is_near), NUM_BLOCKS - last_is_near]
 
     def note(*_):
-        deadline_s = time.monotonic() + 10
-        while len(read) < expected[len(seen)] and time.monotonic() < deadline_s:
-            time.sleep(0.001)
+        wait_for(lambda: len(read) >= expected[len(seen)])
         seen.append(len(read))
 
     for block in rig.net.blocks:
@@ -179,16 +172,14 @@ def test_the_next_input_is_read_while_a_unit_is_recomputed(rig, monkeypatch):
     assert seen == expected
 
 
-def wait_until_written(rig, num_writes):
+def wait_for(is_so):
     deadline_s = time.monotonic() + 10
-    while rig.store.stats()["num_writes"] < num_writes and time.monotonic() < deadline_s:
+    while not is_so() and time.monotonic() < deadline_s:
         time.sleep(0.001)
-    rig.store.wait()
 
 
 @pytest.mark.parametrize("what", ["read", "write"])
 def test_an_error_is_raised_by_the_recompute_and_the_next_step_is_right(rig, what):
-    expected = rig.expected(1)
     for _ in range(3):
         rig.gate.fails = what
         loss = rig.loss()
@@ -197,7 +188,7 @@ def test_an_error_is_raised_by_the_recompute_and_the_next_step_is_right(rig, wha
         assert caught.value.errno == 5
         rig.gate.fails = None
         del loss, caught
-        assert_same(rig.grads(1), expected)
+        rig.assert_right(1)
 
 
 def test_an_error_of_a_write_that_nobody_reads_is_nobodys(rig):
@@ -216,7 +207,7 @@ def test_a_retained_graph_is_read_again(rig):
     for _ in range(3):
         rig.net.zero_grad()
         loss.backward(retain_graph=True)
-        assert_same([parameter.grad.cpu() for parameter in rig.net.parameters()], expected)
+        assert all(torch.equal(p.grad.cpu(), other) for p, other in zip(rig.net.parameters(), expected, strict=True))
 
 
 def test_graphs_that_are_dropped_leave_their_places(rig):
@@ -273,13 +264,12 @@ def test_an_image_is_read_behind_a_write_that_has_not_begun(on_host, monkeypatch
 
 
 def test_a_copy_that_cannot_be_started_leaves_nothing_behind(on_host, monkeypatch):
-    expected = on_host.expected()
     with monkeypatch.context() as patched:
         patched.setattr(HostEngine, "d2h", fail)
         for _ in range(5):  # more often than there are buffers
             with pytest.raises(ArithmeticError):
                 on_host.loss()
-    assert_same(on_host.grads(), expected)
+    on_host.assert_right()
 
 
 def test_a_copy_that_fails_later_is_an_error_of_whoever_reads(on_host, monkeypatch):

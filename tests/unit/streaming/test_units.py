@@ -51,12 +51,15 @@ def test_declared_blocks_win_and_embeddings_are_no_units():
     assert names(nn.ModuleDict({"model": Declared(1)})) == ["model.layers.0"]
 
 
-def test_declaring_none_falls_back_to_the_largest_stack():
+SMALL = [f"small.{index}" for index in range(5)]
+LARGE = [f"large.{index}" for index in range(3)]
+
+
+@pytest.mark.parametrize("declared", [None, ["Elsewhere"]])
+def test_declaring_none_falls_back_to_the_largest_stack(declared):
     model = Pair()
-    model._no_split_modules = None
-    assert names(model) == ["large.0", "large.1", "large.2"]
-    model._no_split_modules = ["Elsewhere"]
-    assert names(model) == ["large.0", "large.1", "large.2"]
+    model._no_split_modules = declared
+    assert names(model) == LARGE
 
 
 @pytest.mark.parametrize(
@@ -72,16 +75,19 @@ def test_no_units_is_no_error(model):
     assert names(model) == []
 
 
-def test_globs_and_class_names_in_the_order_of_the_model():
-    assert names(Pair(), "large.*") == ["large.0", "large.1", "large.2"]
-    assert names(Pair(), "Block") == [f"small.{i}" for i in range(5)] + [f"large.{i}" for i in range(3)]
-    assert names(Pair(), ["head", "small.[12]"]) == ["small.1", "small.2", "head"]
-
-
-def test_outermost_wins_and_the_root_is_matched_by_class_only():
-    assert names(Pair(), ["Block", "large"]) == [f"small.{i}" for i in range(5)] + ["large"]
-    assert names(Pair(), "*") == ["small", "large", "head"]
-    assert names(Pair(), "Pair") == [""]
+@pytest.mark.parametrize(
+    ("units", "found"),
+    [
+        ("large.*", LARGE),
+        ("Block", SMALL + LARGE),
+        (["head", "small.[12]"], ["small.1", "small.2", "head"]),  # in the order of the model
+        (["Block", "large"], [*SMALL, "large"]),  # the outermost wins
+        ("*", ["small", "large", "head"]),
+        ("Pair", [""]),  # the root is matched by its class only
+    ],
+)
+def test_globs_and_class_names(units, found):
+    assert names(Pair(), units) == found
 
 
 def test_what_matches_nothing_is_an_error_that_names_what_exists():
@@ -90,21 +96,14 @@ def test_what_matches_nothing_is_an_error_that_names_what_exists():
     assert "`large.0` to `large.2`" in str(error.value) and "Linear" in str(error.value)
 
 
-def compiled(model, *containers):
-    """Wrap every block but the first one of each container."""
-    for container in containers:
-        for index in range(1, len(container)):
-            container[index] = torch.compile(container[index], backend="eager")
-    return model
-
-
 def test_compiled_blocks_are_found_as_what_they_wrap():
-    model = Declared(3)
-    compiled(model, model.layers)
+    model, pair = Declared(3), Pair()
+    for container in (model.layers, pair.small, pair.large):
+        for index in range(1, len(container)):  # all but the first
+            container[index] = torch.compile(container[index], backend="eager")
     assert names(model) == names(model, "Layer") == names(model, "layers.*") == ["layers.0", "layers.1", "layers.2"]
     assert dict(find_units(model))["layers.1"] is model.layers[1]
-    pair = Pair()
-    assert names(compiled(pair, pair.small, pair.large)) == ["large.0", "large.1", "large.2"]
+    assert names(pair) == LARGE
 
 
 def test_blocks_of_a_compiled_model_have_their_own_names():

@@ -30,12 +30,9 @@ class Weights:
         self.swapper = Swapper(self.store, BufferPool(memory_of, int(num_buffers * LARGEST)))
         self.weights = WeightsOnSsd(self.swapper, engine or HostEngine())
         self.homes = [self.weights.reserve(f"unit {index}", nbytes) for index, nbytes in enumerate(SIZES)]
-        self.values = []
-        for index, (home, nbytes) in enumerate(zip(self.homes, SIZES, strict=True)):
-            value = torch.full((nbytes,), index + 1, dtype=torch.uint8)
-            with home.filling() as slot:
-                slot.tensor((nbytes,), torch.uint8).copy_(value)
-            self.values.append(value)
+        self.values = [torch.full((nbytes,), index + 1, dtype=torch.uint8) for index, nbytes in enumerate(SIZES)]
+        for index in range(len(SIZES)):
+            self.fill(index, index + 1)
 
     def shown(self, index):
         return self.homes[index].buffer.tensor((SIZES[index],), torch.uint8)
@@ -43,6 +40,23 @@ class Weights:
     def fetch(self, index):
         into = torch.zeros(SIZES[index], dtype=torch.uint8)
         return into, self.homes[index].fetch(HostEngine(), self.shown(index), into, [])
+
+    def arrived(self, index):
+        """Return what a copy brings."""
+        into, fetch = self.fetch(index)
+        fetch.wait()
+        assert fetch.done()
+        return into
+
+    def fill(self, index, value):
+        with self.homes[index].filling() as slot:
+            slot.tensor((SIZES[index],), torch.uint8).fill_(value)
+
+    def begin_update(self, index, value):
+        """Start writing new values, as an update does."""
+        slot = memory_of(LARGEST)
+        slot.tensor((SIZES[index],), torch.uint8).fill_(value)
+        self.store.write(self.homes[index].record, slot)
 
     def is_private(self, index):
         window = self.homes[index].window
@@ -105,9 +119,7 @@ def test_what_was_dropped_writes_to_nothing(two):
     two.gate.is_open.set()
     fetch.wait_host()
     assert bool((into == 99).all())
-    into, fetch = two.fetch(1)
-    fetch.wait_host()
-    assert torch.equal(into, two.values[1])
+    assert torch.equal(two.arrived(1), two.values[1])
 
 
 def test_whoever_drops_waits_for_a_copy_that_is_being_started(two, monkeypatch):
@@ -133,15 +145,11 @@ def test_what_a_user_writes_is_copied_and_then_written(two, unseen):
     shown = two.shown(1)
     (shown.data if unseen else shown)[7_000] = 200
     assert two.is_private(1)
-    into, fetch = two.fetch(1)
-    fetch.wait_host()
-    assert into[7_000] == 200
+    assert two.arrived(1)[7_000] == 200
     two.homes[1].end_access()
     assert not two.is_private(1)
     assert shown[7_000] == 200 and shown[7_001] == 2
-    into, fetch = two.fetch(1)
-    fetch.wait_host()
-    assert into[7_000] == 200
+    assert two.arrived(1)[7_000] == 200
 
 
 def test_windows_that_are_written_one_after_the_other_keep_little_in_memory(two):
@@ -162,18 +170,15 @@ def test_what_an_update_brings_is_not_written_back(two):
     two.shown(0).fill_(77)
     two.homes[0].begin_update()
     before = two.store.stats()["written_bytes"]
-    for index in (1, 3, 4):
+    for index in (1, 3, 4, 2):
         two.homes[index].begin_access()
-    two.homes[2].begin_access()
     assert two.store.stats()["written_bytes"] == before
     assert two.is_private(0)
 
 
 def test_settled_is_what_was_written_last(two):
     two.gate.is_open.clear()
-    slot = memory_of(LARGEST)
-    slot.tensor((SIZES[0],), torch.uint8).fill_(55)
-    two.store.write(two.homes[0].record, slot)
+    two.begin_update(0, 55)
     into, fetch = two.fetch(0)
     with thread(two.homes[0].settle) as settled:
         assert settled.is_alive() and not fetch.done()
@@ -193,9 +198,7 @@ def test_an_error_is_told_to_whoever_waits_each_time_and_the_next_read_is_anothe
     assert fetch.done()
     two.gate.fails = None
     for _ in range(6):  # more often than there are buffers
-        into, fetch = two.fetch(0)
-        fetch.wait()
-        assert torch.equal(into, two.values[0])
+        assert torch.equal(two.arrived(0), two.values[0])
 
 
 def test_a_write_that_fails_gives_its_buffer_back(two):
@@ -205,8 +208,7 @@ def test_a_write_that_fails_gives_its_buffer_back(two):
         with pytest.raises(StorageError, match="cannot write"):
             two.homes[0].end_access()
         two.gate.fails = None
-        with two.homes[0].filling() as slot:
-            slot.tensor((SIZES[0],), torch.uint8).fill_(8)
+        two.fill(0, 8)
     assert bool((two.shown(0) == 8).all())
 
 
@@ -220,14 +222,9 @@ def test_a_buffer_is_not_given_away_while_it_is_written(make, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(StorageTransfer, "wait_host", interrupted)
-    with pytest.raises(KeyboardInterrupt), made.homes[1].filling() as slot:
-        slot.tensor((SIZES[1],), torch.uint8).fill_(7)
-
-    def fill_another():
-        with made.homes[4].filling() as slot:
-            slot.tensor((SIZES[4],), torch.uint8).fill_(9)
-
-    with thread(fill_another):
+    with pytest.raises(KeyboardInterrupt):
+        made.fill(1, 7)
+    with thread(lambda: made.fill(4, 9)):
         made.gate.is_open.set()
     made.store.wait()
     assert bool((made.shown(1) == 7).all()) and bool((made.shown(4) == 9).all())
@@ -343,7 +340,7 @@ def test_a_late_copy_does_not_overwrite_the_next_unit(two):
     assert torch.equal(slot.memory, other)
 
 
-def test_a_unit_that_could_not_be_read_is_fetched_again(two):
+def test_a_unit_that_could_not_be_read_is_fetched_again(two, monkeypatch):
     unit = Unit(two.shown(1), two.homes[1])
     slot = Slot(HostEngine(), SIZES[1])
     two.gate.fails = "both"
@@ -356,12 +353,7 @@ def test_a_unit_that_could_not_be_read_is_fetched_again(two):
     slot.fetch(unit, ())
     slot.wait()
     assert torch.equal(slot.memory, two.values[1])
-
-
-def test_a_slot_of_which_a_copy_cannot_be_started_has_no_unit(two, monkeypatch):
-    unit = Unit(two.shown(1), two.homes[1])
-    slot = Slot(HostEngine(), SIZES[1])
-    monkeypatch.setattr(two.swapper, "_pid", 0)
+    monkeypatch.setattr(two.swapper, "_pid", 0)  # a copy cannot be started
     with pytest.raises(StorageError):
         slot.fetch(unit, ())
     assert not slot.is_image_of(unit)
@@ -372,9 +364,7 @@ def test_what_is_written_back_is_not_older_than_an_update(two):
     two.homes[0].begin_access()
     two.shown(0).fill_(5)
     two.gate.is_open.clear()
-    slot = memory_of(LARGEST)
-    slot.tensor((SIZES[0],), torch.uint8).fill_(55)
-    two.store.write(two.homes[0].record, slot)
+    two.begin_update(0, 55)
     with thread(two.homes[0].end_access):
         two.gate.is_open.set()
     two.store.wait()

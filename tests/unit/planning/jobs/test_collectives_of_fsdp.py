@@ -6,46 +6,21 @@ The process group is torch's fake one: it is one rank of many, and moves nothing
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_cxl.inventory.tensors import Mesh
 from lightning_cxl.planning.job import COLLECTIVES, exchanges, groups_of
-
-WIDTH = 12
-
-
-class Block(nn.Module):
-    """Its parameters cannot be cut evenly over four or eight ranks; one of them is frozen."""
-
-    def __init__(self):
-        super().__init__()
-        self.down = nn.Linear(WIDTH, 7)
-        self.up = nn.Linear(7, WIDTH)
-        self.up.bias.requires_grad_(False)
-
-    def forward(self, x):
-        return x + self.up(torch.relu(self.down(x)))
+from tests.models import TinyTransformer
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.last = nn.Linear(WIDTH, 5, bias=False)
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-    @property
-    def units(self):
-        return [(f"blocks.{index}", block) for index, block in enumerate(self.blocks)]
+def model_of_uneven_shards():
+    """Return a model whose parameters cannot be cut evenly over four or eight ranks; some of them are frozen."""
+    model = TinyTransformer(width=12)
+    for frozen in (model.unused.weight, model.unused.bias, *(block.out.bias for block in model.blocks)):
+        frozen.requires_grad_(False)
+    return model
 
 
 @pytest.fixture
@@ -92,15 +67,16 @@ def test_the_volume_of_a_step_is_what_fsdp_asks_for(ranks, num_micro_batches, no
         "mesh": init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]),
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
     }
-    model = Model()
+    model = model_of_uneven_shards()
+    units = [(f"blocks.{index}", block) for index, block in enumerate(model.blocks)]
     itemsize = None if reduce_dtype is None else reduce_dtype.itemsize
-    groups = groups_of(model, model.units, ranks, reduce_itemsize=itemsize)
-    for _, block in model.units:
+    groups = groups_of(model, units, ranks, reduce_itemsize=itemsize)
+    for _, block in units:
         fully_shard(block, **options)
     fully_shard(model, **options)
     for index in range(num_micro_batches):
         model.set_requires_gradient_sync(not no_sync or index == num_micro_batches - 1)
-        model(torch.ones(2, 3)).sum().backward()
+        model(torch.ones(2, 3, dtype=torch.long)).sum().backward()
     volume = {each.name: each.nbytes for each in exchanges(groups, ranks, num_micro_batches, no_sync=no_sync)}
     forward, backward, scatter, all_reduce = (volume.get(name, 0.0) for name in COLLECTIVES)
     assert forward + backward == received["all_gather"] > 0
