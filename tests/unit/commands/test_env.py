@@ -29,33 +29,28 @@ def test_a_healthy_machine_needs_no_change(healthy):
     assert "memlock: none" in text
 
 
-def test_report_of_a_machine_with_two_cards():
+def test_report_and_text_of_a_machine_with_two_cards():
     report = environment_report(FIXTURES / "3node")
-    assert [(tier["name"], tier["node_ids"], tier["emulated"]) for tier in report["tiers"]] == [
-        ("dram", [0], False),
-        ("cxl", [1, 2], False),
-    ]
+    tiers = [(tier["name"], tier["node_ids"], tier["emulated"]) for tier in report["tiers"]]
+    assert tiers == [("dram", [0], False), ("cxl", [1, 2], False)]
     card = report["nodes"][1]
     assert (card["zone"], card["allowed"], card["has_cpus"], card["distance"]) == ("normal", True, False, 24)
     assert 0 < card["free_bytes"] < card["capacity_bytes"]
     assert report["limits"]["cgroups"] == []
-    assert report["kernel"]["transparent_hugepage"] == "always"
-    assert report["kernel"]["numa_balancing"] == "1"
     assert report["cpu"]["threads"] >= 1
     assert report["cpu"]["isa"] in report["cpu"]["supported_isas"]
-    assert report["versions"]["torch"]
     assert json.loads(json.dumps(report)) == report
-
-
-def test_text_shows_what_was_found():
-    report = environment_report(FIXTURES / "3node")
     text = format_environment({**report, "limits": {**report["limits"], "memlock_bytes": 8 << 20}})
-    assert "cxl: 2.0 GiB on nodes 1, 2 (57.3 GB/s read, 250 ns)" in text
-    assert "node_id 1, has_cpus False, capacity 1007.8 MiB, distance 24, read 28.7 GB/s" in text
-    assert "read_latency 250 ns" in text and "zone normal" in text
-    assert "memlock: 8.0 MiB" in text
-    assert "transparent_hugepage: always\n  numa_balancing: 1" in text
-    assert "torch: 2." in text
+    for shown in (
+        "cxl: 2.0 GiB on nodes 1, 2 (57.3 GB/s read, 250 ns)",
+        "node_id 1, has_cpus False, capacity 1007.8 MiB, distance 24, read 28.7 GB/s",
+        "read_latency 250 ns",
+        "zone normal",
+        "memlock: 8.0 MiB",
+        "transparent_hugepage: always\n  numa_balancing: 1",
+        "torch: 2.",
+    ):
+        assert shown in text
 
 
 def test_a_machine_without_a_card_is_told_nothing_about_one(tmp_path):
@@ -80,12 +75,9 @@ def test_card_outside_the_cpuset_or_movable(tmp_path):
     report = environment_report(root)
     assert [node["allowed"] for node in report["nodes"]] == [True, True, False]
     movable, outside = report["advice"][:2]
-    assert "Node 1 is online as movable memory" in movable
-    assert "--no-movable" in movable
+    assert "Node 1 is online as movable memory" in movable and "--no-movable" in movable
     assert "Node 2 (1007.0 MiB) is outside this process's cpuset" in outside
-    text = format_environment(report)
-    assert "zone movable" in text
-    assert "allowed False" in text
+    assert "zone movable" in format_environment(report) and "allowed False" in format_environment(report)
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,7 @@ def really_stored(model, tokens):
     memory = RecyclingMemory()
     offload = ActivationOffload(HostEngine(), memory.allocate, min_bytes=MIN_BYTES)
     offload.attach(find_units(model), model)
-    output = model(tokens)
-    loss = (output if isinstance(output, torch.Tensor) else output.logits).sum()
+    loss = loss_of(model, tokens)
     stored = memory.live_bytes
     loss.backward()
     offload.detach()
@@ -76,15 +75,7 @@ def child():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "vocab"),
-    [
-        (torch.float32, 512),
-        pytest.param(torch.bfloat16, 512, marks=pytest.mark.full),
-        (torch.bfloat16, 4096),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 512), (torch.bfloat16, 512), (torch.bfloat16, 4096)])
 @pytest.mark.full
 def test_peak_is_what_torch_really_gives_out(tmp_path, child, dtype, vocab):
     model = tiny_llama(4, vocab_size=vocab, hidden_size=256, intermediate_size=768).to(dtype)
@@ -92,25 +83,17 @@ def test_peak_is_what_torch_really_gives_out(tmp_path, child, dtype, vocab):
     real = child.submit(real_peak, model, ids, tmp_path / "trace.json").result()
     model.to("meta")
     ids = ids.to("meta")
-    run = dry_run(
-        model,
-        find_units(model),
-        lambda: model(input_ids=ids, labels=ids, use_cache=True).loss,
-        min_bytes=MIN_BYTES,
-        computes_on_host=True,
-    )
+    run = dry(model, lambda: model(input_ids=ids, labels=ids, use_cache=True).loss, computes_on_host=True)
     assert run.device_peak_bytes == pytest.approx(real, rel=0.03)
 
 
-def run_tokens(model, batch, length, **options):
-    model.to("meta").train()
-    tokens = torch.zeros(batch, length, dtype=torch.long, device="meta")
-
-    def compute_loss():
-        output = model(tokens)
-        return (output if isinstance(output, torch.Tensor) else output.logits).sum()
-
+def dry(model, compute_loss, **options):
     return dry_run(model, find_units(model), compute_loss, min_bytes=MIN_BYTES, **options)
+
+
+def loss_of(model, tokens):
+    output = model(tokens)
+    return (output if isinstance(output, torch.Tensor) else output.logits).sum()
 
 
 @pytest.mark.parametrize("length", [12, 40, 200])
@@ -118,27 +101,22 @@ def run_tokens(model, batch, length, **options):
     "make", [TinyTransformer, lambda: TinyTransformer(twice=True), tiny_llama], ids=["tiny", "one unit twice", "llama"]
 )
 def test_stores_what_a_real_run_stores(make, length):
-    model = make()
-    expected = really_stored(model, torch.zeros(2, length, dtype=torch.long))
+    model, tokens = make(), torch.zeros(2, length, dtype=torch.long)
+    expected = really_stored(model, tokens)
     assert expected > 0
-    assert sum(run_tokens(model, 2, length).stored_bytes.values()) == expected
+    model.to("meta").train()
+    assert sum(dry(model, lambda: loss_of(model, tokens.to("meta"))).stored_bytes.values()) == expected
 
 
 def test_an_input_of_several_units_is_stored_once():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Linear(64, 64)
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3))
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3))
+    model = nn.ModuleDict({"first": nn.Linear(64, 64), "blocks": blocks}).to("meta")
 
-        def forward(self, x):
-            shared = self.first(x)
-            return sum(block(shared) for block in self.blocks)
+    def compute_loss():
+        shared = model["first"](torch.empty(32, 64, device="meta"))
+        return sum(block(shared) for block in blocks).sum()
 
-    model = Shared().to("meta")
-    x = torch.empty(32, 64, device="meta")
-    run = dry_run(model, find_units(model), lambda: model(x).sum(), min_bytes=MIN_BYTES)
-    assert run.stored_bytes == {"blocks.0": 32 * 64 * 4}
+    assert dry(model, compute_loss).stored_bytes == {"blocks.0": 32 * 64 * 4}
 
 
 def test_peak_and_flops_of_one_layer_by_hand():
@@ -154,26 +132,22 @@ def test_peak_and_flops_of_one_layer_by_hand():
 
 
 def test_attention_keeps_no_score_matrix():
-    class Attention(nn.Module):
-        def __init__(self, causal):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones((), device="meta"))
-            self.causal = causal
-
-        def forward(self, x):
-            scaled = x * self.scale
-            return nn.functional.scaled_dot_product_attention(scaled, scaled, scaled, is_causal=self.causal)
-
     length, width = 4096, 16
     x = torch.empty(1, 2, length, width, device="meta")
-    runs = {}
-    for causal in (False, True):
-        model = Attention(causal)
-        runs[causal] = dry_run(model, [], lambda model=model: model(x).sum(), min_bytes=MIN_BYTES)
-    assert runs[False].device_peak_bytes < 2 * length * length * 4 / 10
-    assert runs[False].forward_flops == 2 * 2 * length * length * 2 * width
-    assert runs[True].forward_flops == runs[False].forward_flops / 2
-    assert runs[True].backward_flops == 2 * runs[True].forward_flops
+    layer = nn.Linear(width, width, bias=False, device="meta")
+
+    def run(causal):
+        def compute_loss():
+            scaled = x * layer.weight.sum()
+            return nn.functional.scaled_dot_product_attention(scaled, scaled, scaled, is_causal=causal).sum()
+
+        return dry_run(layer, [], compute_loss, min_bytes=MIN_BYTES)
+
+    whole, causal = run(False), run(True)
+    assert whole.device_peak_bytes < 2 * length * length * 4 / 10
+    assert whole.forward_flops == 2 * 2 * length * length * 2 * width
+    assert causal.forward_flops == whole.forward_flops / 2
+    assert causal.backward_flops == 2 * causal.forward_flops
 
 
 @pytest.mark.parametrize("own", [False, True])

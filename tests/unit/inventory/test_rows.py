@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.plan import list_tensors, sensitive_parameters
 from lightning_cxl.inventory.tensors import Mesh, Workload
 from tests.models import TinyTransformer
@@ -47,12 +46,6 @@ def test_units_stay_on_the_device_spread_evenly_and_frozen_ones_first(count, fro
     plan = list_tensors(model, None, OffloadConfig(units_on_device=count), Workload(batch=1, sequence=8))
     assert "".join(unit.name[-1] for unit in plan.streamed) == streamed
     assert plan.overlap == "forward"
-
-
-def test_several_processes_keep_no_units_on_devices():
-    load = Workload(batch=1, sequence=8, mesh=Mesh(num_devices=2))
-    with pytest.raises(ConfigError, match="units_on_device=1 is for one process"):
-        list_tensors(TinyTransformer(), None, OffloadConfig(units_on_device=1), load)
 
 
 class RMSNormOfAFamily(nn.RMSNorm):

@@ -129,11 +129,6 @@ def test_the_fastest_variant_is_taken(monkeypatch):
     assert clock[0] == before + 1.0
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(calibrate, "_BLOCK_BYTES", 1 << 20)
-
-
 @pytest.mark.parametrize("nbytes", [1 << 20, 5 << 20, 8 << 20])
 def test_a_folder_is_measured_and_left_as_it_was(tmp_path, nbytes):
     (tmp_path / "mine").write_text("kept")
@@ -203,10 +198,8 @@ def test_copies_of_each_device_and_of_all_together(engines):
     topology = Topology.detect()
     node = topology.tiers[0].node_ids[0]
     found = measure_copies(topology, engines, TINY, [node], pin=make_pinner(topology, required=True))
-    assert set(found) == {(device, node, way) for device in (0, 1, None) for way in (H2D, D2H)} | {
-        (0, None, H2D),
-        (1, None, H2D),
-    }
+    everywhere = {(device, node, way) for device in (0, 1, None) for way in (H2D, D2H)}
+    assert set(found) == everywhere | {(0, None, H2D), (1, None, H2D)}
     assert found[1, None, H2D].value >= DELAY_S
     for way, delay_s in ((H2D, DELAY_S), (D2H, 2 * DELAY_S)):
         for device in (0, 1):  # waited for
@@ -218,15 +211,12 @@ def test_copies_of_each_device_and_of_all_together(engines):
         assert set(engine.log) == {("h2d", 1 << 20), ("d2h", 1 << 20), ("h2d", 4096)}
 
 
-def page_locked():
-    topology = Topology.detect()
-    return make_pinner(topology, required=True)(NumaResource("dram", topology.tiers[0].node_ids[0], topology))
-
-
 def test_without_a_driver_memory_cannot_be_page_locked():
     """A measurement of pageable memory must not come out instead."""
+    topology = Topology.detect()
+    resource = NumaResource("dram", topology.tiers[0].node_ids[0], topology)
     with pytest.raises(PinnedMemoryError, match="cannot page-lock"):
-        page_locked().allocate(4096)
+        make_pinner(topology, required=True)(resource).allocate(4096)
 
 
 def test_a_machine_with_devices(engines):
@@ -239,9 +229,11 @@ def test_a_machine_with_devices(engines):
     assert (first.name, second.name) == tuple(each.name for each in named)
     assert first.copy_latency_s > DELAY_S and second.copy_latency_s > DELAY_S
     assert calibration.node(node).h2d_bytes_per_s > 0
-    assert len({row.name for row in rows}) == len(rows)
-    assert {f"node {node}, all devices, h2d", f"{second.name}, copy of 4 KiB", f"{first.name}, node {node}, d2h"} <= {
-        r.name for r in rows
+    shown = {row.name for row in rows}
+    assert shown >= {
+        f"node {node}, all devices, h2d",
+        f"{second.name}, copy of 4 KiB",
+        f"{first.name}, node {node}, d2h",
     }
     save_calibration(calibration, topology, [each.name for each in named])
     tier = machine_of(topology).tiers[0]
@@ -268,7 +260,6 @@ def test_products_that_take_too_long_are_left_out(monkeypatch):
 @pytest.fixture
 def run(monkeypatch):
     """Return a function that runs the command in short turns."""
-    monkeypatch.setattr(calibrate, "_BLOCK_BYTES", 1 << 20)
     monkeypatch.setattr(calibrate, "QUICK", TINY)
 
     def run(*arguments):

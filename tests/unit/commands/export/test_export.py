@@ -21,18 +21,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Adapter .* LoRA tensor.* have invalid shape"),  # it means biases
 ]
 SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
+    "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "attention_bias": True,
-}
+}  # fmt: skip
 IDS = torch.arange(12).view(2, 6)
 
 
 def llama(*, tied=False, dtype=torch.float32, seed=0, **changed):
     torch.manual_seed(seed)
-    config = LlamaConfig(vocab_size=260, tie_word_embeddings=tied, **{**SHAPE, **changed})
+    config = LlamaConfig(tie_word_embeddings=tied, **{**SHAPE, **changed})
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
@@ -112,21 +109,12 @@ def test_weights_of_every_front_end_load_in_transformers(base, tmp_path, write, 
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
-def trainer_checkpoint(folder, model):
-    rows = [{"input_ids": row, "labels": row} for row in IDS]
-    arguments = TrainingArguments(
-        str(folder), max_steps=1, per_device_train_batch_size=1, report_to=[], use_cpu=True, disable_tqdm=True
-    )
-    trainer = Trainer(
-        model, arguments, train_dataset=rows, processing_class=byte_tokenizer(CHATML, pad_token="<|endoftext|>")
-    )
-    trainer.train()
-    return folder / "checkpoint-1"
-
-
 def test_a_checkpoint_of_the_hugging_face_trainer_needs_no_base(tmp_path):
-    model = llama()
-    path = trainer_checkpoint(tmp_path / "run", model)
+    model, rows = llama(), [{"input_ids": row, "labels": row} for row in IDS]
+    options = {"max_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    tokenizer = byte_tokenizer(CHATML, pad_token="<|endoftext|>")
+    Trainer(model, TrainingArguments(str(tmp_path), **options), train_dataset=rows, processing_class=tokenizer).train()
+    path = tmp_path / "checkpoint-1"
     export_checkpoint(path, tmp_path / "out", dtype=torch.bfloat16, max_shard_bytes=20_000)
     assert_loads_as(tmp_path / "out", AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16))
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
@@ -170,14 +158,8 @@ def test_an_adapters_folder_merges_as_peft_merges(base, tmp_path, kind, dtype):
     fresh = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     expected = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload()
     exported = export_checkpoint(tmp_path / "adapter", tmp_path / "out")  # the base is named in the config
-    num_layers = len({name.rpartition(".")[0] for name in changed(expected, base, dtype)})
-    assert f"merged an adapter into {num_layers} layers" in exported.notes and num_layers > 0
+    assert any(note.startswith("merged an adapter into ") for note in exported.notes)
     assert_loads_as(tmp_path / "out", expected)
-
-
-def changed(model, base, dtype):
-    before = AutoModelForCausalLM.from_pretrained(base, dtype=dtype).state_dict()
-    return [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
 
 
 @pytest.mark.parametrize("only_lora", [False, True])
