@@ -200,7 +200,8 @@ STEPS = {
         {"forward": {"compute": 1, "link h2d": 8, "link d2h": 8, "tier dram0": 3.2}},
     ),
     "and so do processes on the CPU": (
-        THROUGH_HOST, DRAM, on({"is_host": True}, TWO), {}, {"forward": {"compute": 1, "tier dram0": 3.2, "peer links": 0.05}},
+        THROUGH_HOST, DRAM, on({"is_host": True}, TWO), {},
+        {"forward": {"compute": 1, "tier dram0": 3.2, "peer links": 0.05}},
     ),
 }  # fmt: skip
 
