@@ -1,7 +1,6 @@
 import copy
 import json
 import re
-import shutil
 import warnings
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 from lightning_cxl.commands.env import advice, environment_report, format_environment
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "sysfs"
-NODE = "sys/devices/system/node"
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +51,8 @@ def test_report_and_text_of_a_machine_with_two_cards():
         assert shown in text
 
 
-def test_a_machine_without_a_card_is_told_nothing_about_one(tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(FIXTURES / "2socket", root)
+def test_a_machine_without_a_card_is_told_nothing_about_one(machine):
+    root = machine("2socket")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = environment_report(root)
@@ -67,12 +64,9 @@ def test_a_machine_without_a_card_is_told_nothing_about_one(tmp_path):
     assert any("CXL card is not used (mem0)" in text for text in environment_report(root)["advice"])
 
 
-def test_card_outside_the_cpuset_or_movable(tmp_path):
-    root = tmp_path / "root"
-    shutil.copytree(FIXTURES / "3node", root)
-    (root / "proc/self/status").write_text("Mems_allowed_list:\t0-1\n")
-    (root / NODE / "has_normal_memory").write_text("0\n")
-    report = environment_report(root)
+def test_card_outside_the_cpuset_or_movable(machine):
+    memory = {"sys/devices/system/node/has_normal_memory": "0\n", "proc/self/status": "Mems_allowed_list:\t0-1\n"}
+    report = environment_report(machine("3node", memory))
     assert [node["allowed"] for node in report["nodes"]] == [True, True, False]
     movable, outside = report["advice"][:2]
     assert "Node 1 is online as movable memory" in movable and "--no-movable" in movable

@@ -213,13 +213,6 @@ def test_auto_is_what_a_run_takes(plan, is_host):
     assert sum(tiers.get("dram0", 0) for tiers in on.values()) == pytest.approx(int(room[:-1]), abs=20)
 
 
-def test_nothing_helps(plan):
-    status, text, data = plan(dram="1MiB", cxl="1MiB")
-    assert status == 3 and data["what_fits"] == []
-    assert "use a smaller model" in text
-    assert "dram_only does not fit: cannot place" in text
-
-
 def test_the_cpu_as_device(plan):
     status, text, data = plan(is_host="true")
     assert status == 0
@@ -241,7 +234,9 @@ def test_the_programme_exits_with_the_status_and_one_line_of_error(model, tmp_pa
     machine = tmp_path / "machine.yaml"
     machine.write_text(described(dram="1MiB", cxl="1MiB"))
     assert ended(model, "--seq", "64") == 3
-    assert "It does not fit" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    for text in ("It does not fit", "Nothing helps: use a smaller model", "dram_only does not fit: cannot place"):
+        assert text in shown
     assert ended(str(tmp_path)).startswith("ConfigError: folder ")
 
 
@@ -357,9 +352,7 @@ def test_tiers_of_this_machine_that_share_memory_hold_it_once(unknown_speeds):
     ("name", "count"),
     [
         ("qwen2.5-7b", 7_615_616_512),  # arXiv 2507.03305's authors, numa_allocation_patch.py
-        # safetensors metadata on the Hugging Face hub
-        ("llama-3.1-8b", 8_030_261_248),
-        ("mistral-7b", 7_248_023_552),
+        ("mistral-7b", 7_248_023_552),  # safetensors metadata on the Hugging Face hub
     ],
 )
 def test_published_shapes_have_the_published_number_of_parameters(name, count):
@@ -386,11 +379,10 @@ def test_machines_that_replicate_hold_all_and_others_a_part(ranks):
     for role, nbytes in one["roles"].items():
         assert parts["roles"][role] == (nbytes if role == "activations" else nbytes / 2)
     assert replicas["num_tokens"] == parts["num_tokens"] == 2 * one["num_tokens"]
-    bytes_of = [data["ranks"]["device_bytes_per_step"] for data in (one, replicas, parts)]
-    assert [each["all-reduce between machines"] > 0 for each in bytes_of] == [False, True, False]
-    assert bytes_of[0]["all-gather, forward"] == 3 / 4 * 2 * one["num_parameters"]
-    assert bytes_of[2]["all-gather, forward"] == 7 / 8 * 2 * one["num_parameters"]
-    assert bytes_of[1]["all-reduce between machines"] == 2 * 1 / 2 * 2 * one["num_parameters"] / 4
+    moved = [data["ranks"]["device_bytes_per_step"] for data in (one, replicas, parts)]
+    weights = 2 * one["num_parameters"]
+    assert [each["all-reduce between machines"] for each in moved] == [0, 2 * 1 / 2 * weights / 4, 0]
+    assert [each["all-gather, forward"] for each in moved[::2]] == [3 / 4 * weights, 7 / 8 * weights]
     assert parts["ranks"]["predicted_busy_seconds"]["network"] > replicas["ranks"]["predicted_busy_seconds"]["network"]
 
 

@@ -46,59 +46,49 @@ def test_a_copy_takes_as_long_as_its_slowest_resource(direction, shares, seconds
     assert (flow.end_s, clock.next_event_s()) == (100.0 + seconds, math.inf)
 
 
-def test_latency_is_the_devices_and_the_slowest_tiers_and_takes_up_no_bandwidth():
-    route = links(device_latency=1.0, tier_latency=2.0).route("h2d", {"slow": 1.0})
-    clock = LinkClock()
-    first = clock.submit("h2d", 16, route, now_s=0.0)
-    other = clock.submit("d2h", 12, links().route("d2h", {"slow": 1.0}), now_s=0.0)
+def copied(direction, nbytes, tier="fast", now=0.0, after=(), **of_links):
+    return direction, nbytes, links(**of_links).route(direction, {tier: 1.0}), now, after
+
+
+BOTH = [("h2d", 8, "slow"), ("d2h", 8, "slow")]
+# flows, those that one waits for by number, and when each starts and ends
+FLOWS = {
+    "latency is the device's and the slowest tier's, and takes up no bandwidth": (
+        [copied("h2d", 16, "slow", device_latency=1.0, tier_latency=2.0), copied("d2h", 12, "slow")], [(0, 7), (0, 3)],
+    ),
+    # 4 bytes alone, and as many at half the rate
+    "two directions share a tier until one ends": (
+        [copied("h2d", 8, "slow"), copied("d2h", 8, "slow", now=1)], [(0, 3), (1, 4)],
+    ),
+    "a part of both directions fits side by side": ([copied(*each, duplex=1.5) for each in BOTH], [(0, 8 / 3)] * 2),
+    "all of both directions fits side by side": ([copied(*each, duplex=2.0) for each in BOTH], [(0, 2)] * 2),
+    "a lane is in order, however late an end is noticed": (
+        [copied("h2d", 8), copied("h2d", 8), copied("h2d", 8), copied("h2d", 8, now=10)],
+        [(0, 1), (1, 2), (2, 3), (10, 11)],
+    ),
+    "`after` holds a copy and those behind it on its lane": (
+        [copied("d2h", 16), copied("h2d", 8, after=[0]), copied("h2d", 8), copied("d2h", 8, now=5, after=[0])],
+        [(0, 2), (2, 3), (3, 4), (5, 6)],
+    ),
+    "host work competes with copies for tiers and not for the device's link": (
+        [
+            ("host", 16, links().host_route({"slow": HostTraffic(12, 4)}), 0, ()), copied("h2d", 4, "slow"),
+            copied("d2h", 16),
+        ],
+        [(0, 5), (0, 2), (0, 2)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FLOWS)
+def test_flows_by_hand(case):
+    clock, flows = LinkClock(), []
+    given, expected = FLOWS[case]
+    for lane, nbytes, route, now_s, after in given:
+        flows.append(clock.submit(lane, nbytes, route, now_s=now_s, after=[flows[index] for index in after]))
     clock.advance(50.0)
-    assert other.end_s == 3.0
-    assert first.end_s == route.seconds(16) == 7.0
-
-
-@pytest.mark.parametrize(("duplex", "seconds"), [(1.0, 4.0), (1.5, 8 / 3), (2.0, 2.0)])
-def test_duplex_says_how_much_of_both_directions_fits_side_by_side(duplex, seconds):
-    clock = LinkClock()
-    flows = [
-        clock.submit(direction, 8, links(duplex).route(direction, {"slow": 1.0}), now_s=0.0)
-        for direction in ("h2d", "d2h")
-    ]
-    clock.advance(10.0)
-    assert [flow.end_s for flow in flows] == pytest.approx([seconds, seconds])
-
-
-def test_a_lane_is_in_order_and_the_next_copy_starts_when_the_one_before_ended_however_late_that_is_noticed():
-    clock = LinkClock()
-    route = links().route("h2d", {"fast": 1.0})
-    flows = [clock.submit("h2d", 8, route, now_s=0.0) for _ in range(3)]
-    clock.advance(2.75)
-    assert [(flow.start_s, flow.end_s) for flow in flows] == [(0.0, 1.0), (1.0, 2.0), (2.0, None)]
-    late = clock.submit("h2d", 8, route, now_s=10.0)
-    assert flows[2].end_s == 3.0
-    assert late.start_s == 10.0
-
-
-def test_after_holds_a_copy_and_those_behind_it_on_its_lane():
-    clock = LinkClock()
-    route = {direction: links().route(direction, {"fast": 1.0}) for direction in ("h2d", "d2h")}
-    out = clock.submit("d2h", 16, route["d2h"], now_s=0.0)
-    back = clock.submit("h2d", 8, route["h2d"], now_s=0.0, after=[out])
-    behind = clock.submit("h2d", 8, route["h2d"], now_s=0.0)
-    finished = clock.submit("d2h", 8, route["d2h"], now_s=5.0, after=[out])
-    clock.advance(10.0)
-    assert [(flow.start_s, flow.end_s) for flow in (back, behind)] == [(2.0, 3.0), (3.0, 4.0)]
-    assert finished.start_s == 5.0
-
-
-def test_host_work_competes_with_copies_for_tiers_and_not_for_the_devices_link():
-    clock = LinkClock()
-    work = clock.submit("host", 16, links().host_route({"slow": HostTraffic(12, 4)}), now_s=0.0)
-    copy = clock.submit("h2d", 4, links().route("h2d", {"slow": 1.0}), now_s=0.0)
-    other = clock.submit("d2h", 16, links().route("d2h", {"fast": 1.0}), now_s=0.0)
-    clock.advance(10.0)
-    assert copy.end_s == 2.0  # 4 bytes at half the rate
-    assert work.end_s == 5.0  # 4 bytes at half the rate, 12 alone
-    assert other.end_s == 2.0
+    assert [flow.start_s for flow in flows] == [start_s for start_s, _ in expected]
+    assert [flow.end_s for flow in flows] == pytest.approx([end_s for _, end_s in expected])
 
 
 MACHINES = Path(__file__).resolve().parents[3] / "examples" / "machines"

@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from footprint import PUBLISHED, zero_offload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,20 +62,10 @@ def moves_of(role: TensorRole, size: int) -> tuple[Move, ...]:
     return (Move("update", "cpu", 2 * size),)
 
 
-def paper_job(num_parameters: int, layers: int, hidden: int, context: int = 32768) -> Job:
-    """Return the memory classes of arXiv 2507.03305."""
-    n = num_parameters
-    return job_of(
-        {
-            R.COMPUTE_GRADS: 2 * n, R.ACTIVATIONS: 2 * context * hidden * layers, R.COMPUTE_WEIGHTS: 2 * n,
-            R.MASTER_WEIGHTS: 4 * n, R.MASTER_GRADS: 4 * n, R.VARIANCE: 4 * n, R.MOMENTUM: 4 * n,
-        },
-        num_units=layers,
-    )  # fmt: skip
-
-
-QWEN_7B = paper_job(7_615_616_512, 28, 3584)
-NEMO_12B = paper_job(12_247_782_400, 40, 5120)
+QWEN_7B, NEMO_12B = (
+    replace(zero_offload(PUBLISHED[name], 1, 32768), forward_flops=0.0, backward_flops=0.0)  # memory is what counts
+    for name in ("qwen2.5-7b", "mistral-nemo-12b")
+)
 
 
 def bytes_by_tier(job: Job, splits) -> dict[str, float]:

@@ -63,26 +63,24 @@ def compare(model, offload, step, units="blocks.*", num_steps=3):
     assert offload.memory.live_bytes == 0
 
 
+def one_after_the_other(blocks, x, *args):
+    for block in blocks:
+        x = block(x, *args)
+    return x
+
+
 class Stack(nn.Module):
-    """Blocks one after the other, behind a stem that makes the first input carry gradient.
+    """Blocks behind a stem that makes the first input carry gradient; `run` goes through them."""
 
-    `run` goes through the blocks in another way.
-    """
-
-    def __init__(self, make_block, num_blocks=3, width=8, run=None):
+    def __init__(self, make_block, num_blocks=3, run=one_after_the_other):
         super().__init__()
         torch.manual_seed(0)
-        self.stem = nn.Linear(width, width)
+        self.stem = nn.Linear(8, 8)
         self.blocks = nn.ModuleList(make_block() for _ in range(num_blocks))
         self.run = run
 
     def forward(self, x):
-        x = self.stem(x)
-        if self.run is not None:
-            return self.run(self.blocks, x)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return self.run(self.blocks, self.stem(x))
 
 
 class Does(nn.Module):
@@ -103,10 +101,10 @@ def does(function):
 
 
 class Residual(nn.Module):
-    def __init__(self, width=8, p=0.0):
+    def __init__(self, p=0.0):
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
         self.drop = nn.Dropout(p)
 
     def forward(self, x):
@@ -151,10 +149,8 @@ def test_numbers_of_other_generators_are_drawn_again_and_go_on(offload, num_micr
             block.others["torch"][0].manual_seed(4)  # a copy of a model shares it
         outputs = []
         for _ in range(num_micro_batches):
-            x = model.stem(torch.randn(4, 8))
-            for block in model.blocks:
-                x = block(x, {"torch": generator, "without a state": random.SystemRandom()})
-            outputs.append(x)
+            given = {"torch": generator, "without a state": random.SystemRandom()}
+            outputs.append(one_after_the_other(model.blocks, model.stem(torch.randn(4, 8)), given))
         for output in outputs:
             output.square().mean().backward()
         block = model.blocks[-1]
@@ -219,8 +215,7 @@ def collect(model):
     )
     found["by name"] = collections.defaultdict(list)
     found["window"], found["set"] = collections.deque(maxlen=2), set()
-    for block in model.blocks:
-        x = block(x, found)
+    x = one_after_the_other(model.blocks, x, found)
     assert list(found["notes"].seen) == list(range(len(model.blocks))) == sorted(found["set"])
     losses = [*aux, *found["by name"]["losses"], *[state.square().mean() for state in states]]
     (x.square().mean() + sum(losses)).backward()
@@ -249,9 +244,7 @@ def test_containers_of_any_class_are_passed_on(offload, make, read):
     def step(model):
         x = model.stem(torch.randn(4, 8))
         given = make(x.sin().detach())
-        for block in model.blocks:
-            x = block(x, given)
-        x.square().mean().backward()
+        one_after_the_other(model.blocks, x, given).square().mean().backward()
         assert isinstance(read(given), torch.Tensor)
 
     blocks = does(lambda block, x, given: x + torch.tanh(block.linear(x) * read(given)))
@@ -287,10 +280,7 @@ def test_a_cache_in_a_container_grows_once(offload):
 
     def step(model):
         memory = {"cache": transformers.DynamicCache()}
-        x = model.stem(torch.randn(4, 8))
-        for block in model.blocks:
-            x = block(x, memory)
-        loss = x.square().mean()
+        loss = one_after_the_other(model.blocks, model.stem(torch.randn(4, 8)), memory).square().mean()
         loss.backward(retain_graph=True)
         loss.backward()
         assert memory["cache"].get_seq_length() == 4 * len(model.blocks)
@@ -302,7 +292,7 @@ def test_a_cache_in_a_container_grows_once(offload):
 def several_backwards_over_one_graph(model):
     out = model(torch.randn(4, 8))
     out.square().mean().backward(retain_graph=True)
-    first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    first = [p.grad.clone() for p in model.parameters()]
     out.sin().sum().backward(retain_graph=True)
     out.cos().sum().backward()
     return first
@@ -338,10 +328,13 @@ class Doubled(nn.Module):
         return torch.tanh(weight) * 2
 
 
+def parametrized():
+    block = Residual()
+    parametrize.register_parametrization(block.up, "weight", Doubled())
+    return block
+
+
 def parametrizations_that_are_kept_for_several_uses(model):
-    if not hasattr(model.blocks[0].up, "parametrizations"):
-        for block in model.blocks:
-            parametrize.register_parametrization(block.up, "weight", Doubled())
     train(model)
     with parametrize.cached():
         loss = model(model(torch.randn(4, 8))).square().mean()
@@ -438,13 +431,10 @@ class Stateful(nn.Module):
 
 
 def counters_lists_and_other_state_of_modules(model):
-    losses = [loss_of(model) for _ in range(2)]
-    (sum(losses) + sum(loss for block in model.blocks for loss in block.losses)).backward()
-    state = [
-        (block.num_calls, block.mask.clone(), block.last, [loss.detach() for loss in block.losses])
-        for block in model.blocks
-    ]
-    for block in model.blocks:
+    losses, blocks = [loss_of(model) for _ in range(2)], model.blocks
+    (sum(losses) + sum(loss for block in blocks for loss in block.losses)).backward()
+    state = [(each.num_calls, each.mask.clone(), each.last, [*map(torch.detach, each.losses)]) for each in blocks]
+    for block in blocks:
         block.losses.clear()
     return state
 
@@ -488,10 +478,7 @@ def overwrites_without_gradient(block, x, scale, count):
 
 
 def with_scale_and_count(blocks, x):
-    scale, count = torch.ones(8), torch.zeros(1, dtype=torch.long)
-    for block in blocks:
-        x = block(x, scale, count)
-    return x
+    return one_after_the_other(blocks, x, torch.ones(8), torch.zeros(1, dtype=torch.long))
 
 
 def is_added_to_afterwards(blocks, x):
@@ -545,7 +532,7 @@ MODELS = {
     gradients_of_gradients: lambda: Stack(Residual),
     an_inner_step_of_maml: lambda: Stack(Residual),
     gradients_of_each_sample: lambda: Stack(Residual),
-    parametrizations_that_are_kept_for_several_uses: lambda: Stack(Residual),
+    parametrizations_that_are_kept_for_several_uses: lambda: Stack(parametrized),
     autocast: lambda: Stack(partial(Residual, p=0.1)),
     default_dtype_of_the_forward: lambda: Stack(lambda: Limits(8, 8)).bfloat16(),
     leaving_training_mode_before_backward: lambda: Stack(normalised),
@@ -591,13 +578,7 @@ def test_one_tensor_given_to_several_units_is_stored_once(offload):
     def cross(block, x, context):
         return x + torch.softmax(block.linear(x) @ block.other(context).T, -1) @ context
 
-    def run(blocks, x):
-        context = x.tanh()
-        for block in blocks:
-            x = block(x, context)
-        return x
-
-    compare(Stack(does(cross), run=run), offload, train)
+    compare(Stack(does(cross), run=lambda blocks, x: one_after_the_other(blocks, x, x.tanh())), offload, train)
     if offload.engine.computes_on_host:  # else some copies of the step before are in flight
         assert offload.memory.peak_bytes < (3 + 1) * (4 * 8 * 4 + 64)
 

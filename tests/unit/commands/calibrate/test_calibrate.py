@@ -47,6 +47,20 @@ TINY = Options(rounds=2, node_bytes=1 << 20, copy_bytes=1 << 20, matmul_sizes=(6
 CPU = "sys/devices/system/cpu"
 
 
+@pytest.fixture(autouse=True)
+def _short(monkeypatch):
+    """Turns are one run, and buffers small: those of a server's caches would be gigabytes."""
+    monkeypatch.setattr(calibrate, "_TURN_SECONDS", 0.0)
+    monkeypatch.setattr(calibrate, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(calibrate, "_BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(calibrate, "cache_bytes", lambda cpus, root: 1 << 20)
+
+
+@pytest.fixture(autouse=True)
+def _no_devices():
+    """Here devices are looked up, those of the test."""
+
+
 def write_cache(root, cpu, index, level, size, shared, kind="Unified"):
     folder = root / CPU / f"cpu{cpu}/cache/index{index}"
     folder.mkdir(parents=True)
