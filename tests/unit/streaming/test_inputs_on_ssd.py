@@ -193,8 +193,7 @@ def test_an_error_is_raised_by_the_recompute_and_the_next_step_is_right(rig, wha
 
 def test_an_error_of_a_write_that_nobody_reads_is_nobodys(rig):
     rig.gate.fails = "write"
-    loss = rig.loss()
-    del loss
+    rig.loss()
     gc.collect()
     rig.gate.fails = None
     rig.inputs.close()

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -24,11 +24,11 @@ LARGEST = 20_480
 class Weights:
     """Homes with known bytes, and a device that is the host."""
 
-    def __init__(self, folder, num_buffers=2.0, engine=None):
-        self.gate = Gate()
+    def __init__(self, folder, num_buffers=2.0, engine=HostEngine):
+        self.gate, self.engine = Gate(), engine()
         self.store = Store([folder], budget_bytes=1 << 30, system=self.gate)
         self.swapper = Swapper(self.store, BufferPool(memory_of, int(num_buffers * LARGEST)))
-        self.weights = WeightsOnSsd(self.swapper, engine or HostEngine())
+        self.weights = WeightsOnSsd(self.swapper, self.engine)
         self.homes = [self.weights.reserve(f"unit {index}", nbytes) for index, nbytes in enumerate(SIZES)]
         self.values = [torch.full((nbytes,), index + 1, dtype=torch.uint8) for index, nbytes in enumerate(SIZES)]
         for index in range(len(SIZES)):
@@ -69,23 +69,13 @@ class Weights:
 
 
 @pytest.fixture
-def two(tmp_path, request):
+def rig(tmp_path, request):
     made = Weights(tmp_path, *getattr(request, "param", ()))
     yield made
     made.close()
 
 
-@pytest.fixture
-def make(tmp_path):
-    """Makes weights with one buffer."""
-    with ExitStack() as all_made:
-
-        def one(engine=None):
-            made = Weights(tmp_path, 1, engine)
-            all_made.callback(made.close)
-            return made
-
-        yield one
+one_buffer = pytest.mark.parametrize("rig", [(1,)], indirect=True)
 
 
 @contextmanager
@@ -99,30 +89,30 @@ def thread(target):
     assert not running.is_alive()
 
 
-@pytest.mark.parametrize("two", [(0.3,), (1.0,), (2.0,), (8.0,)], indirect=True)
-def test_homes_show_what_they_were_filled_with_and_copies_have_it(two):
-    copies = [(index, *two.fetch(index)) for _ in range(4) for index in range(len(SIZES))]
+@pytest.mark.parametrize("rig", [(0.3,), (1.0,), (2.0,), (8.0,)], indirect=True)
+def test_homes_show_what_they_were_filled_with_and_copies_have_it(rig):
+    copies = [(index, *rig.fetch(index)) for _ in range(4) for index in range(len(SIZES))]
     for index, into, fetch in copies:
         fetch.wait()
-        assert torch.equal(into, two.values[index])
+        assert torch.equal(into, rig.values[index])
         assert fetch.done()
-    for index, value in enumerate(two.values):
-        assert torch.equal(two.shown(index), value)
-        assert not two.is_private(index)
+    for index, value in enumerate(rig.values):
+        assert torch.equal(rig.shown(index), value)
+        assert not rig.is_private(index)
 
 
-def test_what_was_dropped_writes_to_nothing(two):
-    two.gate.is_open.clear()
-    into, fetch = two.fetch(1)
+def test_what_was_dropped_writes_to_nothing(rig):
+    rig.gate.is_open.clear()
+    into, fetch = rig.fetch(1)
     fetch.drop()
     into.fill_(99)
-    two.gate.is_open.set()
+    rig.gate.is_open.set()
     fetch.wait_host()
     assert bool((into == 99).all())
-    assert torch.equal(two.arrived(1), two.values[1])
+    assert torch.equal(rig.arrived(1), rig.values[1])
 
 
-def test_whoever_drops_waits_for_a_copy_that_is_being_started(two, monkeypatch):
+def test_whoever_drops_waits_for_a_copy_that_is_being_started(rig, monkeypatch):
     begun, goes_on = threading.Event(), threading.Event()
     h2d = HostEngine.h2d
 
@@ -132,7 +122,7 @@ def test_whoever_drops_waits_for_a_copy_that_is_being_started(two, monkeypatch):
         return h2d(engine, source, destination, after=after)
 
     monkeypatch.setattr(HostEngine, "h2d", slow)
-    into, fetch = two.fetch(0)
+    into, fetch = rig.fetch(0)
     assert begun.wait(20)
     with thread(lambda: (fetch.drop(), into.fill_(99))) as dropping:
         assert dropping.is_alive()
@@ -141,81 +131,81 @@ def test_whoever_drops_waits_for_a_copy_that_is_being_started(two, monkeypatch):
 
 
 @pytest.mark.parametrize("unseen", [False, True])
-def test_what_a_user_writes_is_copied_and_then_written(two, unseen):
-    shown = two.shown(1)
+def test_what_a_user_writes_is_copied_and_then_written(rig, unseen):
+    shown = rig.shown(1)
     (shown.data if unseen else shown)[7_000] = 200
-    assert two.is_private(1)
-    assert two.arrived(1)[7_000] == 200
-    two.homes[1].end_access()
-    assert not two.is_private(1)
+    assert rig.is_private(1)
+    assert rig.arrived(1)[7_000] == 200
+    rig.homes[1].end_access()
+    assert not rig.is_private(1)
     assert shown[7_000] == 200 and shown[7_001] == 2
-    assert two.arrived(1)[7_000] == 200
+    assert rig.arrived(1)[7_000] == 200
 
 
-def test_windows_that_are_written_one_after_the_other_keep_little_in_memory(two):
+def test_windows_that_are_written_one_after_the_other_keep_little_in_memory(rig):
     """As a checkpoint is loaded."""
     for index in range(len(SIZES)):
-        two.homes[index].begin_access()
-        two.shown(index).add_(10)
-        private = [other for other in range(len(SIZES)) if two.is_private(other)]
-        assert sum(two.homes[other].window.nbytes for other in private) <= 2 * LARGEST
-    assert not two.is_private(0)
-    for index, value in enumerate(two.values):
-        assert torch.equal(two.shown(index), value + 10)
+        rig.homes[index].begin_access()
+        rig.shown(index).add_(10)
+        private = [other for other in range(len(SIZES)) if rig.is_private(other)]
+        assert sum(rig.homes[other].window.nbytes for other in private) <= 2 * LARGEST
+    assert not rig.is_private(0)
+    for index, value in enumerate(rig.values):
+        assert torch.equal(rig.shown(index), value + 10)
 
 
-def test_what_an_update_brings_is_not_written_back(two):
+def test_what_an_update_brings_is_not_written_back(rig):
     """An update has begun since the look: what the window shows is about to be old."""
-    two.homes[0].begin_access()
-    two.shown(0).fill_(77)
-    two.homes[0].begin_update()
-    before = two.store.stats()["written_bytes"]
+    rig.homes[0].begin_access()
+    rig.shown(0).fill_(77)
+    rig.homes[0].begin_update()
+    before = rig.store.stats()["written_bytes"]
     for index in (1, 3, 4, 2):
-        two.homes[index].begin_access()
-    assert two.store.stats()["written_bytes"] == before
-    assert two.is_private(0)
+        rig.homes[index].begin_access()
+    assert rig.store.stats()["written_bytes"] == before
+    assert rig.is_private(0)
 
 
-def test_settled_is_what_was_written_last(two):
-    two.gate.is_open.clear()
-    two.begin_update(0, 55)
-    into, fetch = two.fetch(0)
-    with thread(two.homes[0].settle) as settled:
+def test_settled_is_what_was_written_last(rig):
+    rig.gate.is_open.clear()
+    rig.begin_update(0, 55)
+    into, fetch = rig.fetch(0)
+    with thread(rig.homes[0].settle) as settled:
         assert settled.is_alive() and not fetch.done()
-        two.gate.is_open.set()
-    assert bool((two.shown(0) == 55).all())
+        rig.gate.is_open.set()
+    assert bool((rig.shown(0) == 55).all())
     fetch.wait_host()
     assert bool((into == 55).all())
 
 
-def test_an_error_is_told_to_whoever_waits_each_time_and_the_next_read_is_another_one(two):
-    two.gate.fails = "both"
-    _, fetch = two.fetch(0)
+def test_an_error_is_told_to_whoever_waits_each_time_and_the_next_read_is_another_one(rig):
+    rig.gate.fails = "both"
+    _, fetch = rig.fetch(0)
     for wait in (fetch.wait, fetch.wait_host, fetch.wait):
         with pytest.raises(StorageError, match="cannot read") as caught:
             wait()
         assert caught.value.errno == 5
     assert fetch.done()
-    two.gate.fails = None
+    rig.gate.fails = None
     for _ in range(6):  # more often than there are buffers
-        assert torch.equal(two.arrived(0), two.values[0])
+        assert torch.equal(rig.arrived(0), rig.values[0])
 
 
-def test_a_write_that_fails_gives_its_buffer_back(two):
+def test_a_write_that_fails_gives_its_buffer_back(rig):
     for _ in range(6):
-        two.shown(0).fill_(9)
-        two.gate.fails = "both"
+        rig.shown(0).fill_(9)
+        rig.gate.fails = "both"
         with pytest.raises(StorageError, match="cannot write"):
-            two.homes[0].end_access()
-        two.gate.fails = None
-        two.fill(0, 8)
-    assert bool((two.shown(0) == 8).all())
+            rig.homes[0].end_access()
+        rig.gate.fails = None
+        rig.fill(0, 8)
+    assert bool((rig.shown(0) == 8).all())
 
 
-def test_a_buffer_is_not_given_away_while_it_is_written(make, monkeypatch):
+@one_buffer
+def test_a_buffer_is_not_given_away_while_it_is_written(rig, monkeypatch):
     """Who waits for a write is interrupted; another record then needs the buffer."""
-    made = make()
-    made.gate.is_open.clear()
+    rig.gate.is_open.clear()
 
     def interrupted(transfer):
         monkeypatch.undo()
@@ -223,11 +213,11 @@ def test_a_buffer_is_not_given_away_while_it_is_written(make, monkeypatch):
 
     monkeypatch.setattr(StorageTransfer, "wait_host", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        made.fill(1, 7)
-    with thread(lambda: made.fill(4, 9)):
-        made.gate.is_open.set()
-    made.store.wait()
-    assert bool((made.shown(1) == 7).all()) and bool((made.shown(4) == 9).all())
+        rig.fill(1, 7)
+    with thread(lambda: rig.fill(4, 9)):
+        rig.gate.is_open.set()
+    rig.store.wait()
+    assert bool((rig.shown(1) == 7).all()) and bool((rig.shown(4) == 9).all())
 
 
 class LateCopy:
@@ -262,29 +252,28 @@ class LateEngine(HostEngine):
         return LateCopy(self, source, destination)
 
 
-def test_who_asks_for_a_copy_does_not_wait_for_another_one_whose_buffer_is_not_given_away(make):
-    engine = LateEngine()
-    made = make(engine)
+@pytest.mark.parametrize("rig", [(1, LateEngine)], indirect=True)
+def test_who_asks_for_a_copy_does_not_wait_for_another_one_whose_buffer_is_not_given_away(rig):
     copies = []
 
     def ask():
         for index in (1, 4):
-            copies.append((index, *made.fetch(index)))
-        assert engine.is_waited_for.wait(20)  # by the swapper's thread: the only buffer is in use
-        copies.append((1, *made.fetch(1)))
+            copies.append((index, *rig.fetch(index)))
+        assert rig.engine.is_waited_for.wait(20)  # by the swapper's thread: the only buffer is in use
+        copies.append((1, *rig.fetch(1)))
 
     with thread(ask):
         time.sleep(0.05)
-    made.store.wait()
-    engine.lets_through.set()
+    rig.store.wait()
+    rig.engine.lets_through.set()
     for index, into, fetch in copies:
         fetch.wait_host()
-        assert torch.equal(into, made.values[index])
+        assert torch.equal(into, rig.values[index])
 
 
-def test_a_request_that_is_interrupted_copies_nothing(make, monkeypatch):
-    made = make()
-    goes_on, late, ask = threading.Event(), made.gate.preadv, made.swapper.submit
+@one_buffer
+def test_a_request_that_is_interrupted_copies_nothing(rig, monkeypatch):
+    goes_on, late, ask = threading.Event(), rig.gate.preadv, rig.swapper.submit
 
     def waits(fd, views, offset):
         assert goes_on.wait(20)
@@ -294,15 +283,15 @@ def test_a_request_that_is_interrupted_copies_nothing(make, monkeypatch):
         ask(nbytes, job)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(made.gate, "preadv", waits)
+    monkeypatch.setattr(rig.gate, "preadv", waits)
     lost = torch.zeros(SIZES[1], dtype=torch.uint8)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(made.swapper, "submit", interrupted)
-        made.homes[1].fetch(HostEngine(), made.shown(1), lost, [])
-    into, fetch = made.fetch(4)
+        patched.setattr(rig.swapper, "submit", interrupted)
+        rig.homes[1].fetch(HostEngine(), rig.shown(1), lost, [])
+    into, fetch = rig.fetch(4)
     goes_on.set()
     assert fetch._is_started.wait(20)
-    assert torch.equal(into, made.values[4]) and not bool(lost.any())
+    assert torch.equal(into, rig.values[4]) and not bool(lost.any())
 
 
 class Unit:
@@ -316,44 +305,44 @@ class Unit:
         return ()
 
 
-def test_a_late_copy_does_not_overwrite_the_next_unit(two):
-    two.gate.is_open.clear()
+def test_a_late_copy_does_not_overwrite_the_next_unit(rig):
+    rig.gate.is_open.clear()
     slot = Slot(HostEngine(), SIZES[1])
-    slot.fetch(Unit(two.shown(1), two.homes[1]), ())
+    slot.fetch(Unit(rig.shown(1), rig.homes[1]), ())
     other = torch.full((SIZES[1],), 99, dtype=torch.uint8)
     slot.fetch(Unit(other, InMemory(memory_of(4096))), ())
-    two.gate.is_open.set()
-    two.swapper.close()
+    rig.gate.is_open.set()
+    rig.swapper.close()
     slot.wait()
     assert torch.equal(slot.memory, other)
 
 
-def test_a_unit_that_could_not_be_read_is_fetched_again(two, monkeypatch):
-    unit = Unit(two.shown(1), two.homes[1])
+def test_a_unit_that_could_not_be_read_is_fetched_again(rig, monkeypatch):
+    unit = Unit(rig.shown(1), rig.homes[1])
     slot = Slot(HostEngine(), SIZES[1])
-    two.gate.fails = "both"
+    rig.gate.fails = "both"
     slot.fetch(unit, ())
     assert slot.is_image_of(unit)
     with pytest.raises(StorageError):
         slot.wait()
     assert not slot.is_image_of(unit)
-    two.gate.fails = None
+    rig.gate.fails = None
     slot.fetch(unit, ())
     slot.wait()
-    assert torch.equal(slot.memory, two.values[1])
-    monkeypatch.setattr(two.swapper, "_pid", 0)  # a copy cannot be started
+    assert torch.equal(slot.memory, rig.values[1])
+    monkeypatch.setattr(rig.swapper, "_pid", 0)  # a copy cannot be started
     with pytest.raises(StorageError):
         slot.fetch(unit, ())
     assert not slot.is_image_of(unit)
 
 
-def test_what_is_written_back_is_not_older_than_an_update(two):
+def test_what_is_written_back_is_not_older_than_an_update(rig):
     """The window shows what a user wrote until the update's write is done, and that has all of it."""
-    two.homes[0].begin_access()
-    two.shown(0).fill_(5)
-    two.gate.is_open.clear()
-    two.begin_update(0, 55)
-    with thread(two.homes[0].end_access):
-        two.gate.is_open.set()
-    two.store.wait()
-    assert bool((two.shown(0) == 55).all())
+    rig.homes[0].begin_access()
+    rig.shown(0).fill_(5)
+    rig.gate.is_open.clear()
+    rig.begin_update(0, 55)
+    with thread(rig.homes[0].end_access):
+        rig.gate.is_open.set()
+    rig.store.wait()
+    assert bool((rig.shown(0) == 55).all())
