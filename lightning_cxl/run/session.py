@@ -202,6 +202,7 @@ class Session:
         """Free everything but weights and optimizer state, which belong to the user. Idempotent."""
         runs, self.runs = self.runs, []
         host, self.host = self.host, None
+        self._measured = {}
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
             if host is not None:
                 cleanup.callback(host.close)

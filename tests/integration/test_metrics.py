@@ -13,7 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
 from lightning_cxl import CXLFabricStrategy, timing
+from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.optim.cpu_adam import AdamStep
+from lightning_cxl.run.session import Session
+from lightning_cxl.run.user_loop import UserLoop
+from tests import training_device
 from tests.integration import accelerate_loop, hf_trainer
 from tests.integration.fabric_loop import make_fabric
 from tests.integration.training import offload, run
@@ -136,6 +140,21 @@ def test_fabrics_strategy_returns_them():
     assert {f"cxl/{name}" for name in NAMES} <= fabric.strategy.metrics().keys()
     assert fabric.strategy.metrics() == {}
     fabric.strategy.teardown()
+    assert fabric.strategy.metrics() == {}, "of no run"
+
+
+def test_a_session_that_trains_again_counts_from_there():
+    session = Session()
+    for num_steps in (3, 1):
+        loop = UserLoop(session, training_device.current, Loop())
+        model = TinyTransformer()
+        (optimizer,) = loop.prepare(model, [torch.optim.AdamW(model.parameters())])
+        for batch in list(token_data())[:num_steps]:
+            with loop.backward():
+                accelerate_loop.loss_of(model, [each.to(training_device.current) for each in batch]).backward()
+            optimizer.step()
+        assert session.metrics()["cxl/step_s"] > 0
+        loop.close()
 
 
 def test_torchs_profiler_shows_what_a_step_does():
