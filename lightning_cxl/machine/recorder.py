@@ -15,6 +15,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -38,11 +39,14 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Recorder:
-    """Writes samples until `close`, which removes the file; `used_bytes` returns the bytes on tiers."""
+    """Writes samples until `close`, which removes the file, or until the object is gone whose method `stats` is.
 
-    def __init__(self, topology: Topology, used_bytes: Callable[[], int]) -> None:
+    ``stats()["tiers"]`` has ``used_bytes`` of each tier.
+    """
+
+    def __init__(self, topology: Topology, stats: Callable[[], dict[str, Any]]) -> None:
         self._topology = topology
-        self._used_bytes = used_bytes
+        self._stats = weakref.WeakMethod(stats)  # a thread must not keep memory that nobody uses any more
         self._path = _folder() / f"{os.getpid()}-{id(self):x}"
         self._pid = os.getpid()
         self._ends = threading.Event()
@@ -60,15 +64,18 @@ class Recorder:
 
     def _run(self) -> None:
         number = 0
-        while True:
+        while (stats := self._stats()) is not None:
+            tiers = sum(tier["used_bytes"] for tier in stats()["tiers"].values())
+            del stats
             offset = _HEADER_BYTES + number % _NUM_SAMPLES * _SAMPLE.size
-            self._memory[offset : offset + _SAMPLE.size] = _SAMPLE.pack(time.time(), *self._sample())
+            self._memory[offset : offset + _SAMPLE.size] = _SAMPLE.pack(time.time(), *self._sample(tiers))
             number += 1
             if self._ends.wait(_PERIOD_S):
                 return
+        atexit.unregister(self.close)
+        self._path.unlink(missing_ok=True)
 
-    def _sample(self) -> tuple[int, int, int, int]:
-        tiers = self._used_bytes()
+    def _sample(self, tiers: int) -> tuple[int, int, int, int]:
         resident = {pid: _resident(pid) for pid in _children(self._pid)}
         self._at_first = {pid: self._at_first.get(pid, nbytes) for pid, nbytes in resident.items()}
         children = sum(max(0, nbytes - self._at_first[pid]) for pid, nbytes in resident.items())
@@ -90,12 +97,12 @@ class Recorder:
             log.warning(f"the kernel has killed a process for memory: {describe(header, samples, 'ended')}")
 
 
-def start(topology: Topology, used_bytes: Callable[[], int]) -> Recorder | None:
+def start(topology: Topology, stats: Callable[[], dict[str, Any]]) -> Recorder | None:
     """Say which trainings have been killed, and record this one; None where that cannot be."""
     try:
         for text in killed():
             log.warning(text)
-        return Recorder(topology, used_bytes) if topology.root == Path("/") else None
+        return Recorder(topology, stats) if topology.root == Path("/") else None
     except OSError as error:
         log.info(f"memory is not recorded for the case that the kernel kills this process: {error}")
         return None

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from lightning_cxl.machine import recorder
 from lightning_cxl.machine.binding import RankBinding, RankFacts, bind_rank
 from lightning_cxl.machine.topology import Topology, memory_pressure
 from lightning_cxl.memory.hook import active
-from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.planning.policies import check_policy
 from lightning_cxl.run.run import FinishedRun, Host, Run
 from lightning_cxl.sharding.fsdp import cut, reshard
@@ -184,7 +182,7 @@ class Session:
         run = Run(self.host, self.host.decide(plan), loop)
         self._measured = self._measured or self._totals()
         if self._recorder is None:
-            self._recorder = recorder.start(self.host.topology, partial(_used_bytes, self.host.memory))
+            self._recorder = recorder.start(self.host.topology, self.host.memory.stats)
         self.runs.append(run)
         self.active.enter_context(run.activate())
         return run
@@ -289,10 +287,6 @@ class Session:
     def describe_options(self, name: str) -> str:
         given = {key: getattr(self.config, key) for key, origin in self.origins.items() if origin != "default"}
         return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
-
-
-def _used_bytes(memory: HostMemory) -> int:
-    return sum(tier["used_bytes"] for tier in memory.stats()["tiers"].values())
 
 
 def _report(host: Host, runs: Sequence[Run], state: str) -> dict[str, Any]:

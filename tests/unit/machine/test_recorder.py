@@ -19,7 +19,11 @@ from pathlib import Path
 from lightning_cxl.machine import recorder
 from lightning_cxl.machine.topology import Topology
 recorder._folder = lambda: Path(sys.argv[1])
-running = recorder.start(Topology.detect(), lambda: 12345 << 20)
+class Memory:
+    def stats(self):
+        return {"tiers": {"dram": {"used_bytes": 12345 << 20}}}
+memory = Memory()
+running = recorder.start(Topology.detect(), memory.stats)
 """
 WAITS = TRAINS + "print('runs', flush=True); time.sleep(60)"
 WORKER_GROWS = (
@@ -35,6 +39,14 @@ os.wait()
 os.kill(os.getpid(), 9)
 """
 )
+
+
+class Memory:
+    def stats(self):
+        return {"tiers": {}}
+
+
+memory = Memory()
 
 
 @pytest.fixture
@@ -79,7 +91,7 @@ def test_nothing_is_recorded_where_the_folder_cannot_be_used(monkeypatch, caplog
         raise PermissionError("no")
 
     monkeypatch.setattr(recorder, "_folder", refuse)
-    assert recorder.start(None, lambda: 0) is None
+    assert recorder.start(None, memory.stats) is None
 
 
 @pytest.mark.alone
@@ -99,7 +111,7 @@ def test_a_training_that_ends_by_an_error_says_that_the_kernel_killed_a_process(
 ):
     """As when a worker of a DataLoader is killed, which torch reports as an error of the training."""
     monkeypatch.setattr(recorder, "_oom_kills", lambda: 7)
-    running = recorder.Recorder(recorder.Topology.detect(), lambda: 0)
+    running = recorder.Recorder(recorder.Topology.detect(), memory.stats)
     time.sleep(0.3)
     monkeypatch.setattr(recorder, "_oom_kills", lambda: 7 + kills)
     running.close(after_error=after_error)
@@ -108,7 +120,7 @@ def test_a_training_that_ends_by_an_error_says_that_the_kernel_killed_a_process(
 
 
 def test_a_fork_leaves_the_file_to_its_parent(folder):
-    running = recorder.Recorder(recorder.Topology.detect(), lambda: 0)
+    running = recorder.Recorder(recorder.Topology.detect(), memory.stats)
     pid = os.fork()
     if pid == 0:
         running.close()
@@ -117,3 +129,12 @@ def test_a_fork_leaves_the_file_to_its_parent(folder):
     assert len(list(folder.iterdir())) == 1
     running.close()
     assert list(folder.iterdir()) == []
+
+
+def test_memory_that_nobody_uses_any_more_ends_the_thread(folder):
+    dropped = Memory()
+    running = recorder.Recorder(recorder.Topology.detect(), dropped.stats)
+    del dropped
+    running._thread.join(5)
+    assert not running._thread.is_alive() and list(folder.iterdir()) == []
+    running.close()
