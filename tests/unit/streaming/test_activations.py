@@ -568,7 +568,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("case", MODELS, ids=lambda case: getattr(case, "__name__", str(case)))
+@pytest.mark.parametrize(
+    "case", MODELS, ids=lambda case: case[1] + " twice" if isinstance(case, tuple) else getattr(case, "__name__", case)
+)
 def test_losses_gradients_and_weights_are_those_of_the_plain_model(offload, case):
     step = case[0] if isinstance(case, tuple) else train if isinstance(case, str) else case
     compare(MODELS[case](), offload, step)
