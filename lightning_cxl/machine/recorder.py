@@ -34,6 +34,7 @@ _PERIOD_S = 0.1
 _NUM_SAMPLES, _END_SAMPLES = 600, 50
 _HEADER_BYTES = 4096
 _SAMPLE = struct.Struct(f"d{len(NAMES)}q")
+_BY_KERNEL = "was killed by the kernel, as memory was full"
 _SHOWN_BYTES = 64 << 20  # less is no reason
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -98,10 +99,14 @@ class Recorder:
 
 
 def start(topology: Topology, stats: Callable[[], dict[str, Any]]) -> Recorder | None:
-    """Say which trainings have been killed, and record this one; None where that cannot be."""
+    """Say which trainings the kernel has killed for memory, and record this one; None where that cannot be.
+
+    Others that were killed, such as ranks beside one that failed, are for whoever asks (`last`).
+    """
     try:
         for text in killed():
-            log.warning(text)
+            if _BY_KERNEL in text:
+                log.warning(text)
         return Recorder(topology, stats) if topology.root == Path("/") else None
     except OSError as error:
         log.info(f"memory is not recorded for the case that the kernel kills this process: {error}")
@@ -139,7 +144,7 @@ def describe(header: Mapping[str, Any], samples: list[tuple[float, dict[str, int
     if header["boot"] != _boot():
         who = "was ended by the machine, which has started anew"
     elif who != "ended" and kills > 0 and end["available"] < sum(end[name] for name in _WORDS) // 10:
-        who = "was killed by the kernel, as memory was full"
+        who = _BY_KERNEL
     grown = {name: end[name] - first[name] for name in _WORDS}
     most = max(grown, key=lambda name: grown[name])
     growth = ""

@@ -72,6 +72,26 @@ def test_a_training_that_was_killed_is_described_by_the_next_one_and_kept(folder
     assert recorder.last() == text
 
 
+@pytest.mark.parametrize(("kills", "available"), [(1, 0), (1, 1 << 40), (0, 0)])
+def test_the_next_training_warns_if_the_kernel_killed_the_last_one_for_memory(
+    folder, caplog, monkeypatch, kills, available
+):
+    with begin(WAITS, folder) as child:
+        child.stdout.readline()
+        time.sleep(0.3)
+        child.kill()
+    before, read = recorder._oom_kills(), recorder._read
+    monkeypatch.setattr(recorder, "_oom_kills", lambda: before + kills)
+
+    def full(path):
+        header, samples = read(path)
+        return header, [(when, {**found, "available": available}) for when, found in samples]
+
+    monkeypatch.setattr(recorder, "_read", full)
+    recorder.start(recorder.Topology.detect(), memory.stats).close()
+    assert ("killed by the kernel" in caplog.text) is (kills == 1 and available == 0)
+
+
 @pytest.mark.parametrize("end", ["running.close()", "pass", "raise SystemExit(0)"])
 def test_a_training_that_ends_leaves_nothing(folder, end):
     with begin(f"{TRAINS}time.sleep(0.3); {end}", folder) as child:
