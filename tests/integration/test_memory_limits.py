@@ -106,11 +106,12 @@ def test_what_is_refused_would_not_have_fitted(group):
     (status, (_, end)), (unchecked, lines) = group.run(TOO_LITTLE, 0, "checked", "unchecked")
     assert status == 0
     assert "cannot place" in end["refusal"] and "together" in end["refusal"]
-    assert end["limit"] < end["base"] + end["roles"]
     assert end["after"] - end["before"] < 20 * MB, "refused before anything is allocated"
 
     assert unchecked == -9, "without checks the kernel kills it"
-    assert len(lines) == 1 and lines[0]["limit"] == pytest.approx(end["limit"], rel=0.01)
+    assert len(lines) == 1, "while it trains"
+    for of in (end, *lines):  # their limits differ: the page cache that is charged to a child differs
+        assert of["limit"] < of["base"] + of["roles"] and of["roles"] == end["roles"]
 
 
 @pytest.mark.full
