@@ -77,6 +77,18 @@ quantised weights become plain numbers.""",
     return parser
 
 
+def convert() -> argparse.ArgumentParser:
+    parser = _parser(
+        "convert",
+        """\
+Prints the options that take the place of a configuration of DeepSpeed: YAML for Lightning, and in comments what the
+other front ends and the environment take, and what became of every key.""",
+        " ds_config.json > run.yaml",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="a JSON file of DeepSpeed")
+    return parser
+
+
 def _option(default: Any, text: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": text, **more})
 
@@ -224,6 +236,7 @@ PARSERS: Mapping[str, Callable[[], argparse.ArgumentParser]] = {
     "env": env,
     "calibrate": calibrate,
     "export": export,
+    "convert": convert,
     "plan": plan,
     "verify": verify,
 }
@@ -279,6 +292,7 @@ COMMANDS: Mapping[str, Command] = {
         "a checkpoint as a folder for transformers; adapters merged, quantised weights plain",
         "lightning_cxl.commands.export",
     ),
+    "convert": Command("a configuration of DeepSpeed as options of this package", "lightning_cxl.commands.convert"),
     "plan": Command(
         "what a job holds where, whether it fits, seconds per step; loads no weights",
         "lightning_cxl.commands.plan",

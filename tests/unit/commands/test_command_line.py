@@ -19,7 +19,7 @@ from lightning_cxl.commands.parsers import COMMANDS, answer_at_once, answer_befo
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.planning.policies import POLICIES
 
-NAMES = ["fit", "validate", "test", "predict", "export", "plan", "verify", "env", "calibrate"]
+NAMES = ["fit", "validate", "test", "predict", "export", "convert", "plan", "verify", "env", "calibrate"]
 
 
 def run(*arguments, **options):
