@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt $(wildcard cython_ext/*.pyx cython_ext/include/*.h)
 
-.PHONY: demo test test-rest test-all mutants gpu compat upstream test-numa sanitize lint format clean
+.PHONY: demo test test-rest test-all docs mutants gpu compat upstream test-numa sanitize lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m lightning_cxl fit --config examples/configs/finetune_stdlib.yaml
@@ -24,6 +24,10 @@ test-rest: $(VENV)/installed
 	$(ALONE) --hypothesis-profile new -m "alone and (full or hypothesis)"
 
 test-all: test test-rest
+
+# the documentation site, into build/site; each warning is an error, such as one of a link that leads nowhere
+docs: $(VENV)/docs
+	$(BIN)/python -m sphinx -q --fresh-env --fail-on-warning --keep-going -c examples/site . build/site
 
 # takes one guard of data out of the code at a time and shows which test notices; see tests/mutants/__main__.py
 mutants: $(VENV)/installed
@@ -64,6 +68,10 @@ $(VENV)/installed: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,lint]'
+	touch $@
+
+$(VENV)/docs: $(VENV)/installed
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
 	touch $@
 
 clean:

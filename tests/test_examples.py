@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_cxl
 from lightning_cxl.__main__ import main
+from lightning_cxl.commands import convert
 from lightning_cxl.commands.parsers import COMMANDS
 from lightning_cxl.machine.speeds import load_machine
 from tests.test_architecture import arrows, folder_of, home_of
+from tests.test_public_names import OF_FRAMEWORKS
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -54,10 +57,42 @@ def test_the_quickstart_trains_and_prints_the_report(capsys):
     assert "compute_weights" in report and set(report.splitlines()) <= set(shown.splitlines())
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("configs/*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("configs/finetune_*.yaml")), ids=lambda path: path.name)
 @pytest.mark.parametrize("command", ["fit", "validate"])
 def test_every_yaml_parses(path, command, monkeypatch, capsys):
     assert "strategy: cxl_offload" in shown_by(monkeypatch, capsys, command, "--config", str(path), "--print_config")
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "processes"), [("one", 1), ("several", 2)])
+def test_a_file_for_accelerate_starts_the_loop_of_the_guide(name, processes, tmp_path):
+    loop = code_blocks(EXAMPLES / "guides" / "accelerate.md", "python")[0]
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"{loop.replace('CXLAccelerator(offload', 'CXLAccelerator(cpu=True, offload')}\n"
+        "print('here', accelerator.num_processes, accelerator.mixed_precision)"
+    )
+    files = ["--config_file", EXAMPLES / "configs" / f"accelerate_{name}.yaml", script]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *files]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=200)
+    assert done.stdout.count(f"here {processes} bf16") == processes
+    assert (tmp_path / "checkpoint" / "sharded_model_0").is_dir() == (processes == 2)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's own advice
+def test_the_notebook_runs_and_says_what_its_text_says(capsys):
+    cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
+    names = {}
+    for cell in cells:
+        assert not cell.get("outputs")
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "notebook", "exec"), names)
+    assert names["resumed_model"].losses[0] < names["model"].losses[-1] < names["model"].losses[0] / 1.5
+    shown = capsys.readouterr().out
+    assert "steps 32 -> 48" in shown and "(decorator on class PlacedBlock)" in shown
 
 
 def shown_by(monkeypatch, capsys, *command):
@@ -390,6 +425,15 @@ def test_the_plan_that_the_guide_shows_is_what_the_command_says(monkeypatch, cap
     assert [line for line in shown.splitlines() if line != "..." and " ".join(line.split()) not in said] == []
 
 
+def test_the_guide_shows_what_convert_prints(tmp_path, capsys):
+    guide = EXAMPLES / "guides" / "migration.md"
+    (given,), (shown,) = code_blocks(guide, "json"), code_blocks(guide, "text")
+    (tmp_path / "ds_config.json").write_text(given)
+    convert.main(["ds_config.json"])
+    said = capsys.readouterr().out
+    assert all(part in said for part in shown.split("...\n")) and said.count("UNKNOWN") == 1
+
+
 def test_every_command_is_in_the_guide():
     text = (EXAMPLES / "guides" / "configuration.md").read_text()
     assert [name for name in COMMANDS if not re.search(rf"^\|.*`{name}[` ].*\|", text, re.MULTILINE)] == []
@@ -432,6 +476,46 @@ def test_every_guide_is_reached_from_the_readme():
     assert [name_of(document) for document in DOCUMENTS if document != README and document not in linked] == []
 
 
+# -- the site ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site():
+    """The names in the site's configuration."""
+    return runpy.run_path(str(EXAMPLES / "site" / "conf.py"))
+
+
+def test_every_document_is_in_the_sidebar(site):
+    listed = ["README.md", *(f"{name}.md" for names in site["NAVIGATION"].values() for name in names)]
+    assert len(listed) == len(set(listed)) and {name_of(each) for each in DOCUMENTS} <= set(listed)
+    assert all((ROOT / name).is_file() and name.removesuffix(".md") in site["contents"]() for name in listed[1:])
+
+
+def test_every_public_name_is_on_the_page_of_the_api(site):
+    wanted = {f"lightning_cxl.{name}" for name in lightning_cxl.__all__}
+    wanted |= {f"lightning_cxl.{each}.{name}" for each, names in OF_FRAMEWORKS for name in names}
+    assert set(re.findall(r"^.. auto\w+:: ([\w.]+)$", site["api"](), re.MULTILINE)) == wanted
+
+
+def test_the_page_of_errors_has_messages_of_every_class_with_what_to_do(site):
+    page = site["errors"]()
+    classes = {name for name in vars(lightning_cxl.errors) if name.endswith("Error")}
+    assert {f"~lightning_cxl.{name}`" for name in classes - {"LightningCXLError", "LostRankError"}} <= set(
+        re.findall(r"~\S+`", page)
+    )
+    assert "- stream\\_weights=True needs activation\\_offload=True: a unit whose weights have left" in page
+    assert page.count("\n- ") > 300
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path):
+    pytest.importorskip("furo", reason="needs the extra `docs`")
+    (command,) = re.findall(r"\$\(BIN\)/python -m (sphinx .*) build/site", (ROOT / "Makefile").read_text())
+    subprocess.run([sys.executable, "-m", *command.split(), tmp_path], cwd=ROOT, check=True, timeout=280)
+    assert (tmp_path / "index.html").is_file() and (tmp_path / "README.html").is_file()
+
+
 # -- what the documents name -------------------------------------------------------------------------------------------
 
 
@@ -469,6 +553,18 @@ def test_every_option_is_in_the_table_with_its_default():
     default = lightning_cxl.OffloadConfig()
     shown = {row[0].strip("`"): row[1].strip("`").replace('"', "'") for row in rows}
     assert shown == {field.name: repr(getattr(default, field.name)) for field in fields(default)}
+
+
+def test_the_table_of_versions_is_that_of_pip():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [each for name in ("test", "qlora", "accelerate") for each in project["optional-dependencies"][name]]
+    wanted = dict(
+        re.findall(r"^([a-z]+)(\S*)$", each, re.MULTILINE)[0] for each in [*extras, *project["dependencies"][:3]]
+    )
+    rows = table_after(EXAMPLES / "guides" / "support.md", "## Versions")
+    named = {row[0]: row[1].strip("`") for row in rows}
+    assert named.pop("python") == project["requires-python"]
+    assert named == {name: wanted[name] for name in named}
 
 
 def test_the_table_of_folders_is_true_and_in_order():

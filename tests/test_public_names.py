@@ -31,6 +31,7 @@ NAMES = """
     pack_sequences packed_arguments plain_checkpoint predict_adam_seconds predict_copy_seconds residency
     save_pretrained save_weights tier
 """
+OF_FRAMEWORKS = [("accelerate", ["CXLAccelerator"]), ("transformers", ["CXLTrainer", "CXLTrainerMixin", "offload"])]
 OPTIONS = {
     "tiers": {}, "tier_rules": {}, "policy": "auto", "machine": None, "batch_tokens": None, "activation_offload": True,
     "units": "auto", "stream_weights": "auto", "units_on_device": 0, "overlap_step": "auto", "cpu_adam": True,
@@ -86,10 +87,7 @@ def test_removed_names_say_what_to_do(name):
         getattr(lightning_cxl, name)
 
 
-@pytest.mark.parametrize(
-    ("module", "names"),
-    [("accelerate", ["CXLAccelerator"]), ("transformers", ["CXLTrainer", "CXLTrainerMixin", "offload"])],
-)
+@pytest.mark.parametrize(("module", "names"), OF_FRAMEWORKS)
 def test_names_for_one_framework(module, names):
     assert importlib.import_module(f"lightning_cxl.{module}").__all__ == names
 
