@@ -22,7 +22,6 @@ class Converted:
     strategy: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     keys_of: dict[str, list[str]] = field(default_factory=dict)
-    """Every key of the configuration, by the answer to it."""
 
 
 Rule = str | Callable[[Converted, Any], str]
@@ -40,24 +39,26 @@ def _set(kind: str, name: str, value: Any = None) -> Rule:
 
 
 _DEVICE = "host memory holds all optimizer state, and the weights unless stream_weights is false"
+_PLANNED = "no option: buffers and transfers are planned"
 _SIZES = "no option: blocks are copied and exchanged one by one, the next one while one computes"
 _MODEL = "no option: FSDP2, the checkpoints or the model do not need it"
 _LOGS = "see the loggers and profilers of your framework"
 RULES: Sequence[tuple[str, Rule]] = (
-    ("ZERO ZERO.stage", "no option: several devices shard all state, as stage 3 does; one device holds all"),
-    ("ZERO.offload_*.nvme_path", "tiers of the strategy: what memory has no room for goes there; tier_rules move more"),
-    ("ZERO.offload_*.device ZERO.cpu_offload* ZERO.offload_optimizer ZERO.offload_param", _DEVICE),
-    ("ZERO.offload_*.pin_memory", 'pin_memory of the strategy: "auto" page-locks memory that a device copies from'),
-    ("ZERO.offload_*.ratio", "no option: the host makes all updates; units_on_device keeps weights on the device"),
-    ("ZERO.offload_*.* ZERO.zenflow aio", "no option: buffers and transfers are planned"),
-    ("ZERO.zero_hpz_partition_size ZERO.mics_*", "near to it: replicate_machines of the strategy"),
-    ("ZERO.zero_quantized* ZERO.zeropp*", "no option: exchanges are not quantised"),
-    ("ZERO.*gather_*_weights_on_model_save", "no option: saved models are whole"),
-    ("ZERO.stage3_* ZERO.*_bucket_size ZERO.sub_group_size ZERO.overlap_comm ZERO.contiguous_gradients", _SIZES),
-    ("ZERO.reduce_scatter ZERO.allgather_partitions ZERO.round_robin_gradients communication_data_type", _SIZES),
-    ("ZERO.ignore_unused_parameters ZERO.memory_efficient_linear ZERO.load_from_fp32_weights checkpoint", _MODEL),
-    ("ZERO.elastic_checkpoint ZERO.leaf_module ZERO.legacy_stage1 zero_allow_untested_optimizer", _MODEL),
-    ("prescale_gradients gradient_predivide_factor sparse_gradients", _MODEL),
+    ("Z Z.stage", "no option: several devices shard all state, as stage 3 does; one device holds all"),
+    ("Z.offload_*.nvme_path", "tiers of the strategy: what memory has no room for goes there; tier_rules move more"),
+    ("Z.offload_*.device Z.cpu_offload* Z.offload_optimizer Z.offload_param", _DEVICE),
+    ("Z.offload_*.pin_memory", 'pin_memory of the strategy: "auto" page-locks memory that a device copies from'),
+    ("Z.offload_*.ratio", "no option: the host makes all updates; units_on_device keeps weights on the device"),
+    ("Z.offload_*.buffer_* Z.offload_*.max_in_cpu Z.offload_*.pipeline_* Z.offload_*.fast_init", _PLANNED),
+    ("Z.offload_*.super_offload Z.offload_*.c*_cpu Z.offload_*.*_perc Z.zenflow aio", _PLANNED),
+    ("Z.zero_hpz_partition_size Z.mics_*", "near to it: replicate_machines of the strategy"),
+    ("Z.zero_quantized* Z.zeropp*", "no option: exchanges are not quantised"),
+    ("Z.*gather_*_weights_on_model_save", "no option: saved models are whole"),
+    ("Z.*_bucket_size Z.sub_group_size Z.overlap_comm Z.contiguous_gradients Z.reduce_scatter", _SIZES),
+    ("Z.allgather_partitions Z.round_robin_gradients communication_data_type Z.stage3_*_threshold", _SIZES),
+    ("Z.stage3_max_live_parameters Z.stage3_max_reuse_distance Z.stage3_*_for_fetch_params", _SIZES),
+    ("Z.ignore_unused_parameters Z.memory_efficient_linear Z.load_from_fp32_weights Z.elastic_checkpoint", _MODEL),
+    ("Z.leaf_module Z.legacy* zero_allow_untested_optimizer prescale_gradients sparse_gradients checkpoint", _MODEL),
     ("bf16.enabled bfloat16.enabled", _set("trainer", "precision", "bf16-true")),
     ("fp16.enabled", _set("trainer", "precision", "16-mixed")),
     ("fp16.* bf16.* bfloat16.* amp", "no option: the precision plug-in and loss scaler of your framework apply"),
@@ -68,8 +69,7 @@ RULES: Sequence[tuple[str, Rule]] = (
     ("train_batch_size train_micro_batch_size_per_gpu dataloader_drop_last", "set it in your data loader"),
     ("optimizer scheduler", "make it in your program: Adam and AdamW of torch run as CPUAdam, others unchanged"),
     ("activation_checkpointing", "activation_offload, on by default: blocks are recomputed from their inputs"),
-    ("steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger", _LOGS),
-    ("tensorboard wandb comet csv_monitor", _LOGS),
+    ("steps_per_print *_breakdown dump_state flops_profiler comms_logger tensorboard wandb comet csv_monitor", _LOGS),
     ("autotuning elasticity compression_training data_efficiency hybrid_engine sparse_attention", "not supported"),
 )
 
@@ -82,9 +82,9 @@ def _part(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _visit(prefix: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Rule]]:
     for name, value in given.items():
         key = prefix + name
-        short = key.replace("zero_optimization", "ZERO", 1)
+        short = key.replace("zero_optimization", "Z", 1)
         rule = next((rule for keys, rule in RULES for each in keys.split() if fnmatchcase(short, each)), None)
-        if isinstance(value, Mapping) and (rule is None or short == "ZERO" or short.startswith("ZERO.offload")):
+        if isinstance(value, Mapping) and (rule is None or short == "Z" or short.startswith("Z.offload")):
             yield from _visit(f"{key}.", value)
         else:
             yield key, value, rule or "UNKNOWN to this command"
