@@ -5,6 +5,7 @@ No page repeats a text: the pages of the API and of errors are made from the cod
 
 import ast
 import json
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "lightning_cxl"
 sys.path.insert(0, str(ROOT))
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # says on a CPU which kernels it has not found
 
 project = "lightning_cxl"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -23,7 +25,7 @@ html_theme = "furo"
 html_title = "lightning_cxl"
 html_extra_path = ["index.html"]  # leads to the README
 html_favicon = "favicon.svg"
-html_show_copyright = html_copy_source = False
+html_show_copyright = html_copy_source = html_use_index = False
 smartquotes_action = "D"  # dashes alone: quotes of messages stay as they are
 toc_object_entries_show_parents = "hide"
 myst_heading_anchors = 4
