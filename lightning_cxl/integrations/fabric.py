@@ -6,6 +6,7 @@ it has now, and ``fabric.setup_optimizers(optimizer)``, as with Fabric's `ModelP
 See [Note: Call order in a user's loop].
 """
 
+import functools
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -146,7 +147,11 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
                 repoint_scheduler(scheduler, old, new)
         return module, adopted, scheduler
 
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+    # `wraps`: Fabric looks whether a strategy has a backward of its own, and if so refuses `torch.autograd.grad`, too
+    @functools.wraps(FabricParallelStrategy.backward)
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
+    ) -> None:
         with self.offload.backward():
             super().backward(tensor, module, *args, **kwargs)
 

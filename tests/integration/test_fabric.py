@@ -107,3 +107,26 @@ def test_copies_of_a_strategy_begin_anew(strategies):
     make_fabric(strategy).setup_module(TinyTransformer())
     for other in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
         assert other.config == strategy.config and other._loop is None and not other._session.runs
+
+
+def test_a_loop_may_call_autograd_itself(strategies):
+    """A penalty on a gradient, and `backward` of the loss: plain Fabric lets both through, so does this strategy."""
+    ends = []
+    for given in ("auto", strategies(stream_weights=True)):
+        fabric = make_fabric(given)
+        torch.manual_seed(0)
+        model = TinyTransformer(dropout=0.0, depth=5)
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+        tokens = torch.arange(16, device=training_device.current).view(2, 8)
+        for direct in (True, False, True):
+            embedded = []
+            hook = model.embed.register_forward_hook(lambda *args, kept=embedded: kept.append(args[-1]))
+            loss = model(tokens).square().mean()
+            hook.remove()
+            (gradient,) = torch.autograd.grad(loss, embedded[0], create_graph=True)
+            loss = loss + gradient.square().sum()
+            loss.backward() if direct else fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append({name: value.cpu() for name, value in model.state_dict().items()})
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
