@@ -26,18 +26,29 @@ Total = Literal[
     "spilled_bytes",  # went to another tier than the one asked for
 ]
 
-_totals: defaultdict[str, float] = defaultdict(float)
-_lock = threading.Lock()
+_of_threads: list[dict[str, float]] = []
+
+
+class _OfThread(threading.local):
+    # no lock: garbage collection may call `add` inside of `add`, and Ctrl-C may end it anywhere
+    def __init__(self) -> None:
+        self.totals: defaultdict[str, float] = defaultdict(float)
+        _of_threads.append(self.totals)
+
+
+_of_thread = _OfThread()
 
 
 def add(total: Total, amount: float) -> None:
-    with _lock:
-        _totals[total] += amount
+    _of_thread.totals[total] += amount
 
 
 def totals() -> dict[str, float]:
-    with _lock:
-        return dict(_totals)
+    found: defaultdict[str, float] = defaultdict(float)
+    for each in tuple(_of_threads):
+        for name, amount in each.copy().items():
+            found[name] += amount
+    return dict(found)
 
 
 def named(name: str) -> AbstractContextManager[object]:

@@ -289,7 +289,7 @@ UNSCALE = "_unscale_grads_"
 """The method of a loss scaler that is replaced where gradients are on the host."""
 find("torch.amp", f"GradScaler.{UNSCALE}", "unscale gradients on the host")
 _ORTHOGONALISE = "_zeropower_via_newtonschulz"
-_orthogonalise = find("torch.optim._muon", _ORTHOGONALISE, "orthogonalise updates of Muon on the device")
+find("torch.optim._muon", _ORTHOGONALISE, "orthogonalise updates of Muon on the device")
 
 
 def step_hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
@@ -329,11 +329,12 @@ def keeps_mark(step: _T) -> _T:
 def orthogonalising_by(function: Callable[..., Tensor]) -> Iterator[None]:
     """Let Muon call ``function(torch's function, matrix, *options)`` where it orthogonalises an update."""
     muon = sys.modules["torch.optim._muon"]
-    setattr(muon, _ORTHOGONALISE, functools.partial(function, _orthogonalise))
+    plain = getattr(muon, _ORTHOGONALISE)
+    setattr(muon, _ORTHOGONALISE, functools.partial(function, plain))
     try:
         yield
     finally:
-        setattr(muon, _ORTHOGONALISE, _orthogonalise)
+        setattr(muon, _ORTHOGONALISE, plain)
 
 
 def unscale(scaler: Any, *args: Any) -> Any:
@@ -393,6 +394,11 @@ def gather_groups(model: nn.Module) -> Iterator[Any]:
 def num_awaited_backwards(group: Any) -> int:
     """Return how many forwards of what is gathered as one no backward has followed yet, those without one included."""
     return len(group._post_forward_indices)
+
+
+def forget_forwards(group: Any) -> None:
+    """Count forwards of what is gathered as one from here on; for the earlier ones FSDP2 prefetches nothing."""
+    group._post_forward_indices.clear()
 
 
 def _groups(module: Any) -> list[Any]:

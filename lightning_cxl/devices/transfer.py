@@ -352,7 +352,9 @@ class DeviceEngine(TransferEngine):
         return transfer
 
     def count_stalls(self) -> None:
-        for _, _, end in tuple(self._stalls):
+        with self._lock:
+            ends = [end for _, _, end in self._stalls]
+        for end in ends:
             end.synchronize()
         self._retire()
 

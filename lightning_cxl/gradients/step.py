@@ -516,9 +516,8 @@ def orthogonalise_on_device(
     if engine.computes_on_host or not is_on_host(matrix):
         return plain(matrix, *options)
     shard = local(matrix)
-    staging = (
-        stage(max(1, 2 * shard.numel())).tensor(shard.shape, torch.bfloat16).copy_(shard)
-    )  # as `plain` does first of all
+    nbytes = max(1, shard.numel() * torch.bfloat16.itemsize)
+    staging = stage(nbytes).tensor(shard.shape, torch.bfloat16).copy_(shard)  # as `plain` does first of all
     there = torch.empty_like(staging, device=engine.device)
     engine.h2d(staging, there).wait()
     found = shard_of(plain(sharded_like(there, matrix), *options), matrix)

@@ -6,18 +6,20 @@ finds the files of those that were killed, and says what grew. Nothing waits for
 the file are still in memory, only a crash of the machine loses them.
 """
 
-import atexit
+import fcntl
+import itertools
 import json
 import logging
-import mmap
 import os
 import struct
 import sys
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -42,39 +44,52 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class Recorder:
     """Writes samples until `close`, which removes the file, or until the object is gone whose method `stats` is.
 
-    ``stats()["tiers"]`` has ``used_bytes`` of each tier.
+    ``stats()["tiers"]`` has ``used_bytes`` of each tier. The file is locked as long as its process lives, on whichever
+    machine, and in whichever container, that shares the folder.
     """
 
-    def __init__(self, topology: Topology, stats: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, topology: Topology, stats: Callable[[], dict[str, Any]], begin_thread: Callable[[], None]
+    ) -> None:
         self._topology = topology
+        self._begin_thread = begin_thread  # pinned memory that is collected there belongs to a device
         self._stats = weakref.WeakMethod(stats)  # a thread must not keep memory that nobody uses any more
-        self._path = _folder() / f"{os.getpid()}-{id(self):x}"
         self._pid = os.getpid()
         self._ends = threading.Event()
         self._at_first: dict[int, int] = {}  # bytes of children when they were seen first: those of a fork are ours
-        size = _HEADER_BYTES + _NUM_SAMPLES * _SAMPLE.size
-        header = {"pid": self._pid, "started": _start_of(self._pid), "began": time.time()}
-        header |= {"command": " ".join(sys.argv)[:1000], "boot": _boot(), "oom_kills": _oom_kills()}
-        with self._path.open("w+b") as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # a write to a page without a place on the disk would kill us
-            self._memory = mmap.mmap(file.fileno(), size)
-        self._memory[:_HEADER_BYTES] = json.dumps(header).encode().ljust(_HEADER_BYTES)
+        header = {"pid": self._pid, "began": time.time(), "began_s": time.monotonic(), "boot": _boot()}
+        self._oom_kills = _oom_kills()
+        header |= {"oom_kills": self._oom_kills, "command": " ".join(sys.argv)[:300]}
+        self._file, made = tempfile.mkstemp(prefix="new-", dir=_folder())
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            # not by a mapping: a full disk or a file server that is gone would be a signal, which ends the training
+            os.pwrite(self._file, json.dumps(header).encode().ljust(_HEADER_BYTES), 0)
+            self._path = Path(made).rename(made.replace("new-", "run-"))
+        except OSError:
+            os.close(self._file)
+            os.unlink(made)
+            raise
         self._thread = threading.Thread(target=self._run, name="lightning_cxl recorder", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # a process that ends without `close` was not killed
+        # a process that ends without `close` was not killed; `atexit` does not know children of multiprocessing
+        self._finalizer = Finalize(None, self.close, exitpriority=0)
 
     def _run(self) -> None:
-        number = 0
-        while (stats := self._stats()) is not None:
+        self._begin_thread()
+        del self._begin_thread
+        for number in itertools.count():
+            if (stats := self._stats()) is None:
+                break
             tiers = sum(tier["used_bytes"] for tier in stats()["tiers"].values())
             del stats
-            offset = _HEADER_BYTES + number % _NUM_SAMPLES * _SAMPLE.size
-            self._memory[offset : offset + _SAMPLE.size] = _SAMPLE.pack(time.time(), *self._sample(tiers))
-            number += 1
+            sample = _SAMPLE.pack(time.monotonic(), *self._sample(tiers))
+            with suppress(OSError):
+                os.pwrite(self._file, sample, _HEADER_BYTES + number % _NUM_SAMPLES * _SAMPLE.size)
             if self._ends.wait(_PERIOD_S):
                 return
-        atexit.unregister(self.close)
-        self._path.unlink(missing_ok=True)
+        self._finalizer.cancel()
+        self._remove()
 
     def _sample(self, tiers: int) -> tuple[int, int, int, int]:
         resident = {pid: _resident(pid) for pid in _children(self._pid)}
@@ -82,60 +97,76 @@ class Recorder:
         children = sum(max(0, nbytes - self._at_first[pid]) for pid, nbytes in resident.items())
         return tiers, max(0, _resident(self._pid) - tiers), children, self._topology.host_available_bytes()
 
+    def _remove(self) -> None:
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
     def close(self, *, after_error: bool = False) -> None:
         """Stop, and remove the file. After an error, say so if the kernel has killed a process. Idempotent."""
-        if os.getpid() != self._pid:  # forked: file and thread are the parent's
+        if os.getpid() != self._pid or self._ends.is_set():  # forked: file and thread are the parent's
             return
-        if self._ends.is_set():
-            return
-        atexit.unregister(self.close)
         self._ends.set()
+        said = _said(self._path, "ended") if after_error and _oom_kills() > self._oom_kills else None
+        self._remove()
+        self._finalizer.cancel()
         self._thread.join()
-        self._memory.close()
-        header, samples = _read(self._path)
-        self._path.unlink(missing_ok=True)
-        if after_error and header is not None and samples and _oom_kills() > header["oom_kills"]:
-            log.warning(f"the kernel has killed a process for memory: {describe(header, samples, 'ended')}")
+        os.close(self._file)
+        if said is not None:
+            log.warning(f"the kernel has killed a process for memory: {said[1]}")
 
 
-def start(topology: Topology, stats: Callable[[], dict[str, Any]]) -> Recorder | None:
+def start(topology: Topology, stats: Callable[[], dict[str, Any]], begin_thread: Callable[[], None]) -> Recorder | None:
     """Say which trainings the kernel has killed for memory, and record this one; None where that cannot be.
 
     Others that were killed, such as ranks beside one that failed, are for whoever asks (`last`).
     """
+    if topology.root != Path("/"):
+        return None
     try:
         for text in killed():
             if _BY_KERNEL in text:
                 log.warning(text)
-        return Recorder(topology, stats) if topology.root == Path("/") else None
-    except OSError as error:
-        log.info(f"memory is not recorded for the case that the kernel kills this process: {error}")
+        return Recorder(topology, stats, begin_thread)
+    except Exception as error:  # whatever it is, the training goes on without
+        log.info(f"memory is not recorded for the case that the kernel kills this process: {error!r}")
         return None
 
 
 def killed() -> list[str]:
-    """Return what happened to trainings that were killed since this was asked last; one is kept for `last`."""
+    """Return what happened to trainings that were killed since this was asked last; the latest is kept for `last`."""
     found = []
-    for path in _folder().glob("*-*"):
-        header, samples = _read(path)
-        if header is None or not samples or _start_of(header["pid"]) == header["started"]:
-            continue  # it is being written, or goes on
-        with suppress(FileNotFoundError):  # another process has said so
+    for path in _folder().glob("run-*"):
+        with suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+            if (said := _said(path)) is None:
+                path.unlink()
+            else:
+                found.append((*said, path))
+    texts = []
+    for _, text, path in sorted(found):
+        with suppress(OSError):  # another process has said so
             path.replace(path.parent / "last")
-            found.append((samples[-1][0], describe(header, samples)))
-    return [text for _, text in sorted(found)]
+            texts.append(text)
+    return texts
 
 
 def last() -> str:
     """Return what happened to the training that was killed last."""
-    newer = killed()
-    header, samples = _read(_folder() / "last")
-    if header is None:
-        return "no training of this user on this machine was killed"
-    return newer[-1] if newer else describe(header, samples)
+    killed()
+    said = _said(_folder() / "last")
+    return "no training of this user on this machine was killed" if said is None else said[1]
 
 
-def describe(header: Mapping[str, Any], samples: list[tuple[float, dict[str, int]]], who: str = "was killed") -> str:
+def _said(path: Path, who: str = "was killed") -> tuple[float, str] | None:
+    """Return when a training was seen last, and what happened to it; None if its file does not say."""
+    try:
+        header, samples = _read(path)
+        return samples[-1][0], _describe(header, samples, who)
+    except (OSError, LookupError, TypeError, ValueError, OverflowError):  # of another version, or damaged
+        return None
+
+
+def _describe(header: Mapping[str, Any], samples: list[tuple[float, dict[str, int]]], who: str) -> str:
     (first_s, first), stop_s = samples[0], samples[-1][0]
     # the fullest moment of the last seconds: the kernel may have killed a child before
     last_s, end = max(samples[-_END_SAMPLES:], key=lambda sample: sum(sample[1][name] for name in _WORDS))
@@ -157,14 +188,14 @@ def describe(header: Mapping[str, Any], samples: list[tuple[float, dict[str, int
     )
 
 
-def _read(path: Path) -> tuple[dict[str, Any] | None, list[tuple[float, dict[str, int]]]]:
-    try:
-        data = path.read_bytes()
-        header = json.loads(data[:_HEADER_BYTES])
-    except (OSError, ValueError):
-        return None, []
+def _read(path: Path) -> tuple[dict[str, Any], list[tuple[float, dict[str, int]]]]:
+    """Return what a file says of its process, and samples by the time of day, in order."""
+    data = path.read_bytes()
+    header = json.loads(data[:_HEADER_BYTES])
+    offset = header["began"] - header["began_s"]
     found = [_SAMPLE.unpack_from(data, at) for at in range(_HEADER_BYTES, len(data) - _SAMPLE.size + 1, _SAMPLE.size)]
-    return header, sorted((when, dict(zip(NAMES, values, strict=True))) for when, *values in found if when)
+    samples = [(offset + when, dict(zip(NAMES, values, strict=True))) for when, *values in found if when]
+    return header, sorted(samples, key=lambda sample: sample[0])
 
 
 def _folder() -> Path:
@@ -173,12 +204,6 @@ def _folder() -> Path:
 
 def _boot() -> str:
     return read_text(Path("/proc/sys/kernel/random/boot_id")) or ""
-
-
-def _start_of(pid: int) -> str:
-    """Return when a process began, in ticks since the machine did; empty where there is none."""
-    fields = (read_text(Path(f"/proc/{pid}/stat")) or "").rpartition(")")[2].split()
-    return fields[19] if len(fields) > 19 else ""
 
 
 def _resident(pid: int) -> int:

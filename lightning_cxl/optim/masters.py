@@ -137,8 +137,9 @@ class WeightPair:
                 if current_stream(self.compute.device) != self._stream:
                     written.wait_host()  # nobody waits any more in the stream that the next forward runs on
         finally:  # not earlier: until then nobody may take the weights for new
-            self._update = self._written = None
-            self.compute.__class__ = self._front or type(self.compute)
+            if self._update is update:  # else another thread has waited, and the next one has begun
+                self._update = self._written = None
+                self.compute.__class__ = self._front or type(self.compute)
 
     def put_front(self, on_access: Callable[[], None]) -> None:
         """Let the compute parameter show the master's gradient, and notice ``.data``, until `remove_front`."""

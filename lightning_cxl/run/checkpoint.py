@@ -168,9 +168,19 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         CheckpointError: 8-bit state of another format than bitsandbytes' dynamic one; or state on SSD, to which the
-            checkpoint refers, that is not there any more.
+            checkpoint refers, that is not there any more; or what is given is not a checkpoint.
         StorageError: a drive cannot read that state, or has damaged it.
     """
+    try:
+        return _plain_checkpoint(checkpoint)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            "this is not a checkpoint of Lightning: its `state_dict` or `optimizer_states` are missing, or of another "
+            f"form ({type(error).__name__}: {error}). Give what `torch.load` returns of one"
+        ) from error
+
+
+def _plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     own, saved, states = own_entry(checkpoint), checkpoint["state_dict"], checkpoint.get("optimizer_states", [])
     if SSD in own:
         states = ssd_checkpoint.whole(states, own[SSD])
@@ -466,7 +476,7 @@ def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[
         raise damaged(path, error) from error
     except CheckpointError:
         raise
-    except (EOFError, RuntimeError, KeyError, zipfile.BadZipFile) as error:
+    except (EOFError, RuntimeError, LookupError, TypeError, ValueError, OSError, zipfile.BadZipFile) as error:
         raise damaged(path, error) from error
     if not isinstance(loaded, dict):
         raise damaged(path, TypeError(f"it holds a {type(loaded).__name__}, not a dict"))

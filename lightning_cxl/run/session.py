@@ -169,6 +169,9 @@ class Session:
                 "`accelerator.free_memory()`, `fabric.strategy.teardown()` or `trainer.end()`"
             )
         self.active.enter_context(host.activate())
+        self._measured = self._measured or self._totals()
+        if self._recorder is None:
+            self._recorder = recorder.start(host.topology, host.memory.stats, host.engine.use_in_this_thread)
 
     def start(self, model: nn.Module, optimizers: Sequence[Optimizer], loop: Loop) -> Run:
         """List and decide everything, then build the run; optimizers are not adopted yet. See [Note: One plan]."""
@@ -180,9 +183,6 @@ class Session:
         if not self.runs:  # plans are of runs: while a model is made, tied weights are there twice until they are tied
             self.host.memory.begin()
         run = Run(self.host, self.host.decide(plan), loop)
-        self._measured = self._measured or self._totals()
-        if self._recorder is None:
-            self._recorder = recorder.start(self.host.topology, self.host.memory.stats)
         self.runs.append(run)
         self.active.enter_context(run.activate())
         return run
@@ -265,6 +265,8 @@ class Session:
         now, before = self._totals(), self._measured
         more = {key: value - before.get(key, 0.0) for key, value in now.items()}
         num_steps = more.pop("steps")
+        if num_steps < 0:  # a model of several is trained no more, and its steps are not counted
+            self._measured = now
         if num_steps < 1:
             return {}
         self._measured = now

@@ -33,6 +33,7 @@ from lightning_cxl.devices.transfer import Transfer, TransferEngine
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.torch_private import (
     TO_COPY,
+    forget_forwards,
     gather_groups,
     make_wrapper,
     no_torch_function,
@@ -254,7 +255,7 @@ class ShardedUnit:
     def __init__(self, group: Any) -> None:
         self.parameters: list[nn.Parameter] = [each.sharded_param for each in group.fsdp_params]
         self._group = group
-        self._num_before, self._repeats = 0, False
+        self._repeats = False
         self._update: Future[None] | None = None
         self._pid = os.getpid()
         self._bytes: list[_Bytes] = [p._local_tensor._bytes for p in self.parameters]  # type: ignore[attr-defined]
@@ -262,13 +263,13 @@ class ShardedUnit:
             each.unit = self
 
     def begin_step(self) -> None:
-        self._num_before, self._repeats = num_awaited_backwards(self._group), False
+        forget_forwards(self._group)  # of a validation: FSDP2 does so at the end of the next backward
+        self._repeats = False
 
     @property
     def runs_again(self) -> bool:
         """Whether a backward of this step has gathered it before another one did, or still may."""
-        # FSDP2 forgets all forwards at the end of a backward; those of a validation before the step stay until then
-        self._repeats |= num_awaited_backwards(self._group) > self._num_before
+        self._repeats |= num_awaited_backwards(self._group) > 0
         return self._repeats
 
     def begin_update(self, update: "Future[None]") -> None:

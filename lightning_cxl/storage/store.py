@@ -87,18 +87,22 @@ def decode(contents: bytes, path: Path) -> Manifest:
         version, body = outer["format"], outer["body"]
         if version == FORMAT and zlib.crc32(body.encode()) != outer["crc"]:
             raise ValueError("its checksum does not match")
+        manifest = _manifest(json.loads(body)) if version == FORMAT else None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"the manifest `{path}` is damaged: {error}. Without it nothing in the folder can be read: put it back "
             "from a backup, or use another folder and a checkpoint with checkpoint='copy'. Delete this one when none "
             "refers to it"
         ) from None
-    if version != FORMAT:
+    if manifest is None:
         raise CheckpointError(
             f"`{path}` has format {version}, this version of lightning_cxl reads format {FORMAT}: use the version "
             f"that wrote it, or another folder"
         )
-    fields = json.loads(body)
+    return manifest
+
+
+def _manifest(fields: dict[str, Any]) -> Manifest:
     generations = []
     for each in fields["generations"]:
         entries = {name: None if entry is None else Entry(*entry) for name, entry in each["records"].items()}

@@ -267,7 +267,8 @@ class UnitWeights:
         try:
             update.result()
         finally:  # not earlier: until then nobody may take the weights for new
-            self._update = None
+            if self._update is update:  # else another thread has waited, and the next one has begun
+                self._update = None
 
     def settle(self) -> None:
         """Return when the parameters show what the latest update has made."""

@@ -1,6 +1,7 @@
 """What a run tells while it goes on: numbers for loggers, and names in torch's profiler."""
 
 import csv
+import gc
 import time
 
 import pytest
@@ -54,6 +55,32 @@ def test_lightnings_loggers_get_numbers_of_the_steps_between_two_lines(tmp_path)
     assert 0.5 * (timing.totals()["h2d_bytes"] - before) < copied <= timing.totals()["h2d_bytes"] - before
     streamed = trainer.strategy.report()["streamed"]
     assert timing.totals()["h2d_bytes"] - before >= streamed["num_fetches"] * streamed["host_bytes"] / 3
+
+
+def test_a_trainer_that_never_logs_gets_none(tmp_path):
+    given = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 0, "enable_checkpointing": True}
+    _, trainer = run({}, lambda: Task(TinyTransformer(dropout=0.0)), 2, **given)
+    assert trainer.global_step == 2
+
+
+def test_a_buffer_that_is_collected_while_totals_are_read_counts_itself():
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            timing.add("save_s", 1.0)
+
+    before, thresholds = timing.totals().get("save_s", 0.0), gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(100):
+            Cycle()
+            timing.totals()
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert timing.totals()["save_s"] == before + 100
 
 
 class SlowData(Callback):

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, SequentialLR, StepLR
 
 import lightning_cxl
-from lightning_cxl import torch_private
 from lightning_cxl.optim.parameter_state import AwaitedParams
 from tests import training_device
 from tests.cases import every_value, others_full
@@ -125,15 +124,16 @@ def test_muon_orthogonalises_on_the_device_and_changes_no_bit(options, monkeypat
         return module.losses, weights_of(module), trainer
 
     losses, weights, _ = train("auto")
-    devices, orthogonalise = [], torch_private._orthogonalise
+    devices, orthogonalise = [], torch.optim._muon._zeropower_via_newtonschulz
 
     def seen(matrix, *given):
         devices.append(matrix.device)
         return orthogonalise(matrix, *given)
 
-    monkeypatch.setattr(torch_private, "_orthogonalise", seen)
+    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", seen)  # it stays, as a compiled one does
     training_device.make_late("copies and kernels")
     found, new, trainer = train({**EXACT, **options})
+    assert torch.optim._muon._zeropower_via_newtonschulz is seen
     assert len(losses) >= 8 and devices and set(devices) == {training_device.current}
     assert found == losses and all(torch.equal(new[name], value) for name, value in weights.items())
     planned = trainer.strategy.report()["planned_roles"]

@@ -382,7 +382,8 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
         step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning's own callbacks count
-        if step and step % trainer.log_every_n_steps == 0 and trainer.loggers and (metrics := self.metrics()):
+        every = trainer.log_every_n_steps  # 0: never
+        if step and every and step % every == 0 and trainer.loggers and (metrics := self.metrics()):
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step - 1)
 

@@ -103,6 +103,11 @@ def takes_another_rate(patch):
     )
 
 
+def makes_no_numbers(patch):
+    plain = cpu_adam.scalars_of
+    patch.setattr(cpu_adam, "scalars_of", lambda group, step, scale: plain({**group, "lr": float("nan")}, step, scale))
+
+
 def is_on_another_tier(patch):
     patch.setattr(verify, "residency", lambda tensor: {"elsewhere": tensor.nbytes})
 
@@ -115,6 +120,7 @@ FAULTS = {
     leaves_the_device_behind: ("weights stream", "step 0: weight `"),
     loads_no_state: ("resumed in the middle", "step 2: weight `"),
     takes_another_rate: ("CPUAdam, updates behind the training", "losses differ"),
+    makes_no_numbers: ("CPUAdam, updates behind the training", "losses differ by nan"),
     is_on_another_tier: ("pages are where the plan has them", "on `elsewhere`"),
 }
 

@@ -1,10 +1,12 @@
 """What is said about a training that was killed: by a signal, and by the kernel because memory was full."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -23,7 +25,7 @@ class Memory:
     def stats(self):
         return {"tiers": {"dram": {"used_bytes": 12345 << 20}}}
 memory = Memory()
-running = recorder.start(Topology.detect(), memory.stats)
+running = recorder.start(Topology.detect(), memory.stats, list)
 """
 WAITS = TRAINS + "print('runs', flush=True); time.sleep(60)"
 WORKER_GROWS = (
@@ -88,7 +90,7 @@ def test_the_next_training_warns_if_the_kernel_killed_the_last_one_for_memory(
         return header, [(when, {**found, "available": available}) for when, found in samples]
 
     monkeypatch.setattr(recorder, "_read", full)
-    recorder.start(recorder.Topology.detect(), memory.stats).close()
+    recorder.start(recorder.Topology.detect(), memory.stats, list).close()
     assert ("killed by the kernel" in caplog.text) is (kills == 1 and available == 0)
 
 
@@ -100,10 +102,72 @@ def test_a_training_that_ends_leaves_nothing(folder, end):
     assert recorder.last() == "no training of this user on this machine was killed"
 
 
+@pytest.mark.parametrize("how", ["fork", "forkserver", "spawn"])
+def test_a_child_of_multiprocessing_that_ends_was_not_killed(folder, how):
+    child = multiprocessing.get_context(how).Process(target=records, args=(folder,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0 and list(folder.iterdir()) == []
+
+
+def records(folder):
+    recorder._folder = lambda: folder
+    assert recorder.start(recorder.Topology.detect(), memory.stats, list) is not None
+
+
+def test_a_training_in_another_container_that_shares_the_folder_goes_on(folder):
+    """Its process has another number here, or none."""
+    with begin(WAITS, folder, "unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child") as child:
+        if not child.stdout.readline():
+            pytest.skip("no process namespace can be made")
+        time.sleep(0.3)
+        assert recorder.killed() == [] and len(list(folder.iterdir())) == 1
+        child.kill()
+    deadline = time.monotonic() + 5
+    while not (texts := recorder.killed()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "was killed at" in texts[0]
+
+
+def test_the_latest_of_several_is_kept(folder):
+    with ExitStack() as children:
+        running = [children.enter_context(begin(WAITS, folder)) for _ in range(3)]
+        for child in running:
+            child.stdout.readline()
+        for child in running:
+            time.sleep(0.3)
+            child.kill()
+    texts = recorder.killed()
+    assert [f"process {child.pid}" in text for child, text in zip(running, texts, strict=True)] == [True] * 3
+    assert recorder.last() == texts[-1]
+
+
+def test_a_long_command_fits(folder, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["模" * 4000])
+    running = recorder.start(recorder.Topology.detect(), memory.stats, list)
+    assert running is not None
+    running.close()
+
+
+def test_a_disk_that_takes_nothing_ends_nothing(folder, monkeypatch, recwarn):
+    running = recorder.start(recorder.Topology.detect(), memory.stats, list)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    time.sleep(0.3)
+    assert running._thread.is_alive()
+    assert recorder.start(recorder.Topology.detect(), memory.stats, list) is None
+    running.close()
+    assert list(folder.iterdir()) == [] and not recwarn.list
+
+
 @pytest.mark.parametrize("damage", [b"", b"\0" * 5000, b"{", b'{"pid": 1}'])
 def test_files_that_say_nothing_are_passed_over(folder, damage):
-    (folder / "1-a").write_bytes(damage)
+    (folder / "run-a").write_bytes(damage)
     assert recorder.killed() == []
+    assert list(folder.iterdir()) == []
 
 
 def test_nothing_is_recorded_where_the_folder_cannot_be_used(monkeypatch, caplog):
@@ -111,7 +175,7 @@ def test_nothing_is_recorded_where_the_folder_cannot_be_used(monkeypatch, caplog
         raise PermissionError("no")
 
     monkeypatch.setattr(recorder, "_folder", refuse)
-    assert recorder.start(None, memory.stats) is None
+    assert recorder.start(recorder.Topology.detect(), memory.stats, list) is None
 
 
 @pytest.mark.alone
@@ -131,7 +195,7 @@ def test_a_training_that_ends_by_an_error_says_that_the_kernel_killed_a_process(
 ):
     """As when a worker of a DataLoader is killed, which torch reports as an error of the training."""
     monkeypatch.setattr(recorder, "_oom_kills", lambda: 7)
-    running = recorder.Recorder(recorder.Topology.detect(), memory.stats)
+    running = recorder.Recorder(recorder.Topology.detect(), memory.stats, list)
     time.sleep(0.3)
     monkeypatch.setattr(recorder, "_oom_kills", lambda: 7 + kills)
     running.close(after_error=after_error)
@@ -140,7 +204,7 @@ def test_a_training_that_ends_by_an_error_says_that_the_kernel_killed_a_process(
 
 
 def test_a_fork_leaves_the_file_to_its_parent(folder):
-    running = recorder.Recorder(recorder.Topology.detect(), memory.stats)
+    running = recorder.Recorder(recorder.Topology.detect(), memory.stats, list)
     pid = os.fork()
     if pid == 0:
         running.close()
@@ -153,7 +217,7 @@ def test_a_fork_leaves_the_file_to_its_parent(folder):
 
 def test_memory_that_nobody_uses_any_more_ends_the_thread(folder):
     dropped = Memory()
-    running = recorder.Recorder(recorder.Topology.detect(), dropped.stats)
+    running = recorder.Recorder(recorder.Topology.detect(), dropped.stats, list)
     del dropped
     running._thread.join(5)
     assert not running._thread.is_alive() and list(folder.iterdir()) == []

@@ -19,6 +19,7 @@ from lightning_cxl.devices.transfer import FinishedTransfer, HostEngine
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.gradients.guard import GradientHooks
 from lightning_cxl.memory.resource import Buffer, Span
+from lightning_cxl.optim.masters import WeightPair
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.unit_weights import InMemory, ParamStreamer, Slot, UnitWeights
 from lightning_cxl.streaming.units import streamable
@@ -646,3 +647,39 @@ def test_a_forked_child_does_not_wait_for_an_update_that_never_ends_there(engine
     assert "UnsupportedError: this process was forked" in found
     assert in_child(lambda: look(model.blocks[2])) == ""
     update.set_result(None)
+
+
+def overtaken(begin_next):
+    """Return an update whose end one thread sees late: another one has seen it, and has begun the next update."""
+    update, begins = Future(), [begin_next]
+    update.set_result(None)
+
+    def result(timeout=None):
+        while begins:
+            begins.pop()()
+
+    update.result = result
+    return update
+
+
+def test_who_sees_the_end_of_an_update_late_does_not_end_the_next_one(engine, stream):
+    unit, following = stream(engine, make()).units[1], Future()
+    unit.begin_update(overtaken(lambda: unit.begin_update(following)))
+    unit.wait()
+    assert unit.is_updating()
+    following.set_result(None)
+    unit.wait()
+    assert not unit.is_updating()
+
+
+def test_who_sees_the_end_of_an_update_of_a_weight_late_does_not_end_the_next_one(engine):
+    if engine.computes_on_host:
+        pytest.skip("weights are their own masters there")
+    weight, following = nn.Parameter(torch.zeros(3, device=engine.device)), Future()
+    pair = WeightPair("weight", weight, nn.Parameter(torch.zeros(3)), torch.float32)
+    pair.begin_update(overtaken(lambda: pair.begin_update(following, engine)), engine)
+    pair.settle()
+    assert type(weight) is not nn.Parameter, "it is being updated"
+    following.set_result(None)
+    pair.settle()
+    assert type(weight) is nn.Parameter
