@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 README, MAP = ROOT / "README.md", ROOT / "lightning_cxl" / "README.md"
 GUIDES = sorted((EXAMPLES / "guides").glob("*.md"))
-FOR_USERS = [README, *GUIDES, EXAMPLES / "bench" / "README.md", EXAMPLES / "lab" / "README.md"]
+FOR_USERS = [README, *GUIDES, *(EXAMPLES / name / "README.md" for name in ("bench", "conformance", "lab"))]
 DOCUMENTS = [*FOR_USERS, MAP, MAP.with_name("DECISIONS.md"), ROOT / "cython_ext" / "README.md", ROOT / "CHANGELOG.md"]
 MARKDOWN = [*DOCUMENTS, *sorted((ROOT / "tests").rglob("README.md"))]
 
@@ -607,3 +607,20 @@ def table_after(document, heading):
             break
         rows.append([cell.strip() for cell in line.strip("|").split("|")])
     return rows
+
+
+@pytest.mark.full
+def test_programs_of_users_have_the_same_bits_with_this_package(tmp_path):
+    rows = tmp_path / "rows.json"
+    command = [sys.executable, EXAMPLES / "conformance", "--contenders", "lightning_cxl", "--json", rows]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=900, stdout=subprocess.DEVNULL)
+    verdicts = {row["program"]: row["verdict"] for row in json.loads(rows.read_text())["rows"]}
+    assert len(verdicts) == 25 and set(verdicts.values()) == {"bits"}, verdicts
+
+
+@pytest.mark.full
+def test_what_is_damaged_is_answered_in_words():
+    command = [sys.executable, ROOT / "tests" / "fuzz.py", "--cases", "2000", "--seed", "7"]
+    done = subprocess.run(command, cwd=ROOT, timeout=900, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" 0 findings") == 10

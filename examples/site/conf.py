@@ -42,7 +42,7 @@ NAVIGATION = {
     "Memory": [_GUIDES + name for name in ("policies", "gpu", "several_gpus", "scaling", "big_models")],
     "Training": [_GUIDES + name for name in ("long_contexts", "checkpoints", "monitoring")],
     "Reference": ["examples/site/api", "examples/site/errors", _GUIDES + "limits", "CHANGELOG"],
-    "Measurements": ["examples/bench/README", "examples/lab/README", _GUIDES + "tests"],
+    "Measurements": [f"examples/{name}/README" for name in ("conformance", "bench", "lab")] + [_GUIDES + "tests"],
     "The code": ["lightning_cxl/README", "lightning_cxl/DECISIONS", "cython_ext/README"],
 }
 """Documents by the caption of their part of the sidebar."""

@@ -1,0 +1,333 @@
+"""Give the package damaged files and options that make no sense: 100,000 cases, each answered in words.
+
+    python tests/fuzz.py [--cases N] [--seed S] [--only WORD]
+
+A case is accepted, or ends in an error of the package (of native code: of the kernel, or ValueError, TypeError,
+OverflowError or BufferError). Anything else is a finding, with the seed that makes it again: another exception, a
+process that dies, one that needs 4 GiB more, or a case that takes longer than ten seconds. Damaged are: values of
+options, in Python and in the environment; machine files; rules and decorators; checkpoints; safetensors files and
+their index; manifests of drives; records of the flight recorder; files of DeepSpeed; and what native functions get.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import resource
+import sys
+import tempfile
+import time
+import warnings
+import zlib
+from collections.abc import Iterator
+from dataclasses import fields
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import yaml
+from torch import nn
+
+from lightning_cxl import OffloadConfig, tier
+from lightning_cxl.commands import convert
+from lightning_cxl.errors import LightningCXLError
+from lightning_cxl.machine import recorder
+from lightning_cxl.machine.speeds import load_machine, load_overrides
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.memory.placement import resolve
+from lightning_cxl.native import _adam, _cpu, _numa
+from lightning_cxl.run.checkpoint import load_file, plain_checkpoint
+from lightning_cxl.storage.store import FORMAT, decode
+from lightning_cxl.weights.load import load_weights
+from lightning_cxl.weights.save import save_weights
+
+PATIENCE_S, MEMORY_BYTES = 10, 4 << 30
+CASES = 100_000
+MACHINES = sorted((Path(__file__).parent.parent / "examples" / "machines").glob("*.yaml"))
+NATIVE = (OSError, ValueError, TypeError, OverflowError, BufferError)
+
+Random = random.Random
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def damaged(contents: bytes, rng: Random) -> bytes:
+    """Flip, cut, insert, repeat or replace some bytes."""
+    data = bytearray(contents)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        at, size = rng.randrange(len(data) + 1), rng.choice((1, 1, 4, 8, 64))
+        how = rng.randrange(5)
+        if how == 0 and data:
+            data[at % len(data)] ^= 1 << rng.randrange(8)
+        elif how == 1:
+            del data[at : at + size]
+        elif how == 2:
+            data[at:at] = rng.randbytes(size)
+        elif how == 3:
+            data[at : at + size] = rng.choice((b"\0", b"\xff", b"9", b"-", b"{", b'"')) * size
+        else:
+            del data[at:]
+    return bytes(data)
+
+
+WORDS = ("", "auto", "dram", "cxl", "ssd", "-1", "1e999", "64GiB", "../../etc/passwd", "*", "[", "(" * 300, "模", "\0")
+
+
+def anything(rng: Random, depth: int = 0) -> Any:
+    """Return a value as JSON or YAML has them, or as a user errs in Python."""
+    kind = rng.randrange(9 if depth < 3 else 7)
+    if kind == 7:
+        return [anything(rng, depth + 1) for _ in range(rng.randrange(4))]
+    if kind == 8:
+        return {rng.choice(WORDS): anything(rng, depth + 1) for _ in range(rng.randrange(4))}
+    unlikely = 1 if depth else rng.choice((b"x", (), object))
+    number = rng.choice((float("nan"), float("inf"), -0.0, 1e-300, 0.5, rng.randrange(-(2**70), 2**70)))
+    return (None, rng.choice((True, False)), rng.choice(WORDS), number, rng.randrange(-3, 5), number, unlikely)[kind]
+
+
+def altered(value: Any, rng: Random) -> Any:
+    """Replace one value somewhere in nested dicts and lists; sometimes a key."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(list(value))
+        if rng.random() < 0.1:
+            return {(rng.choice(WORDS) if each == key else each): one for each, one in value.items()}
+        return {**value, key: altered(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.9:
+        at = rng.randrange(len(value))
+        return [*value[:at], altered(value[at], rng), *value[at + 1 :]]
+    return anything(rng, 1)
+
+
+# -- what is given them ------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+
+@contextlib.contextmanager
+def sound_files() -> Any:
+    """Write one sound file of each kind; yields their contents."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, model = Path(name), Net()
+        save_weights(model, folder / "one.safetensors")
+        save_weights(model, folder / "many", max_shard_bytes=300)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.blocks[0](torch.ones(8)).sum().backward()
+        optimizer.step()
+        torch.save({"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}, folder / "ckpt")
+        yield {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def options(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
+    names = [each.name for each in fields(OffloadConfig)]
+    if rng.random() < 0.5:
+        OffloadConfig.resolve(**{rng.choice(names): anything(rng) for _ in range(rng.choice((1, 2)))})
+        return
+    name = f"LIGHTNING_CXL_{rng.choice(names).upper()}"
+    text = rng.choice((str(anything(rng)), json.dumps(anything(rng, 1))))
+    os.environ[name] = text.replace("\0", "")
+    try:
+        OffloadConfig.resolve()
+    finally:
+        del os.environ[name]
+
+
+def machine_files(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
+    contents, path = rng.choice(MACHINES).read_bytes(), folder / "machine.yaml"
+    if rng.random() < 0.5:
+        path.write_bytes(damaged(contents, rng))
+    else:
+        path.write_text(yaml.safe_dump(altered(yaml.safe_load(contents), rng)))
+    for load in (load_machine, load_overrides):
+        with contextlib.suppress(LightningCXLError):
+            load(path)
+
+
+def rules(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
+    model: Any = Net()
+    if rng.random() < 0.5:
+        given = {rng.choice(("weights", "gradients", "optimizer_state", "activations")): anything(rng)}
+        tier(**given)(rng.choice((model, model.blocks[0], type("Own", (Net,), {}), anything(rng))))
+    wanted = rng.choice((anything(rng), "dram", {"weights": anything(rng)}))
+    config, _ = OffloadConfig.resolve(tier_rules={rng.choice((*WORDS, "blocks.*", "blocks.0")): wanted})
+    resolve(model.named_modules(), config.tier_rules, TOPOLOGY)
+
+
+def checkpoints(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
+    if rng.random() < 0.5:
+        (folder / "ckpt").write_bytes(damaged(sound["ckpt"], rng))
+    else:
+        (folder / "sound").write_bytes(sound["ckpt"])
+        torch.save(altered(torch.load(folder / "sound"), rng), folder / "ckpt")
+    plain_checkpoint(load_file(folder / "ckpt", "cpu", True))
+
+
+def safetensors(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
+    contents = sound["one.safetensors"]
+    if rng.random() < 0.5:
+        length = int.from_bytes(contents[:8], "little")
+        header = json.dumps(altered(json.loads(contents[8 : 8 + length]), rng)).encode()
+        contents = len(header).to_bytes(8, "little") + header + contents[8 + length :]
+    else:
+        contents = damaged(contents, rng)
+    (folder / "one.safetensors").write_bytes(contents)
+    load_weights(Net(), folder / "one.safetensors")
+
+
+def indices(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
+    name = "model.safetensors.index.json"
+    for each, contents in sound.items():
+        if each.startswith("model-"):
+            (folder / each).write_bytes(contents)
+    index = sound[name]
+    altered_index = json.dumps(altered(json.loads(index), rng)).encode() if rng.random() < 0.7 else damaged(index, rng)
+    (folder / name).write_bytes(altered_index)
+    load_weights(Net(), folder)
+
+
+def manifests(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
+    body = {"store_id": "a", "drives": ["b"], "chunk_bytes": 1 << 20, "last_number": 2, "records": {"r": [8, [0]]}}
+    body["generations"] = [{"number": 2, "details": {}, "records": {"r": [0, 1]}}]
+    text = json.dumps(altered(body, rng))
+    contents = json.dumps({"format": FORMAT, "crc": zlib.crc32(text.encode()), "body": text}).encode()
+    decode(contents if rng.random() < 0.5 else damaged(contents, rng), folder)
+
+
+def records(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
+    header = {"pid": 1, "began": 1e9, "began_s": 5.0, "boot": "", "oom_kills": 0, "command": "x"}
+    text = json.dumps(altered(header, rng)).encode()
+    contents = text.ljust(4096) + recorder._SAMPLE.pack(6.0, 1, 2, 3, 4) * 3
+    (folder / "run-x").write_bytes(damaged(contents, rng) if rng.random() < 0.5 else contents)
+    recorder._folder = lambda: folder
+    recorder.last()
+
+
+def files_of_deepspeed(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
+    offload = {"device": "cpu", "pin_memory": True, "nvme_path": "/x", "buffer_count": 4}
+    zero = {"stage": 3, "offload_optimizer": offload, "offload_param": offload, "sub_group_size": 1e9}
+    config = {"zero_optimization": zero, "bf16": {"enabled": "auto"}, "train_batch_size": "auto"}
+    text = json.dumps(altered(config, rng)).encode()
+    (folder / "ds.json").write_bytes(damaged(text, rng) if rng.random() < 0.3 else text)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        convert.main([str(folder / "ds.json")])
+
+
+def native(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
+    def array(kind: Any) -> np.ndarray[Any, Any]:
+        made = np.zeros(rng.choice((0, 1, 3, 255, 256, 257, 1000)), rng.choice((kind, kind, kind, np.float64)))
+        return made[:: rng.choice((1, 1, 1, 2, -1))]
+
+    isa = rng.choice((*_cpu.supported_isas(), "none", ""))
+    which, is_unsigned = rng.randrange(5), rng.choice((True, False))
+    if which == 0:
+        _adam.quantize(array(np.float32), array(np.uint8), array(np.float32), is_unsigned, isa)
+    elif which == 1:
+        _adam.dequantize(array(np.uint8), array(np.float32), array(np.float32), is_unsigned, isa)
+    elif which == 2:
+        mapping = _numa.Mapping(rng.choice((0, 1, 4096, 3 * 4096 + 1, 1 << 62)), rng.choice((1, 3, 4096, 1 << 21)))
+        name = rng.choice(("advise_huge", "populate", "discard", "hide"))
+        getattr(mapping, name)(rng.choice((0, 1, 4096, 1 << 40)), rng.choice((0, 1, 4096, 1 << 40, 2**64 - 1)))
+    elif which == 3:
+        mapping = _numa.Mapping(1 << 16)
+        with (folder / "shown").open("wb+") as file:
+            file.truncate(1 << 16)
+            mapping.show(
+                rng.choice((0, 1, 4096, 1 << 20)), rng.choice((0, 4096, 1 << 16, 1 << 20)),
+                rng.choice((file.fileno(), -1)), rng.choice((0, 1, 4096, 1 << 20)),
+            )  # fmt: skip
+    else:
+        mapping = _numa.Mapping(1 << 16)
+        at, size = (rng.choice((0, 4096, 1 << 20)) for _ in range(2))
+        mapping.prefer(at, size, rng.choice((0, 1, 63, 10**6, -1)))
+
+
+_DAMAGED = (
+    *(options, machine_files, rules, checkpoints, safetensors, indices, manifests, records, files_of_deepspeed),
+    native,
+)
+TARGETS = {each.__name__: each for each in _DAMAGED}
+TOPOLOGY: Any = None
+
+
+# -- the processes -----------------------------------------------------------------------------------------------------
+
+
+def work(target: str, seeds: range, at: Any, findings: Connection) -> None:
+    """Try cases; `at` shows which one runs, and is -1 at the end."""
+    most = psutil.Process().memory_info().vms + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with sound_files() as sound, tempfile.TemporaryDirectory() as name:
+        for seed in seeds:
+            at.value = seed
+            try:
+                TARGETS[target](Random(f"{target} {seed}"), Path(name), sound)
+            except LightningCXLError as error:
+                if not str(error).strip():
+                    findings.send((seed, f"{type(error).__name__} says nothing"))
+            except BaseException as error:
+                if target != "native" or not isinstance(error, NATIVE):
+                    findings.send((seed, f"{type(error).__name__}: {str(error)[:200]}"))
+    at.value = -1
+
+
+def fuzz(target: str, seeds: range) -> Iterator[tuple[int, str]]:
+    """Try cases in a process; where one ends it, tell so and go on behind it. Yields seeds, and what they show."""
+    context = multiprocessing.get_context("fork")
+    while seeds:
+        at, (receiver, sender) = context.Value("q", seeds.start), context.Pipe(duplex=False)
+        process = context.Process(target=work, args=(target, seeds, at, sender))
+        process.start()
+        sender.close()
+        seen, since = seeds.start, time.monotonic()
+        while True:
+            if receiver.poll(0.2):
+                try:
+                    yield receiver.recv()
+                except EOFError:
+                    break
+            if at.value != seen:
+                seen, since = at.value, time.monotonic()
+            elif time.monotonic() - since > PATIENCE_S:
+                process.kill()
+        process.join()
+        if at.value == -1:
+            return
+        yield at.value, f"the process ended with status {process.exitcode}"
+        seeds = range(at.value + 1, seeds.stop)
+
+
+def main() -> None:
+    global TOPOLOGY
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=CASES)
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--only", default="", metavar="WORD", help="what is damaged")
+    asked = parser.parse_args()
+    TOPOLOGY = Topology.detect()
+    targets = [each for each in TARGETS if asked.only in each]
+    found: set[tuple[str, str]] = set()
+    for target in targets:
+        begin, count = time.monotonic(), -(-asked.cases // len(targets))
+        new = 0
+        for seed, text in fuzz(target, range(asked.seed, asked.seed + count)):
+            new += 1
+            if (target, text[:60]) not in found:
+                found.add((target, text[:60]))
+                print(f"  {target} {seed}: {text}", flush=True)
+        print(f"{target}: {count:,} cases, {new} findings, {time.monotonic() - begin:.0f} s", flush=True)
+    sys.exit(1 if found else 0)
+
+
+if __name__ == "__main__":
+    main()
