@@ -10,8 +10,6 @@ cdef extern from "adam_isa.h" nogil:
         float decay
     cdef enum adam_isa:
         ADAM_BASELINE
-        ADAM_AVX2
-        ADAM_AVX512
     cdef struct adam_span:
         void* weights
         void* compute
@@ -175,7 +173,7 @@ cdef adam_isa _isa_code(str isa) except *:
     supported = _cpu.supported_isas()
     if isa not in supported:
         raise ValueError(f"isa {isa!r} cannot be used: this CPU supports {', '.join(supported)}")
-    return ADAM_AVX512 if isa == "avx512" else ADAM_AVX2 if isa == "avx2" else ADAM_BASELINE
+    return <adam_isa> <int> supported.index(isa)
 
 
 cdef int64_t _check(const adam_span* spans, int64_t num_spans, int64_t num_rows) except -1:

@@ -7,6 +7,7 @@ import pathlib
 
 cdef extern from *:
     """
+    #ifdef __x86_64__
     static int cxl_has_avx2(void)
     {
         __builtin_cpu_init();
@@ -17,9 +18,19 @@ cdef extern from *:
         return cxl_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
             && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     }
+    #else
+    static int cxl_has_avx2(void) { return 0; }
+    static int cxl_has_avx512(void) { return 0; }
+    #endif
+    #ifdef __aarch64__
+    enum { CXL_HAS_NEON = 1 };
+    #else
+    enum { CXL_HAS_NEON = 0 };
+    #endif
     """
     bint cxl_has_avx2() nogil
     bint cxl_has_avx512() nogil
+    bint CXL_HAS_NEON
 
 
 def supported_isas():
@@ -29,6 +40,8 @@ def supported_isas():
         isas.append("avx2")
     if cxl_has_avx512():
         isas.append("avx512")
+    if CXL_HAS_NEON:
+        isas.append("neon")
     return tuple(isas)
 
 

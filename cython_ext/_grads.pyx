@@ -9,8 +9,6 @@ from lightning_cxl.native import _cpu
 cdef extern from "grads_isa.h" nogil:
     cdef enum grads_isa:
         GRADS_BASELINE
-        GRADS_AVX2
-        GRADS_AVX512
     cdef enum grads_operation:
         GRADS_MEASURE
         GRADS_COPY
@@ -118,7 +116,7 @@ cdef int _run(const uint64_t[::1] spans, double[::1] results, int num_threads, s
     supported = _cpu.supported_isas()
     if isa not in supported:
         raise ValueError(f"isa {isa!r} cannot be used: this CPU supports {', '.join(supported)}")
-    cdef grads_isa code = GRADS_AVX512 if isa == "avx512" else GRADS_AVX2 if isa == "avx2" else GRADS_BASELINE
+    cdef grads_isa code = <grads_isa> <int> supported.index(isa)
     if num_spans == 0:
         return 0
     cdef int64_t i, num_pieces = 0

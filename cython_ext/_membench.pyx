@@ -1,7 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, embedsignature=True
 """How fast memory is: threads that read, write and update the bytes of a kernel and do next to nothing else."""
 
-from cython.parallel cimport parallel, prange
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
@@ -12,8 +11,6 @@ cdef extern from "membench_isa.h" nogil:
         MEM_LINE
     cdef enum mem_isa:
         MEM_BASELINE
-        MEM_AVX2
-        MEM_AVX512
     cdef enum mem_access:
         MEM_READ
         MEM_UPDATE
@@ -25,6 +22,12 @@ cdef extern from "membench_isa.h" nogil:
         mem_access access
     uint64_t mem_sweep(mem_isa isa, const mem_part* parts, int num_parts, int log2_blocks, uint64_t pattern) noexcept
     void mem_fence() noexcept
+    void mem_found(uint64_t* all, uint64_t found) noexcept
+
+cdef extern from "threads.h" nogil:
+    ctypedef void (*cxl_work)(void* job, int thread) noexcept
+    void cxl_run_threads(int num_threads, int allowed, cxl_work work, void* job) noexcept
+    int64_t cxl_take(int64_t* next) noexcept
 
 STREAM_FIELDS = 4
 MAX_GROUP_STREAMS = 16
@@ -70,12 +73,13 @@ def sweep(const uint64_t[::1] streams, int num_threads, str isa, uint64_t patter
         raise ValueError(f"the table must have {FIELDS} numbers per stream, got {streams.shape[0]}")
     if num_threads < 1:
         raise ValueError(f"num_threads must be at least 1, got {num_threads}")
-    if isa not in _cpu.supported_isas():
-        raise ValueError(f"isa {isa!r} cannot be used: this CPU supports {', '.join(_cpu.supported_isas())}")
+    supported = _cpu.supported_isas()
+    if isa not in supported:
+        raise ValueError(f"isa {isa!r} cannot be used: this CPU supports {', '.join(supported)}")
     if num_streams == 0:
         return 0
     _check(streams, num_streams)
-    cdef mem_isa code = MEM_AVX512 if isa == "avx512" else MEM_AVX2 if isa == "avx2" else MEM_BASELINE
+    cdef mem_isa code = <mem_isa> <int> supported.index(isa)
     cdef uint64_t found
     cdef int64_t* index = <int64_t*> malloc(sizeof(int64_t) * 2 * (num_streams + 1))
     if index == NULL:
@@ -105,11 +109,23 @@ cdef int _check(const uint64_t[::1] streams, int64_t num_streams) except -1:
     return 0
 
 
+cdef struct sweep_job:
+    const uint64_t* streams
+    int64_t num_groups
+    const int64_t* firsts
+    const int64_t* starts
+    mem_isa isa
+    uint64_t pattern
+    int64_t num_chunks
+    int64_t next_chunk
+    uint64_t found
+
+
 cdef uint64_t _sweep(const uint64_t* streams, int64_t num_streams, int64_t* firsts, int64_t* starts,
                      int num_threads, mem_isa isa, uint64_t pattern) noexcept nogil:
     """Lay the groups end to end, each as long as its widest stream, and cut the line into chunks."""
-    cdef int64_t i, chunk, num_chunks, num_groups = 0
-    cdef uint64_t found = 0
+    cdef int64_t i, num_chunks, num_groups = 0
+    cdef sweep_job job
     for i in range(num_streams):
         if i == 0 or streams[i * FIELDS] != streams[(i - 1) * FIELDS]:
             firsts[num_groups] = i
@@ -121,12 +137,21 @@ cdef uint64_t _sweep(const uint64_t* streams, int64_t num_streams, int64_t* firs
     for i in range(num_groups):
         starts[i + 1] = starts[i] + (starts[i + 1] + MEM_LINE - 1) // MEM_LINE * MEM_LINE
     num_chunks = (starts[num_groups] + CHUNK - 1) // CHUNK
-    if num_chunks < num_threads:
-        num_threads = <int> num_chunks if num_chunks else 1
-    with parallel(num_threads=num_threads):
-        for chunk in prange(num_chunks, schedule="dynamic", chunksize=1):
-            found |= _sweep_chunk(streams, num_groups, firsts, starts, chunk * CHUNK, isa, pattern)
-    return found
+    job.streams, job.num_groups, job.firsts, job.starts = streams, num_groups, firsts, starts
+    job.isa, job.pattern, job.num_chunks = isa, pattern, num_chunks
+    job.next_chunk, job.found = 0, 0
+    cxl_run_threads(<int> max(1, min(num_chunks, num_threads)), num_threads, _take_chunks, &job)
+    return job.found
+
+
+cdef void _take_chunks(void* argument, int thread) noexcept nogil:
+    cdef sweep_job* job = <sweep_job*> argument
+    cdef int64_t chunk = cxl_take(&job.next_chunk)
+    cdef uint64_t found = 0
+    while chunk < job.num_chunks:
+        found |= _sweep_chunk(job.streams, job.num_groups, job.firsts, job.starts, chunk * CHUNK, job.isa, job.pattern)
+        chunk = cxl_take(&job.next_chunk)
+    mem_found(&job.found, found)
 
 
 cdef uint64_t _sweep_chunk(const uint64_t* streams, int64_t num_groups, const int64_t* firsts, const int64_t* starts,

@@ -4,7 +4,8 @@
 
 #include "adam_tail.h"
 
-enum adam_isa { ADAM_BASELINE, ADAM_AVX2, ADAM_AVX512 };
+/* positions in _cpu.supported_isas() */
+enum adam_isa { ADAM_BASELINE, ADAM_AVX2, ADAM_AVX512, ADAM_NEON = 1 };
 
 /* a * b + c rounded once, for CPUs without FMA. The product of two floats is exact in double; the sum is rounded to
  * odd there, so that the second rounding, to float, is the only one that counts (Boldo & Melquiond 2008). */
@@ -38,6 +39,7 @@ CXL_INLINE float adam_fma_baseline(const float a, const float b, const float c)
 
 #define CXL_FMA(a, b, c) __builtin_fmaf(a, b, c)
 
+#ifdef __x86_64__
 #define CXL_NAME(name) name##_avx2
 #define CXL_TARGET __attribute__((target("avx2,fma,f16c")))
 #include "simd_avx2.h"
@@ -64,14 +66,32 @@ CXL_INLINE float adam_fma_baseline(const float a, const float b, const float c)
 #include "simd_end.h"
 #undef CXL_NAME
 #undef CXL_TARGET
-#undef CXL_FMA
 
 #define ADAM_CALL(isa, function, ...)                                                                                  \
     switch (isa) {                                                                                                     \
     case ADAM_AVX512: function##_avx512(__VA_ARGS__); break;                                                           \
     case ADAM_AVX2: function##_avx2(__VA_ARGS__); break;                                                               \
-    case ADAM_BASELINE: function##_baseline(__VA_ARGS__); break;                                                       \
+    default: function##_baseline(__VA_ARGS__); break;                                                                  \
     }
+#elif defined(__aarch64__)
+#define CXL_NAME(name) name##_neon
+#define CXL_TARGET
+#include "simd_neon.h"
+#include "pairs_body.h"
+#include "blockwise_body.h"
+#include "adam_elements_body.h"
+#include "adam_body.h"
+#include "simd_end.h"
+#undef CXL_NAME
+#undef CXL_TARGET
+
+#define ADAM_CALL(isa, function, ...)                                                                                  \
+    switch (isa) {                                                                                                     \
+    case ADAM_NEON: function##_neon(__VA_ARGS__); break;                                                               \
+    default: function##_baseline(__VA_ARGS__); break;                                                                  \
+    }
+#endif
+#undef CXL_FMA
 
 /* Code `n` float32 numbers as 8-bit state, and back. */
 static void adam_encode(

@@ -2,13 +2,18 @@
 #ifndef LIGHTNING_CXL_GRADS_ISA_H
 #define LIGHTNING_CXL_GRADS_ISA_H
 
+#ifdef __x86_64__
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 #include <stdint.h>
 #include <string.h>
 
 #include "number_formats.h"
 
-enum grads_isa { GRADS_BASELINE, GRADS_AVX2, GRADS_AVX512 };
+/* positions in _cpu.supported_isas() */
+enum grads_isa { GRADS_BASELINE, GRADS_AVX2, GRADS_AVX512, GRADS_NEON = 1 };
 enum grads_operation { GRADS_MEASURE, GRADS_COPY, GRADS_ACCUMULATE };
 enum { GRADS_BLOCK = 32 };
 /* A thread that reads one place after the other leaves up to a third of the memory's bandwidth unused: the quarters of
@@ -53,6 +58,7 @@ static double grads_total(const double *vectors, const int paired)
 
 /* ---- the product of two float32 is exact in double: whether it is fused with the addition makes no difference ---- */
 
+#ifdef __x86_64__
 typedef struct {
     __m128d part[4];
 } grads_lanes_baseline;
@@ -67,6 +73,22 @@ CXL_INLINE void grads_square_baseline(grads_lanes_baseline *lanes, const grads_f
         lanes->part[2 * i + 1] = _mm_add_pd(lanes->part[2 * i + 1], _mm_mul_pd(high, high));
     }
 }
+#elif defined(__aarch64__)
+typedef struct {
+    float64x2_t part[4];
+} grads_lanes_baseline;
+
+CXL_INLINE void grads_square_baseline(grads_lanes_baseline *lanes, const grads_floats values)
+{
+    float32x4_t halves[2];
+    memcpy(halves, &values, sizeof halves);
+    for (int i = 0; i < 2; i++) {
+        const float64x2_t low = vcvt_f64_f32(vget_low_f32(halves[i])), high = vcvt_high_f64_f32(halves[i]);
+        lanes->part[2 * i] = vfmaq_f64(lanes->part[2 * i], low, low);
+        lanes->part[2 * i + 1] = vfmaq_f64(lanes->part[2 * i + 1], high, high);
+    }
+}
+#endif
 
 CXL_INLINE grads_floats grads_from_bfloat16_baseline(const char *source)
 {
@@ -93,12 +115,30 @@ CXL_INLINE grads_floats grads_from_float16_baseline(const char *source)
 #define GRADS_FROM_FLOAT16(source) grads_from_float16_baseline(source)
 #include "grads_body.h"
 #undef GRADS_NAME
+#undef GRADS_FROM_FLOAT16
+
+#ifdef __aarch64__
+CXL_INLINE grads_floats grads_from_float16_neon(const char *source)
+{
+    const float16x8_t halves = vreinterpretq_f16_u8(vld1q_u8((const uint8_t *)source));
+    const float32x4_t parts[2] = {vcvt_f32_f16(vget_low_f16(halves)), vcvt_high_f32_f16(halves)};
+    grads_floats values;
+    memcpy(&values, parts, sizeof values);
+    return values;
+}
+
+#define GRADS_NAME(name) name##_neon
+#define GRADS_FROM_FLOAT16(source) grads_from_float16_neon(source)
+#include "grads_body.h"
+#undef GRADS_NAME
+#undef GRADS_FROM_FLOAT16
+#endif
 #undef GRADS_TARGET
 #undef GRADS_LANES
 #undef GRADS_SQUARE
 #undef GRADS_FROM_BFLOAT16
-#undef GRADS_FROM_FLOAT16
 
+#ifdef __x86_64__
 #define GRADS_FROM_BFLOAT16(source) \
     ((grads_floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(source))), 16))
 /* every CPU with AVX2 has F16C, which is older and ignores the denormal mode, as cxl_from_float16 does */
@@ -143,6 +183,7 @@ typedef struct {
 #undef GRADS_SQUARE
 #undef GRADS_FROM_BFLOAT16
 #undef GRADS_FROM_FLOAT16
+#endif
 
 /* Process one piece of a span, from element `offset` on, and return its sum of squares. The caller has checked that the
  * CPU has `isa` and that the formats fit the operation. */
@@ -156,9 +197,13 @@ static double grads_piece(
     const struct cxl_random_key key = {
         (uint32_t)random_key, (uint32_t)(random_key >> 32) + (uint32_t)(pair >> 32) * CXL_FAR};
     switch (isa) {
+#ifdef __x86_64__
     case GRADS_AVX512: return grads_piece_avx512(operation, from, to, source, destination, n, key, first);
     case GRADS_AVX2: return grads_piece_avx2(operation, from, to, source, destination, n, key, first);
-    case GRADS_BASELINE: break;
+#elif defined(__aarch64__)
+    case GRADS_NEON: return grads_piece_neon(operation, from, to, source, destination, n, key, first);
+#endif
+    default: break;
     }
     return grads_piece_baseline(operation, from, to, source, destination, n, key, first);
 }

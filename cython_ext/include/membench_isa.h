@@ -2,12 +2,15 @@
 #ifndef LIGHTNING_CXL_MEMBENCH_ISA_H
 #define LIGHTNING_CXL_MEMBENCH_ISA_H
 
+#ifdef __x86_64__
 #include <immintrin.h>
+#endif
 #include <stdint.h>
 #include <string.h>
 
 #define MEM_LINE 64 /* bytes of a cache line */
 
+/* positions in _cpu.supported_isas(); NEON is the baseline */
 enum mem_isa { MEM_BASELINE, MEM_AVX2, MEM_AVX512 };
 enum mem_access { MEM_READ, MEM_UPDATE, MEM_WRITE, MEM_WRITE_PAST };
 
@@ -49,13 +52,18 @@ static inline __attribute__((always_inline)) int64_t mem_cut(
 #define MEM_NAME(name) name##_baseline
 #define MEM_TARGET
 #define MEM_VECTOR 16
+#ifdef __x86_64__
 #define MEM_PAST(p, x) _mm_stream_si128((__m128i *)(p), (__m128i)(x))
+#else
+#define MEM_PAST(p, x) (*(mem_aligned_baseline *)(p) = (x)) /* GCC has no such store for other CPUs */
+#endif
 #include "membench_body.h"
 #undef MEM_NAME
 #undef MEM_TARGET
 #undef MEM_VECTOR
 #undef MEM_PAST
 
+#ifdef __x86_64__
 #define MEM_NAME(name) name##_avx2
 #define MEM_TARGET __attribute__((target("avx2")))
 #define MEM_VECTOR 32
@@ -75,6 +83,7 @@ static inline __attribute__((always_inline)) int64_t mem_cut(
 #undef MEM_TARGET
 #undef MEM_VECTOR
 #undef MEM_PAST
+#endif
 
 /* The caller has checked that the CPU has `isa`. */
 static uint64_t mem_sweep(
@@ -82,14 +91,22 @@ static uint64_t mem_sweep(
     const uint64_t pattern)
 {
     switch (isa) {
+#ifdef __x86_64__
     case MEM_AVX512: return mem_sweep_avx512(parts, num_parts, log2_blocks, pattern);
     case MEM_AVX2: return mem_sweep_avx2(parts, num_parts, log2_blocks, pattern);
-    case MEM_BASELINE: break;
+#endif
+    default: break;
     }
     return mem_sweep_baseline(parts, num_parts, log2_blocks, pattern);
 }
 
+static inline void mem_found(uint64_t *all, const uint64_t found) { __atomic_fetch_or(all, found, __ATOMIC_RELAXED); }
+
 /* Stores past the caches become visible to other threads in any order unless fenced. */
+#ifdef __x86_64__
 static inline void mem_fence(void) { _mm_sfence(); }
+#else
+static inline void mem_fence(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+#endif
 
 #endif

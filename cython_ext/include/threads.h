@@ -27,16 +27,32 @@
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#ifdef __x86_64__
 #include <xmmintrin.h>
+#endif
 
 enum { CXL_STACK_BYTES = 1 << 20 }; /* small enough for many threads */
+
+/* the mode of floating-point numbers: rounding, denormals */
+#ifdef __x86_64__
+static inline unsigned int cxl_get_mode(void) { return _mm_getcsr(); }
+static inline void cxl_set_mode(const unsigned int mode) { _mm_setcsr(mode); }
+#elif defined(__aarch64__)
+static inline unsigned int cxl_get_mode(void)
+{
+    uint64_t mode;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    return (unsigned int)mode; /* the upper half is reserved */
+}
+static inline void cxl_set_mode(const unsigned int mode) { __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)mode)); }
+#endif
 
 typedef void (*cxl_work)(void *job, int thread);
 
 struct cxl_call {
     cxl_work work;
     void *job;
-    unsigned int mode; /* of floating-point numbers */
+    unsigned int mode;
     unsigned running;  /* workers that have not returned; atomic, a futex */
 };
 
@@ -69,7 +85,7 @@ static void *cxl_serve(void *argument)
         struct cxl_call *call = worker->call;
         if (!CPU_EQUAL(&worker->cpus, &worker->cpus_now) && sched_setaffinity(0, sizeof worker->cpus, &worker->cpus) == 0)
             worker->cpus_now = worker->cpus; /* else it runs where it is: slower, not wrong */
-        _mm_setcsr(call->mode);
+        cxl_set_mode(call->mode);
         call->work(call->job, worker->thread);
         if (__atomic_sub_fetch(&call->running, 1, __ATOMIC_RELEASE) == 0)
             cxl_wake(&call->running); /* the call may be over by now: then no thread waits at this address */
@@ -126,7 +142,7 @@ static struct cxl_worker *cxl_take_worker(void)
 struct cxl_team_call {
     cxl_work work;
     void *job;
-    unsigned int mode; /* of floating-point numbers */
+    unsigned int mode;
     int num_threads;
     int next; /* number of a thread; atomic */
 };
@@ -137,10 +153,10 @@ static void cxl_work_in_team(void *argument)
     const int thread = __atomic_fetch_add(&call->next, 1, __ATOMIC_RELAXED);
     if (thread >= call->num_threads)
         return;
-    const unsigned int mode = _mm_getcsr();
-    _mm_setcsr(call->mode);
+    const unsigned int mode = cxl_get_mode();
+    cxl_set_mode(call->mode);
     call->work(call->job, thread);
-    _mm_setcsr(mode); /* the threads are torch's */
+    cxl_set_mode(mode); /* the threads are torch's */
 }
 
 /* Run on the threads of torch's OpenMP; returns 0 where these do not serve this thread. */
@@ -158,7 +174,7 @@ static int cxl_run_team(const int num_threads, const int allowed, const cxl_work
     }
     if (!parallel || !max_threads || allowed != max_threads())
         return 0;
-    struct cxl_team_call call = {.work = work, .job = job, .mode = _mm_getcsr(), .num_threads = num_threads};
+    struct cxl_team_call call = {.work = work, .job = job, .mode = cxl_get_mode(), .num_threads = num_threads};
     parallel(cxl_work_in_team, &call, (unsigned)allowed, 0); /* the whole team: of a smaller one, threads end */
     return 1;
 }
@@ -173,7 +189,7 @@ static void cxl_run_threads(const int num_threads, const int allowed, const cxl_
 {
     if (allowed && num_threads > 1 && cxl_run_team(num_threads, allowed, work, job))
         return;
-    struct cxl_call call = {.work = work, .job = job, .mode = _mm_getcsr()};
+    struct cxl_call call = {.work = work, .job = job, .mode = cxl_get_mode()};
     struct cxl_worker *used = NULL;
     cpu_set_t cpus;
     const int here = sched_getcpu();

@@ -80,7 +80,7 @@ def test_card_outside_the_cpuset_or_movable(machine):
         ("limits", {"memlock_bytes": 65536}, "limited to 64.0 KiB.*ulimit -l unlimited"),
         ("kernel", {"transparent_hugepage": "never"}, "echo madvise"),
         ("kernel", {"numa_balancing": "2"}, "kernel.numa_balancing=0"),
-        ("cpu", {"isa": None, "isa_error": "LIGHTNING_CXL_ISA='neon'"}, "cannot be used: LIGHTNING_CXL_ISA='neon'"),
+        ("cpu", {"isa": None, "isa_error": "LIGHTNING_CXL_ISA='avx9'"}, "cannot be used: LIGHTNING_CXL_ISA='avx9'"),
     ],
 )
 def test_advice(healthy, section, values, message):
@@ -91,8 +91,8 @@ def test_advice(healthy, section, values, message):
 
 
 def test_wrong_isa_is_reported_not_raised(monkeypatch):
-    monkeypatch.setenv("LIGHTNING_CXL_ISA", "neon")
+    monkeypatch.setenv("LIGHTNING_CXL_ISA", "avx9")
     report = environment_report(FIXTURES / "2node")
     assert report["cpu"]["isa"] is None
-    assert "neon" in report["advice"][0]
+    assert "avx9" in report["advice"][0]
     assert "isa: none" in format_environment(report)
