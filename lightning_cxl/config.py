@@ -111,7 +111,7 @@ class OffloadConfig:
         units: The modules that are offloaded as one: ``"auto"`` (the model's repeated blocks), or module name patterns
             or class names.
         stream_weights: Keep the weights of units in host memory and bring each unit to the device when it computes;
-            needs `activation_offload`. ``"auto"`` does so when the device is apart from the host.
+            needs `activation_offload`. ``"auto"`` does so when the device has memory of its own.
         units_on_device: How many units keep their weights on the device instead, those first that no step writes: what
             has room there need not be copied. `plan --units-on-device auto` says how many have. With one process.
         overlap_step: Run `CPUAdam` unit after unit behind the next forward, and behind the backward where nothing can

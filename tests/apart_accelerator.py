@@ -23,6 +23,9 @@ class ApartDevices:
         properties = torch.apart.get_device_properties(index)
         return properties.name, properties.total_memory
 
+    def is_integrated(self, index):
+        return False
+
     def pci_address(self, index):
         return None
 

@@ -62,6 +62,10 @@ class CudaDevices:
         properties = torch.cuda.get_device_properties(index)
         return properties.name, properties.total_memory
 
+    def is_integrated(self, index: int) -> bool:
+        """Return whether a device computes in the memory of the host, such as GB10's."""
+        return bool(torch.cuda.get_device_properties(index).is_integrated)
+
     def pci_address(self, index: int) -> str | None:
         """Return where a device is on the machine's PCI buses, as in ``"0000:dc:00.0"``; None where it is on none."""
         properties = torch.cuda.get_device_properties(index)

@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_cxl.config import SSD, OffloadConfig
-from lightning_cxl.devices.transfer import TransferEngine, make_engine
+from lightning_cxl.devices.transfer import TransferEngine, device_type_of, make_engine
 from lightning_cxl.errors import LightningCXLError, LightningCXLWarning, SpillWarning, TierFullError
 from lightning_cxl.gradients.guard import GradientMeter, OverflowGuard
 from lightning_cxl.gradients.offload import GradientOffload, HostWorker, attach_zero_grad, detach_zero_grad
@@ -248,6 +248,11 @@ class Host:
         policy: PlanningPolicy | None = None,
         binding: RankBinding | None = None,
     ) -> None:
+        self.engine = make_engine(device)
+        at = self.engine.device
+        if config.stream_weights == "auto" and at.type != "cpu" and device_type_of(at).is_integrated(at.index):
+            log.warning(f"weights do not stream: `{at}` computes in the memory of the host")
+            config = replace(config, stream_weights=False)
         self.config = config
         self.device = device
         self._shared = binding.notes if binding else ()
@@ -262,7 +267,6 @@ class Host:
         self.memory = HostMemory(self.topology, budgets=budgets, room=room, on_tier_full=full, pin=pin)
         self.policy = RunPolicy(config, self.topology, device, policy)
         self.placer = Placer(self.topology, self.memory.free_bytes, cpu_computes=self.policy.cpu_computes)
-        self.engine = make_engine(device)
 
     @property
     def streams_weights(self) -> bool:

@@ -1,12 +1,16 @@
-"""Where compute weights move when a run begins."""
+"""Where compute weights move when a run begins, and whether they stream."""
 
 from contextlib import ExitStack
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
-from lightning_cxl.run.run import place_model
+from lightning_cxl.config import OffloadConfig
+from lightning_cxl.devices.transfer import device_type_of
+from lightning_cxl.machine.topology import Topology
+from lightning_cxl.run.run import Host, place_model
 
 NO_MEMORY = SimpleNamespace(shard=None)
 META = SimpleNamespace(device=torch.device("meta"))  # moving there makes every parameter anew
@@ -34,3 +38,16 @@ def test_parameters_that_a_move_adds_or_drops():
     model = nn.Sequential(Changes(3, 2))
     place_model(model, NO_MEMORY, META, [], [], ExitStack())
     assert {name: p.device.type for name, p in model.named_parameters()} == {"0.weight": "meta", "0.scale": "meta"}
+
+
+@pytest.mark.parametrize(
+    ("integrated", "asked", "streams"), [(False, "auto", True), (True, "auto", False), (True, True, True)]
+)
+def test_weights_stream_to_a_device_with_memory_of_its_own(on_device, monkeypatch, caplog, integrated, asked, streams):
+    if on_device.type == "cpu":
+        pytest.skip("is about devices other than the CPU")
+    monkeypatch.setattr(type(device_type_of(on_device)), "is_integrated", lambda self, index: integrated)
+    host = Host(OffloadConfig(stream_weights=asked), on_device, Topology.fake(dram=("1GiB",)))
+    assert host.streams_weights is streams
+    assert ("computes in the memory of the host" in caplog.text) is not streams
+    host.engine.close()
