@@ -296,6 +296,10 @@ class _ContainerPickler(pickle.Pickler):
         return self.leaves.setdefault(id(value), (len(self.leaves), value))[0]
 
 
+class _ContainerUnpickler(pickle.Unpickler):
+    """Lets `persistent_load` be set: CPython 3.13.0 does not in its own class."""
+
+
 def is_container(value: Any) -> bool:
     """Whether an argument, or what is in it, is copied for a recompute."""
     if isinstance(value, (torch.Tensor, nn.Module, type)) or is_cache(value):
@@ -325,7 +329,7 @@ def taken_apart(value: Any, unit: str, is_container: Callable[[Any], bool]) -> t
 
 def put_together(containers: bytes, leaves: Sequence[Any]) -> Any:
     """Return what `taken_apart` was given, in new containers."""
-    unpickler = pickle.Unpickler(io.BytesIO(containers))
+    unpickler = _ContainerUnpickler(io.BytesIO(containers))
     unpickler.persistent_load = leaves.__getitem__  # type: ignore[method-assign]
     return unpickler.load()
 
