@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt $(wildcard cython_ext/*.pyx cython_ext/include/*.h)
 
-.PHONY: demo fuzz test test-rest test-all docs mutants gpu compat wheels wheels-check upstream test-numa sanitize lint format clean
+.PHONY: demo faults fuzz test test-rest test-all docs mutants gpu compat wheels wheels-check upstream test-numa sanitize lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m lightning_cxl fit --config examples/configs/finetune_stdlib.yaml
@@ -79,6 +79,10 @@ upstream: $(VENV)/installed
 # placement on real memory-only nodes, in a small virtual machine; see tests/numa_vm/README.md
 test-numa: $(VENV)/installed
 	$(BIN)/python -m tests.numa_vm
+
+# a training meets each fault and is resumed: a table; needs root for two of them
+faults: $(VENV)/installed
+	$(BIN)/python -m tests.fault_matrix
 
 # damaged files and options without sense, 100,000 of them; each must be answered in words
 fuzz: $(VENV)/installed

@@ -624,3 +624,13 @@ def test_what_is_damaged_is_answered_in_words():
     done = subprocess.run(command, cwd=ROOT, timeout=900, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" 0 findings") == 10
+
+
+@pytest.mark.full
+def test_a_training_that_meets_a_fault_is_resumed(tmp_path):
+    rows = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "tests.fault_matrix", "--only", "newest", "--json", rows]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=900, stdout=subprocess.DEVNULL)
+    said = [row["resumed from"] for row in json.loads(rows.read_text())]
+    assert len(said) == 2
+    assert all("step=2.ckpt, after `step=4.ckpt`: lightning_cxl.errors.CheckpointError" in each for each in said)

@@ -40,7 +40,7 @@ NAVIGATION = {
     "Start": ["examples/site/notebook", *(_GUIDES + name for name in ("configuration", "migration", "support"))],
     "Frameworks": [_GUIDES + name for name in ("fabric", "accelerate", "transformers", "optimizer")],
     "Memory": [_GUIDES + name for name in ("policies", "gpu", "several_gpus", "scaling", "big_models")],
-    "Training": [_GUIDES + name for name in ("long_contexts", "checkpoints", "monitoring")],
+    "Training": [_GUIDES + name for name in ("long_contexts", "checkpoints", "failures", "monitoring")],
     "Reference": ["examples/site/api", "examples/site/errors", _GUIDES + "limits", "CHANGELOG"],
     "Measurements": [f"examples/{name}/README" for name in ("conformance", "bench", "lab")] + [_GUIDES + "tests"],
     "The code": ["lightning_cxl/README", "lightning_cxl/DECISIONS", "cython_ext/README"],
