@@ -144,6 +144,7 @@ class OffloadConfig:
         replicate_machines: With several machines: every machine holds all of the training state, sharded over its
             ranks, so weights are gathered inside it and only gradients cross between machines. False: the state is
             sharded over all ranks.
+        report: Folder for a page about each run, written when it ends: ``run.html``, or one for each rank.
     """
 
     tiers: Mapping[str, Mapping[str, int | str | Sequence[str]] | int | str] = field(default_factory=dict)
@@ -169,6 +170,7 @@ class OffloadConfig:
     pin_memory: bool | Literal["auto"] = "auto"
     share_weights: bool | Literal["auto"] = False
     replicate_machines: bool = False
+    report: str | None = None
 
     def __post_init__(self) -> None:
         self.budgets()
@@ -184,8 +186,9 @@ class OffloadConfig:
                 )
         if not isinstance(self.policy, str) or not self.policy:
             raise ConfigError(f"policy must be a policy's name or the import path of a class, got {short(self.policy)}")
-        if self.machine is not None and not isinstance(self.machine, str):
-            raise ConfigError(f"machine must be the path of a YAML file or None, got {short(self.machine)}")
+        for name, what in (("machine", "a YAML file"), ("report", "a folder")):
+            if (path := getattr(self, name)) is not None and not isinstance(path, str):
+                raise ConfigError(f"{name} must be the path of {what} or None, got {short(path)}")
         if self.share_weights not in (False, None):
             raise ConfigError(
                 f"share_weights={self.share_weights!r}: this option was removed. FSDP2 gathers the weights of several "

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 NAMES = ("tiers", "rest", "children", "available")
 """Bytes on tiers; of the process besides; that its children (workers of a DataLoader) took; that may still be used."""
-_WORDS = {"tiers": "tensors on tiers", "rest": "the rest of the process", "children": "its child processes"}
+WORDS = {"tiers": "tensors on tiers", "rest": "the rest of the process", "children": "its child processes"}
 _PERIOD_S = 0.1
 _NUM_SAMPLES, _END_SAMPLES = 600, 50
 _HEADER_BYTES = 4096
@@ -96,6 +96,12 @@ class Recorder:
         self._at_first = {pid: self._at_first.get(pid, nbytes) for pid, nbytes in resident.items()}
         children = sum(max(0, nbytes - self._at_first[pid]) for pid, nbytes in resident.items())
         return tiers, max(0, _resident(self._pid) - tiers), children, self._topology.host_available_bytes()
+
+    def samples(self) -> list[tuple[float, dict[str, int]]]:
+        """Return bytes by what holds them, by the time of day, of the last minute; every tenth sample."""
+        with suppress(OSError, ValueError):
+            return _read(self._path)[1][::10]
+        return []
 
     def _remove(self) -> None:
         with suppress(OSError):
@@ -169,19 +175,19 @@ def _said(path: Path, who: str = "was killed") -> tuple[float, str] | None:
 def _describe(header: Mapping[str, Any], samples: list[tuple[float, dict[str, int]]], who: str) -> str:
     (first_s, first), stop_s = samples[0], samples[-1][0]
     # the fullest moment of the last seconds: the kernel may have killed a child before
-    last_s, end = max(samples[-_END_SAMPLES:], key=lambda sample: sum(sample[1][name] for name in _WORDS))
+    last_s, end = max(samples[-_END_SAMPLES:], key=lambda sample: sum(sample[1][name] for name in WORDS))
     begin, stop = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each)) for each in (header["began"], stop_s))
     kills = _oom_kills() - header["oom_kills"]
     if header["boot"] != _boot():
         who = "was ended by the machine, which has started anew"
-    elif who != "ended" and kills > 0 and end["available"] < sum(end[name] for name in _WORDS) // 10:
+    elif who != "ended" and kills > 0 and end["available"] < sum(end[name] for name in WORDS) // 10:
         who = _BY_KERNEL
-    grown = {name: end[name] - first[name] for name in _WORDS}
+    grown = {name: end[name] - first[name] for name in WORDS}
     most = max(grown, key=lambda name: grown[name])
     growth = ""
     if grown[most] > _SHOWN_BYTES:
-        growth = f" Within {last_s - first_s:.0f} s {_WORDS[most]} grew by {format_bytes(grown[most])}."
-    held = ", ".join(f"{text} had {format_bytes(end[name])}" for name, text in _WORDS.items())
+        growth = f" Within {last_s - first_s:.0f} s {WORDS[most]} grew by {format_bytes(grown[most])}."
+    held = ", ".join(f"{text} had {format_bytes(end[name])}" for name, text in WORDS.items())
     return (
         f"a training ({header['command']}, process {header['pid']}, begun {begin}) {who} at {stop}: {held}, and "
         f"{format_bytes(end['available'])} could still be used.{growth}"

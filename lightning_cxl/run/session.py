@@ -10,7 +10,8 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from lightning_cxl.machine.binding import RankBinding, RankFacts, bind_rank
 from lightning_cxl.machine.topology import Topology, memory_pressure
 from lightning_cxl.memory.hook import active
 from lightning_cxl.planning.policies import check_policy
+from lightning_cxl.run.report_page import Report, Samples
 from lightning_cxl.run.run import FinishedRun, Host, Run
 from lightning_cxl.sharding.fsdp import cut, reshard
 from lightning_cxl.sharding.processes import on_all_ranks
@@ -132,6 +134,8 @@ class Session:
         self.host: Host | None = None  # memory and policy of the next or present run
         self.runs: list[Run] = []  # the runs that are going on, in the order in which they began
         self._finished: FinishedRun | None = None
+        self._begun: dict[str, float] = {}  # totals when the first run began
+        self._seen: tuple[dict[str, float], list[timing.Span], Samples] = ({}, [], [])  # of the last run
         self._measured: dict[str, float] = {}  # totals when `metrics` was asked last, or the first run began
         self._recorder: recorder.Recorder | None = None
         self._last_report: dict[str, Any] | None = None
@@ -170,6 +174,7 @@ class Session:
             )
         self.active.enter_context(host.activate())
         self._measured = self._measured or self._totals()
+        self._begun = self._begun or self._measured
         if self._recorder is None:
             self._recorder = recorder.start(host.topology, host.memory.stats, host.engine.use_in_this_thread)
 
@@ -198,9 +203,12 @@ class Session:
 
     def close(self, *, after_error: bool = False) -> None:
         """Free everything but weights and optimizer state, which belong to the user. Idempotent."""
+        if self.host is not None:
+            with suppress(RuntimeError):  # of a device that has failed
+                self._seen = self._see()
         runs, self.runs = self.runs, []
         host, self.host = self.host, None
-        self._measured = {}
+        self._measured = self._begun = {}
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
             if host is not None:
                 cleanup.callback(host.close)
@@ -214,6 +222,13 @@ class Session:
                 self._finished = run.finished() if run.optimizers else self._finished
             if host is not None:
                 self._last_report = _report(host, runs, "finished")
+        if host is not None and self.config.report is not None:
+            name = "run" if self._ranks is None else f"rank-{self._ranks['rank']}"
+            try:
+                Path(self.config.report).mkdir(parents=True, exist_ok=True)
+                self.report(host.device).save(Path(self.config.report) / f"{name}.html")
+            except OSError as error:
+                log.warning(f"the report was not written: {error}")
 
     def drop_finished(self) -> None:
         """Free the master weights of the run that trained last: its front end saves nothing after a run."""
@@ -229,8 +244,10 @@ class Session:
 
     # -- what it did -------------------------------------------------------------------------------------------------
 
-    def report(self, device: torch.device) -> dict[str, Any]:
+    def report(self, device: torch.device) -> Report:
         """Return bytes planned, used and at the peak, per tier and role, JSON-able; the last run's when it is over.
+
+        ``report().save("run.html")`` writes a page of it, with the last step and the last minute of memory.
 
         Keys: ``tiers`` {name: {capacity_bytes, budget_bytes, used_bytes, peak_bytes, held_bytes}},
         ``ranks`` (which of how many this process is; None where it is alone; bytes are of this rank), ``roles``,
@@ -241,9 +258,16 @@ class Session:
         report = self._last_report
         if report is None or self.host is not None:
             report = _report(self.host_on(device), self.runs, "running")
-        return {**report, "ranks": self._ranks, "config": self.config.describe(self.origins)}
+        content = {**report, "ranks": self._ranks, "config": self.config.describe(self.origins)}
+        return Report(content, *(self._seen if self.host is None else self._see()))
+
+    def _see(self) -> tuple[dict[str, float], list[timing.Span], Samples]:
+        samples = [] if self._recorder is None else self._recorder.samples()
+        return self._since(self._begun), timing.last_step(), samples
 
     def _totals(self) -> dict[str, float]:
+        if self.host is not None:
+            self.host.engine.count_stalls()
         num_steps = sum(run.guard.num_steps / max(1, len(run.optimizers)) for run in self.runs)
         ssd = next((run.on_ssd.store.stats() for run in self.runs if run.on_ssd is not None), {})
         moved = {f"ssd_{key}": value for key, value in ssd.items() if key in ("read_bytes", "written_bytes")}
@@ -261,15 +285,19 @@ class Session:
         """
         if self.host is None:
             return {}
-        self.host.engine.count_stalls()
         now, before = self._totals(), self._measured
-        more = {key: value - before.get(key, 0.0) for key, value in now.items()}
-        num_steps = more.pop("steps")
-        if num_steps < 0:  # a model of several is trained no more, and its steps are not counted
+        if not 0 <= now["steps"] - before["steps"] < 1:  # less than none: a model of several is trained no more
             self._measured = now
-        if num_steps < 1:
+        found = self._since(before, now)
+        return {f"cxl/{key}": float(value) for key, value in found.items()}
+
+    def _since(self, before: Mapping[str, float], now: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Return what the steps since some totals took, on average, and what there is now; empty without a step."""
+        now = now or self._totals()
+        more = {key: value - before.get(key, 0.0) for key, value in now.items()}
+        num_steps = more.pop("steps", 0.0)
+        if self.host is None or num_steps < 1:
             return {}
-        self._measured = now
         seconds, updates = more["step_s"], more.get("update_s", 0.0)
         found = {key: value / num_steps for key, value in more.items() if key.endswith("_s") or key.startswith("ssd_")}
         if updates:
@@ -279,7 +307,7 @@ class Session:
         found |= {key: now[key] for key in ("pinned_bytes", "memory_pressure_pct") if key in now}
         tiers = self.host.memory.stats()["tiers"]
         found |= {f"{name}_bytes": tier["used_bytes"] for name, tier in tiers.items()}
-        return {f"cxl/{key}": float(value) for key, value in found.items()}
+        return found
 
     def describe(self, name: str, device: torch.device) -> str:
         if self.host is None and self._last_report is None:

@@ -2,7 +2,9 @@
 
 import csv
 import gc
+import json
 import time
+from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ from transformers import TrainerCallback
 from lightning_cxl import CXLFabricStrategy, timing
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.optim.cpu_adam import AdamStep
+from lightning_cxl.run.report_page import Report
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop
+from lightning_cxl.text import format_bytes
 from tests import training_device
 from tests.integration import accelerate_loop, hf_trainer
 from tests.integration.fabric_loop import make_fabric
@@ -192,3 +196,73 @@ def test_torchs_profiler_shows_what_a_step_does():
     blocks = [f"model.blocks.{index}" for index in range(3)]
     expected = {f"cxl::{what} {block}" for what in ("fetch", "forward of", "recompute of") for block in blocks}
     assert expected | {"cxl::update", "cxl::gradients to the host"} <= names
+
+
+class Rows(HTMLParser):
+    """The cells of each row of the tables of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.tags = [], []
+        self.feed(text)
+        self.rows = [[cell.strip() for cell in row] for row in self.rows]
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data):
+        if self.rows and self.rows[-1] and self.lasttag in ("td", "th"):
+            self.rows[-1][-1] += data
+
+
+def test_a_page_about_the_run_has_the_numbers_of_its_report(tmp_path):
+    options = {"report": str(tmp_path / "pages"), "tier_rules": {"model.blocks.0": "dram"}, "state": "bf16"}
+    _, trainer = run(options, lambda: Task(TinyTransformer(dropout=0.0)), 8)
+    report, text = trainer.strategy.report(), (tmp_path / "pages/run.html").read_text()
+    page = Rows(text)
+    for role, tiers in report["peak_roles"].items():
+        sizes = [format_bytes(report[key].get(role, {}).get("dram", 0)) for key in ("planned_roles", "roles")]
+        assert not any(tiers.values()) or [role, "dram", *sizes, format_bytes(tiers["dram"])] in page.rows
+    assert ["state", '"bf16"', "argument"] in page.rows
+    assert [str(report["policy"])] in [row[1:] for row in page.rows if row[0] == "policy"]
+    assert len([tag for tag, _ in page.tags if tag == "svg"]) >= 1 and "<title>update: " in text
+    for tag, attributes in page.tags:
+        assert not {"src", "href"} & attributes.keys() or tag == "link", "nothing from elsewhere"
+    events = json.loads((tmp_path / "pages/run.trace.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events]
+    for what in ("forward of", "recompute of", "fetch"):
+        assert {f"{what} model.blocks.{index}" for index in range(3)} <= set(names)
+    assert len(names) < 8192 and names.count("step") == 1 and all(event["dur"] >= 0 for event in events)
+    json.dumps(report)
+
+
+def test_a_page_can_be_written_at_any_time_and_a_folder_that_cannot_be_written_ends_no_run(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    fabric = make_fabric(CXLFabricStrategy(report=str(tmp_path / "file" / "inside")))
+    fabric.strategy.report().save(tmp_path / "before.html")
+    model = TinyTransformer()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    fabric.strategy.report().save(tmp_path / "early.html")
+    assert "No step has ended" in (tmp_path / "early.html").read_text()
+    fabric.backward(accelerate_loop.loss_of(model, fabric.to_device(next(iter(token_data())))))
+    optimizer.step()
+    fabric.strategy.report().save(tmp_path / "page.html")
+    assert ["step_s"] in [row[:1] for row in Rows((tmp_path / "page.html").read_text()).rows]
+    fabric.strategy.teardown()
+    assert "the report was not written" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("per_step", "limit"),
+    [
+        ({"step_s": 2.0, "stall_update_s": 0.05}, "own computation"),
+        ({"step_s": 2.0, "stall_update_s": 0.5, "stall_ssd_s": 0.2}, "update on the host limits"),
+        ({"step_s": 2.0, "stall_update_s": 0.5, "stall_ssd_s": 0.7}, "Drives limit the step"),
+    ],
+)
+def test_a_page_says_what_limits_the_step(per_step, limit):
+    assert limit in Report({}, per_step, [], [])._limit()
