@@ -74,9 +74,9 @@ def named(name: str) -> Iterator[None]:
         _spans.append(Span(name, threading.current_thread().name, begin, time.perf_counter()))
 
 
-def last_step() -> list[Span]:
-    """Return what was done between the ends of the last two steps of an optimizer."""
-    spans = list(_spans)
+def last_step(since: float) -> list[Span]:
+    """Return what was done between the ends of the last two steps of an optimizer, from a moment on."""
+    spans = [each for each in tuple(_spans) if each.begin >= since]
     ends = [each.end for each in spans if each.name == "step"]
     begin, end = (ends[-2] if len(ends) > 1 else 0.0, ends[-1]) if ends else (0.0, 0.0)
     return [each._replace(begin=max(begin, each.begin)) for each in spans if begin < each.end and each.begin < end]

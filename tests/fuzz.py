@@ -212,7 +212,7 @@ def records(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
 
 
 def files_of_deepspeed(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
-    offload = {"device": "cpu", "pin_memory": True, "nvme_path": "/x", "buffer_count": 4}
+    offload = {"device": rng.choice(("cpu", "nvme")), "pin_memory": True, "nvme_path": "/x", "buffer_count": 4}
     zero = {"stage": 3, "offload_optimizer": offload, "offload_param": offload, "sub_group_size": 1e9}
     config = {"zero_optimization": zero, "bf16": {"enabled": "auto"}, "train_batch_size": "auto"}
     text = json.dumps(altered(config, rng)).encode()

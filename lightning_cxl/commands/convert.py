@@ -30,7 +30,7 @@ Rule = str | Callable[[Converted, Any], str]
 
 def _set(kind: str, name: str, value: Any = None) -> Rule:
     def set_value(to: Converted, given: Any) -> str:
-        if value is not None and not given:
+        if given is None or (value is not None and not given):
             return "off"
         getattr(to, kind)[name] = given if value is None else value
         return f"{name} of the {kind}"
@@ -66,7 +66,8 @@ RULES: Sequence[tuple[str, Rule]] = (
     ("zero_force_ds_cpu_optimizer", _set("strategy", "cpu_adam")),
     ("gradient_accumulation_steps", _set("trainer", "accumulate_grad_batches")),
     ("gradient_clipping", _set("trainer", "gradient_clip_val")),
-    ("train_batch_size train_micro_batch_size_per_gpu dataloader_drop_last", "set it in your data loader"),
+    ("train_micro_batch_size_per_gpu dataloader_drop_last", "set it in your data loader"),
+    ("train_batch_size", "set its parts: the batch in your data loader, micro-batches per step in the Trainer"),
     ("optimizer scheduler", "make it in your program: Adam and AdamW of torch run as CPUAdam, others unchanged"),
     ("activation_checkpointing", "activation_offload, on by default: blocks are recomputed from their inputs"),
     ("steps_per_print *_breakdown dump_state flops_profiler comms_logger tensorboard wandb comet csv_monitor", _LOGS),
@@ -84,7 +85,7 @@ def _visit(prefix: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Ru
         key = prefix + name
         short = key.replace("zero_optimization", "Z", 1)
         rule = next((rule for keys, rule in RULES for each in keys.split() if fnmatchcase(short, each)), None)
-        if isinstance(value, Mapping) and (rule is None or short == "Z" or short.startswith("Z.offload")):
+        if isinstance(value, Mapping) and value and (rule is None or short == "Z" or short.startswith("Z.offload")):
             yield from _visit(f"{key}.", value)
         else:
             yield key, value, rule or "UNKNOWN to this command"
@@ -99,9 +100,12 @@ def convert(given: Mapping[str, Any]) -> Converted:
         result.keys_of.setdefault(rule, []).append(key)
     zero = _part(given, "zero_optimization")
     weights, state = _part(zero, "offload_param"), _part(zero, "offload_optimizer")
-    paths = dict.fromkeys(each.get("nvme_path") for each in (weights, state) if each.get("device") == "nvme")
+    nvme = [each.get("nvme_path") for each in (weights, state) if each.get("device") == "nvme"]
+    paths = [path for index, path in enumerate(nvme) if path not in nvme[:index]]
+    if not all(isinstance(path, str | None) for path in paths):
+        raise ConfigError(f"nvme_path must be a folder, got {paths}")
     if paths:
-        result.strategy["tiers"] = {"ssd": {"path": list(paths)}}
+        result.strategy["tiers"] = {"ssd": {"path": paths}}
     if weights.get("device", "none") == "none" and not zero.get("cpu_offload_param"):
         result.strategy["stream_weights"] = False  # several devices keep their shards on the host in any case
     default, config = OffloadConfig(), OffloadConfig(**result.strategy)

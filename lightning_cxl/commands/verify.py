@@ -1,8 +1,9 @@
 """``python -m lightning_cxl verify``: trains a small copy of a model with and without offload, and compares bits.
 
 The reference knows nothing of this package but the model: a loop of torch, with all weights on the device, whose
-gradients are added up and whose optimizer steps on the CPU. Both note a checksum of every module's output, every
-gradient and every weight, in the order in which they come, so the first that differs is the operation that is wrong.
+gradients are added up and whose optimizer steps on the CPU. Both note a checksum of every loss, gradient and
+weight, in the order in which they come, and in a second run, if one differs, of every module's output: the first that
+differs is the operation that is wrong.
 """
 
 import argparse

@@ -270,6 +270,12 @@ class GradientOffload:
         elif not self.is_ours(pair, grad):  # else autograd added it in place
             pair.compute.grad = self._move([pair], [grad], [grad.dtype])[0]
         elif is_sharded(grad):  # or FSDP2 did, which leaves no trace
+            if grad.dtype in _HALF:
+                raise UnsupportedError(
+                    f"gradients of `{pair.name}` were added up in {grad.dtype}: with several processes, call "
+                    "`accelerator.backward(loss)`, `fabric.backward(loss)` or `self.manual_backward(loss)` once for "
+                    "each backward, instead of `loss.backward()`"
+                )
             torch.autograd.graph.increment_version([grad])
 
     def _receive_separate(self, pair: WeightPair) -> None:
@@ -491,15 +497,25 @@ class GradientOffload:
         for pair, _ in self._watched.values():
             if pair.is_shared and is_sharded(pair.compute):
                 self._stash_sum(pair)
+        self._forget_failed()
+        self._may_run = True
+        if self.updates is not None:
+            self.updates.begin_backward()
+
+    def _forget_failed(self) -> None:
         if self._backward is not None:
             self._group = {}
             self._settle()
             for key in self._pending:
                 self._sums.pop(key, None)
             self._pending.clear()
-        self._backward, self._may_run = None, True
-        if self.updates is not None:
-            self.updates.begin_backward()
+        self._backward = None
+
+    def start_forward(self) -> None:
+        """Forget a backward that failed, also where no front end tells that another one begins (`loss.backward()`)."""
+        if self._backward is not None and backward_id() is None:
+            self.release_units()
+            self._forget_failed()
 
     def finish_at_the_end(self) -> None:
         """Let `loss.backward()` return with complete gradients, whoever called it; not where it fails."""

@@ -41,6 +41,17 @@ _SHOWN_BYTES = 64 << 20  # less is no reason
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
+_open: set[int] = set()  # files of this process; a forked child would keep their locks
+
+
+def _close_in_child() -> None:
+    while _open:
+        os.close(_open.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 class Recorder:
     """Writes samples until `close`, which removes the file, or until the object is gone whose method `stats` is.
 
@@ -59,15 +70,16 @@ class Recorder:
         self._at_first: dict[int, int] = {}  # bytes of children when they were seen first: those of a fork are ours
         header = {"pid": self._pid, "began": time.time(), "began_s": time.monotonic(), "boot": _boot()}
         self._oom_kills = _oom_kills()
-        header |= {"oom_kills": self._oom_kills, "command": " ".join(sys.argv)[:300]}
+        header |= {"oom_kills": self._oom_kills, "command": " ".join(sys.argv)[:300], "node": os.uname().nodename}
         self._file, made = tempfile.mkstemp(prefix="new-", dir=_folder())
+        _open.add(self._file)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX)
             # not by a mapping: a full disk or a file server that is gone would be a signal, which ends the training
             os.pwrite(self._file, json.dumps(header).encode().ljust(_HEADER_BYTES), 0)
             self._path = Path(made).rename(made.replace("new-", "run-"))
         except OSError:
-            os.close(self._file)
+            self._close_file()
             os.unlink(made)
             raise
         self._thread = threading.Thread(target=self._run, name="lightning_cxl recorder", daemon=True)
@@ -90,6 +102,7 @@ class Recorder:
                 return
         self._finalizer.cancel()
         self._remove()
+        self._close_file()
 
     def _sample(self, tiers: int) -> tuple[int, int, int, int]:
         resident = {pid: _resident(pid) for pid in _children(self._pid)}
@@ -107,6 +120,11 @@ class Recorder:
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 
+    def _close_file(self) -> None:
+        if self._file in _open:
+            _open.remove(self._file)
+            os.close(self._file)
+
     def close(self, *, after_error: bool = False) -> None:
         """Stop, and remove the file. After an error, say so if the kernel has killed a process. Idempotent."""
         if os.getpid() != self._pid or self._ends.is_set():  # forked: file and thread are the parent's
@@ -116,7 +134,7 @@ class Recorder:
         self._remove()
         self._finalizer.cancel()
         self._thread.join()
-        os.close(self._file)
+        self._close_file()
         if said is not None:
             log.warning(f"the kernel has killed a process for memory: {said[1]}")
 
@@ -143,13 +161,13 @@ def killed() -> list[str]:
     found = []
     for path in _folder().glob("run-*"):
         with suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # fails while its process lives; NFS locks as it is open
             if (said := _said(path)) is None:
                 path.unlink()
-            else:
+            elif said[2]:
                 found.append((*said, path))
     texts = []
-    for _, text, path in sorted(found):
+    for _, text, _, path in sorted(found):
         with suppress(OSError):  # another process has said so
             path.replace(path.parent / "last")
             texts.append(text)
@@ -163,11 +181,12 @@ def last() -> str:
     return "no training of this user on this machine was killed" if said is None else said[1]
 
 
-def _said(path: Path, who: str = "was killed") -> tuple[float, str] | None:
-    """Return when a training was seen last, and what happened to it; None if its file does not say."""
+def _said(path: Path, who: str = "was killed") -> tuple[float, str, bool] | None:
+    """Return when a training was seen last, what happened to it, and whether here; None if its file does not say."""
     try:
         header, samples = _read(path)
-        return samples[-1][0], _describe(header, samples, who)
+        is_here = header["boot"] == _boot() or header["node"] == os.uname().nodename
+        return samples[-1][0], _describe(header, samples, who), is_here
     except (OSError, LookupError, TypeError, ValueError, OverflowError):  # of another version, or damaged
         return None
 

@@ -476,7 +476,9 @@ def load_file(path: Path, map_location: Any, weights_only: bool | None) -> dict[
         raise damaged(path, error) from error
     except CheckpointError:
         raise
-    except (EOFError, RuntimeError, LookupError, TypeError, ValueError, OSError, zipfile.BadZipFile) as error:
+    except OSError as error:
+        raise CheckpointError(f"cannot read checkpoint `{path}`: {error.strerror or error}") from error
+    except (EOFError, RuntimeError, LookupError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise damaged(path, error) from error
     if not isinstance(loaded, dict):
         raise damaged(path, TypeError(f"it holds a {type(loaded).__name__}, not a dict"))

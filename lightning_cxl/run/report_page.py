@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ class Report(dict[str, Any]):
     def save(self, path: str | PathLike[str]) -> None:
         """Write a page, and beside it the last step as ``.trace.json``, for Perfetto or ``chrome://tracing``."""
         path = Path(path)
-        path.write_text(self._page(), encoding="utf-8")
+        path.write_text(self._page(), encoding="utf-8", errors="replace")
         events = [
             {"name": name, "ph": "X", "pid": 0, "tid": thread, "ts": begin * 1e6, "dur": (end - begin) * 1e6}
             for name, thread, begin, end in self._last_step
@@ -87,23 +86,24 @@ class Report(dict[str, Any]):
             _table(["role", ""], [[role, text] for role, texts in self["reasons"].items() for text in texts]),
             _table([], [[f"optimizer: {each}"] for each in self["optimizers"]] + [[each] for each in self["notes"]]),
             "<h2>Options</h2>",
-            _table(
-                ["option", "value", "from"],
-                [[name, json.dumps(each["value"]), each["origin"]] for name, each in self["config"].items()],
-            ),
+            _table(["option", "value", "from"], self._options()),
         ]
         return "\n".join([_HEAD, *parts, "</html>\n"])
 
     def _facts(self) -> dict[str, Any]:
-        packages = ("lightning_cxl", "torch", "lightning", "transformers")
+        packages = {name: sys.modules.get(name) for name in ("lightning_cxl", "torch", "lightning", "transformers")}
         return {
             "state": f"{self['state']}, {time.strftime('%Y-%m-%d %H:%M')}",
             "machine": f"{platform.node()}, {platform.machine()}, Python {platform.python_version()}",
-            "versions": ", ".join(f"{name} {version(name)}" for name in packages),
+            "versions": ", ".join(f"{name} {each.__version__}" for name, each in packages.items() if each is not None),
             "device": self["device"],
             "parameters": f"{self['num_parameters']:,} ({self['num_trainable']:,} trained)",
             "policy": self["policy"],
         }
+
+    def _options(self) -> list[list[str]]:
+        options = self["config"].items()
+        return [[name, json.dumps(each["value"], default=str), each["origin"]] for name, each in options]
 
     def _limit(self) -> str:
         step_s = self._per_step.get("step_s", 0.0)
@@ -111,7 +111,10 @@ class Report(dict[str, Any]):
         if not step_s:
             return "No step has ended."
         if seconds < 0.05 * step_s:
-            return "The model's own computation: of a step less than 5 % was spent on waiting for anything else."
+            return (
+                "Nothing of the offload: less than 5 % of a step was waiting for updates, gradients or drives. The "
+                "rest is the model, the data loader, validation and checkpoints."
+            )
         return f"{_STALLS[name]}. The training waited {seconds:.3g} s of {step_s:.3g} s for it."
 
     def _roles(self) -> list[list[Any]]:
@@ -155,7 +158,8 @@ def _lanes(spans: Sequence[Span]) -> str:
     scale, drawn, kinds, y = 1000 / max(end - begin, 1e-9), [], dict[str, None](), 0
     for thread in dict.fromkeys(each.thread for each in spans):
         drawn.append(f'<text x="0" y="{y + 12}">{escape(thread)}</text>')
-        for each in (each for each in spans if each.thread == thread):
+        own = [each for each in spans if each.thread == thread]
+        for each in sorted(own, key=lambda each: (each.begin, -each.end)):  # what is inside of another one lies on it
             kind = next((kind for kind in _COLOURS if each.name.startswith(kind)), "step")
             kinds[kind] = None
             x, width = (each.begin - begin) * scale, max(0.5, (each.end - each.begin) * scale)

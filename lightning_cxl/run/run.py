@@ -250,7 +250,8 @@ class Host:
     ) -> None:
         self.engine = make_engine(device)
         at = self.engine.device
-        if config.stream_weights == "auto" and at.type != "cpu" and device_type_of(at).is_integrated(at.index):
+        is_asked = config.stream_weights is True or config.overlap_step is True
+        if not is_asked and at.type != "cpu" and device_type_of(at).is_integrated(at.index):
             log.warning(f"weights do not stream: `{at}` computes in the memory of the host")
             config = replace(config, stream_weights=False)
         self.config = config
@@ -616,6 +617,9 @@ class Run:
     @num_received.setter
     def num_received(self, value: int) -> None:
         self._grads.num_received = value
+
+    def start_forward(self) -> None:
+        self._grads.start_forward()
 
     def start_backward(self) -> None:
         """Forget what a failed backward left behind, and free what the forward did in the C library's heap."""

@@ -173,8 +173,6 @@ class Session:
                 "`accelerator.free_memory()`, `fabric.strategy.teardown()` or `trainer.end()`"
             )
         self.active.enter_context(host.activate())
-        self._measured = self._measured or self._totals()
-        self._begun = self._begun or self._measured
         if self._recorder is None:
             self._recorder = recorder.start(host.topology, host.memory.stats, host.engine.use_in_this_thread)
 
@@ -188,6 +186,8 @@ class Session:
         if not self.runs:  # plans are of runs: while a model is made, tied weights are there twice until they are tied
             self.host.memory.begin()
         run = Run(self.host, self.host.decide(plan), loop)
+        self._measured = self._measured or self._totals()
+        self._begun = self._begun or self._measured
         self.runs.append(run)
         self.active.enter_context(run.activate())
         return run
@@ -203,8 +203,9 @@ class Session:
 
     def close(self, *, after_error: bool = False) -> None:
         """Free everything but weights and optimizer state, which belong to the user. Idempotent."""
-        if self.host is not None:
-            with suppress(RuntimeError):  # of a device that has failed
+        self._seen = ({}, [], [])
+        with suppress(RuntimeError):  # of a device that has failed
+            if self.host is not None:
                 self._seen = self._see()
         runs, self.runs = self.runs, []
         host, self.host = self.host, None
@@ -222,13 +223,13 @@ class Session:
                 self._finished = run.finished() if run.optimizers else self._finished
             if host is not None:
                 self._last_report = _report(host, runs, "finished")
-        if host is not None and self.config.report is not None:
+        if host is not None and self.config.report is not None and any(run.optimizers for run in runs):
             name = "run" if self._ranks is None else f"rank-{self._ranks['rank']}"
             try:
                 Path(self.config.report).mkdir(parents=True, exist_ok=True)
                 self.report(host.device).save(Path(self.config.report) / f"{name}.html")
-            except OSError as error:
-                log.warning(f"the report was not written: {error}")
+            except Exception as error:  # whatever it is, the training has ended well
+                log.warning(f"the report was not written: {error!r}")
 
     def drop_finished(self) -> None:
         """Free the master weights of the run that trained last: its front end saves nothing after a run."""
@@ -263,7 +264,7 @@ class Session:
 
     def _see(self) -> tuple[dict[str, float], list[timing.Span], Samples]:
         samples = [] if self._recorder is None else self._recorder.samples()
-        return self._since(self._begun), timing.last_step(), samples
+        return self._since(self._begun), timing.last_step(self._begun.get("step_s", 0.0)), samples
 
     def _totals(self) -> dict[str, float]:
         if self.host is not None:
@@ -283,7 +284,7 @@ class Session:
         ``spilled_bytes``, ``moved_pages``. Now: ``<tier>_bytes`` used, ``pinned_bytes``, ``memory_pressure_pct``. Each
         name begins with ``cxl/``.
         """
-        if self.host is None:
+        if self.host is None or not self._measured:
             return {}
         now, before = self._totals(), self._measured
         if not 0 <= now["steps"] - before["steps"] < 1:  # less than none: a model of several is trained no more
@@ -293,6 +294,8 @@ class Session:
 
     def _since(self, before: Mapping[str, float], now: Mapping[str, float] | None = None) -> dict[str, float]:
         """Return what the steps since some totals took, on average, and what there is now; empty without a step."""
+        if not before:
+            return {}
         now = now or self._totals()
         more = {key: value - before.get(key, 0.0) for key, value in now.items()}
         num_steps = more.pop("steps", 0.0)

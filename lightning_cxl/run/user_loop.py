@@ -443,6 +443,7 @@ class _Forward:
             set_compiler(compiler)
 
     def _begin(self) -> None:
+        self._run.start_forward()
         num_steps, num_received = self._run.guard.num_steps, self._run.num_received
         if num_steps != self._num_steps:
             self._run.end_step()

@@ -551,7 +551,8 @@ def _files_of(source: Source) -> tuple[list[Path], dict[str, str]]:
         if not isinstance(index, dict) or not index:
             raise ValueError("its weight_map is no table of names, or empty")
         for file in index.values():
-            if not isinstance(file, str) or Path(file).name != file or "\\" in file or file == ".." or len(file) > 255:
+            is_name = isinstance(file, str) and Path(file).name == file and "\\" not in file and file != ".."
+            if not is_name or len(os.fsencode(file)) > 255:
                 raise ValueError(f"its weight_map names {file!r}, which is not a file beside it")
     except OSError as error:
         raise CheckpointError(f"cannot read `{path}`: {error.strerror or error}.") from error

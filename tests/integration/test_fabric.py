@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -130,3 +131,36 @@ def test_a_loop_may_call_autograd_itself(strategies):
             optimizer.zero_grad()
         ends.append({name: value.cpu() for name, value in model.state_dict().items()})
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_backward_that_failed_leaves_nothing_for_the_next_ones(strategies, direct):
+    """As where the user catches that memory of the device is full, and takes the batch again."""
+
+    def fail(_grad):
+        raise ArithmeticError
+
+    runs = []
+    for given in ("auto", strategies(stream_weights=True)):
+        fabric = make_fabric(given)
+        torch.manual_seed(0)
+        model = TinyTransformer(dropout=0.0, depth=5)
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+        for step in range(4):
+            tokens = (torch.arange(16, device=training_device.current) + step).view(2, 8)
+            for fails in (step == 1, False):
+                output = []
+                hook = model.blocks[2].register_forward_hook(lambda *args, kept=output: kept.append(args[-1]))
+                loss = model(tokens).square().mean()
+                hook.remove()
+                if fails:
+                    output[0].register_hook(fail)
+                with pytest.raises(ArithmeticError) if fails else nullcontext():
+                    loss.backward() if direct else fabric.backward(loss)
+                if not fails:
+                    break
+                optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append({name: value.cpu() for name, value in model.state_dict().items()})
+    assert all(torch.equal(value, runs[1][name]) for name, value in runs[0].items())

@@ -188,6 +188,20 @@ def test_a_session_that_trains_again_counts_from_there():
         loop.close()
 
 
+def test_what_a_session_reports_before_it_trains_is_of_no_step():
+    session = Session()
+    session.report(training_device.current)
+    assert session.metrics() == {}
+    session.close()
+
+
+def test_the_page_stays_that_of_the_training_when_it_validates_afterwards(tmp_path):
+    _, trainer = run({"report": str(tmp_path)}, lambda: Task(TinyTransformer(dropout=0.0)), 4)
+    page = (tmp_path / "run.html").read_text()
+    trainer.validate(trainer.lightning_module, token_data(2), verbose=False)
+    assert (tmp_path / "run.html").read_text() == page
+
+
 def test_torchs_profiler_shows_what_a_step_does():
     threads = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=threads) as profiler:
@@ -259,7 +273,7 @@ def test_a_page_can_be_written_at_any_time_and_a_folder_that_cannot_be_written_e
 @pytest.mark.parametrize(
     ("per_step", "limit"),
     [
-        ({"step_s": 2.0, "stall_update_s": 0.05}, "own computation"),
+        ({"step_s": 2.0, "stall_update_s": 0.05}, "Nothing of the offload"),
         ({"step_s": 2.0, "stall_update_s": 0.5, "stall_ssd_s": 0.2}, "update on the host limits"),
         ({"step_s": 2.0, "stall_update_s": 0.5, "stall_ssd_s": 0.7}, "Drives limit the step"),
     ],

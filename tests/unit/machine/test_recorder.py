@@ -1,5 +1,6 @@
 """What is said about a training that was killed: by a signal, and by the kernel because memory was full."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -127,6 +128,33 @@ def test_a_training_in_another_container_that_shares_the_folder_goes_on(folder):
     while not (texts := recorder.killed()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert "was killed at" in texts[0]
+
+
+def test_a_worker_that_outlives_its_training_hides_nothing(folder):
+    forks = f"{TRAINS}import os\nif os.fork() == 0: time.sleep(20)\nprint('runs', flush=True); time.sleep(60)"
+    with begin(forks, folder) as child:
+        child.stdout.readline()
+        time.sleep(0.3)
+        child.kill()
+        child.wait()
+        (text,) = recorder.killed()
+        assert f"process {child.pid}" in text
+        subprocess.run(["pkill", "-f", str(folder)])
+
+
+def test_a_training_of_another_machine_is_left_to_it(folder):
+    with begin(WAITS, folder) as child:
+        child.stdout.readline()
+        time.sleep(0.3)
+        child.kill()
+    (path,) = folder.glob("run-*")
+    data = path.read_bytes()
+    header = json.loads(data[:4096])
+    path.write_bytes(json.dumps({**header, "boot": "x", "node": "another"}).encode().ljust(4096) + data[4096:])
+    assert recorder.killed() == [] and path.exists()
+    path.write_bytes(json.dumps({**header, "boot": "x"}).encode().ljust(4096) + data[4096:])
+    (text,) = recorder.killed()
+    assert "was ended by the machine, which has started anew" in text
 
 
 def test_the_latest_of_several_is_kept(folder):
