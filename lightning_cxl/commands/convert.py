@@ -67,7 +67,7 @@ RULES: Sequence[tuple[str, Rule]] = (
     ("gradient_accumulation_steps", _set("trainer", "accumulate_grad_batches")),
     ("gradient_clipping", _set("trainer", "gradient_clip_val")),
     ("train_micro_batch_size_per_gpu dataloader_drop_last", "set it in your data loader"),
-    ("train_batch_size", "set its parts: the batch in your data loader, micro-batches per step in the Trainer"),
+    ("train_batch_size", "set batch and micro-batches in loader and Trainer"),
     ("optimizer scheduler", "make it in your program: Adam and AdamW of torch run as CPUAdam, others unchanged"),
     ("activation_checkpointing", "activation_offload, on by default: blocks are recomputed from their inputs"),
     ("steps_per_print *_breakdown dump_state flops_profiler comms_logger tensorboard wandb comet csv_monitor", _LOGS),
