@@ -1,16 +1,21 @@
-"""`OffloadProgressBar`: Lightning's Rich progress bar with the host memory of this process."""
+"""`OffloadProgressBar`: Lightning's Rich progress bar with host memory, and what the training waits for."""
 
 import math
 import sys
+import time
 from typing import Any
 
 import psutil
 
+from lightning_cxl import timing
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule, RichProgressBar, Trainer
 
 
 class OffloadProgressBar(RichProgressBar):
-    """Lightning's Rich bar plus `host_GiB`, the resident memory of this process.
+    """Lightning's Rich bar plus `host_GiB`, the resident memory of this process, and `waits_for`.
+
+    `waits_for` names what the training waits for longest (`update`, `gradients` or `ssd`), and for which part of the
+    last second or longer, where that is at least 5 %.
 
     It shows whatever the module logs with ``prog_bar=True``. Where the output is not a terminal (a file, a CI log)
     it prints one plain line every `plain_every_n_steps` optimizer steps instead.
@@ -32,10 +37,12 @@ class OffloadProgressBar(RichProgressBar):
         self.plain_every_n_steps = plain_every_n_steps
         self._plain = False
         self._printed_step = 0
+        self._waits, self._shown = "", (dict[str, float](), time.perf_counter())
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._printed_step = 0
+        self._shown = timing.totals(), time.perf_counter()
         if self.is_enabled and not sys.stdout.isatty():
             self.disable()
             self._plain = True
@@ -44,7 +51,16 @@ class OffloadProgressBar(RichProgressBar):
         """Return Lightning's metrics and `host_GiB`, without the logger's version number."""
         metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
-        return {**metrics, "host_GiB": psutil.Process().memory_info().rss / 2**30}
+        metrics["host_GiB"] = psutil.Process().memory_info().rss / 2**30
+        waited = {name: seconds for name, seconds in timing.totals().items() if name.startswith("stall_")}
+        now, before, since = time.perf_counter(), *self._shown
+        if now - since > 1.0:  # stalls of fewer steps are chance
+            self._shown = waited, now
+            parts = {name: (each - before.get(name, 0.0)) / (now - since) for name, each in waited.items()}
+            longest = max(parts, key=lambda name: parts[name], default="")
+            named = longest.removeprefix("stall_").removesuffix("_s")
+            self._waits = f"{named} {parts[longest]:.0%}" if parts.get(longest, 0.0) >= 0.05 else ""
+        return {**metrics, "waits_for": self._waits} if self._waits else metrics
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_cxl import callbacks, timing
 from lightning_cxl.callbacks import OffloadProgressBar
 from lightning_cxl.integrations.lightning.lightning_api import LightningModule, Trainer
 
@@ -60,6 +61,25 @@ def test_without_a_terminal_it_prints_plain_lines(tmp_path, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in lines] == ["1/7", "3/7", "6/7"]
     assert all("loss " in line and "host_GiB " in line and "tokens_per_s 12,346" in line for line in lines)
+
+
+@pytest.mark.usefixtures("quiet_loaders")
+@pytest.mark.parametrize(("seconds", "shown"), [(0.5, ["ssd 50%"]), (0.01, [])])
+def test_it_says_what_the_training_waits_for(tmp_path, monkeypatch, seconds, shown):
+    clock, found = [0.0], []
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: clock[0])
+
+    class Bar(OffloadProgressBar):
+        def get_metrics(self, *given):
+            clock[0] += 1.5
+            timing.add("stall_ssd_s", 1.5 * seconds)
+            timing.add("stall_update_s", 0.5 * seconds)
+            metrics = super().get_metrics(*given)
+            found.append(metrics.get("waits_for"))
+            return metrics
+
+    fit(Bar(plain_every_n_steps=1), tmp_path, limit_val_batches=0)
+    assert len(found) >= 7 and {each for each in found if each} == set(shown)
 
 
 @pytest.mark.usefixtures("quiet_loaders")
