@@ -1,4 +1,4 @@
-"""Build the native modules with AddressSanitizer and UndefinedBehaviorSanitizer, and run the numerics tests with them.
+"""Build the native modules with AddressSanitizer and UndefinedBehaviorSanitizer; run fuzz and numerics tests with them.
 
     python tests/sanitize.py [PYTEST_ARGUMENT ...]
 
@@ -77,7 +77,14 @@ def environment() -> dict[str, str]:
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "PYTHONMALLOC": "malloc",
-        "PYTHONPATH": os.pathsep.join([str(BUILD), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
+        "PYTHONPATH": os.pathsep.join(
+            [
+                str(BUILD),
+                str(ROOT),
+                str(ROOT / "examples" / "bench"),
+                *os.environ.get("PYTHONPATH", "").split(os.pathsep),
+            ]
+        ),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
 
@@ -96,7 +103,7 @@ class CheckModules:
         for extension in extensions():
             module = importlib.import_module(extension["name"])
             file = Path(str(module.__file__))
-            assert file.parent == PACKAGE, file
+            assert file.parent == PACKAGE / "native", file
             assert b"__asan_init" in file.read_bytes(), file
 
 
@@ -117,7 +124,11 @@ def main() -> int:
         list(pool.map(build, extensions()))
     env = environment()
     check_that_findings_are_noticed(env)
-    return subprocess.run([sys.executable, __file__, "--run", *sys.argv[1:]], env=env, cwd=ROOT).returncode
+    fuzz = [sys.executable, str(ROOT / "tests" / "fuzz.py"), "--only", "native", "--cases", "10000"]
+    for command in (fuzz, [sys.executable, __file__, "--run", *sys.argv[1:]]):
+        if status := subprocess.run(command, env=env, cwd=ROOT).returncode:
+            return status
+    return 0
 
 
 if __name__ == "__main__":
