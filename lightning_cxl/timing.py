@@ -7,7 +7,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, NamedTuple
 
 from torch.profiler import record_function
@@ -63,15 +63,9 @@ class Span(NamedTuple):
 _spans: deque[Span] = deque(maxlen=8192)  # of about one step of 80 blocks with 8 micro-batches
 
 
-@contextmanager
-def named(name: str) -> Iterator[None]:
+def named(name: str) -> AbstractContextManager[None]:
     """Return a region that torch's profilers, NVTX under ``emit_nvtx``, and `last_step` show by name."""
-    begin = time.perf_counter()
-    try:
-        with record_function(f"cxl::{name}") if is_profiling() else nullcontext():  # without a profiler it costs 10 us
-            yield
-    finally:
-        _spans.append(Span(name, threading.current_thread().name, begin, time.perf_counter()))
+    return timed(None, name)
 
 
 def last_step(since: float) -> list[Span]:
@@ -83,11 +77,14 @@ def last_step(since: float) -> list[Span]:
 
 
 @contextmanager
-def timed(total: Total, name: str) -> Iterator[None]:
-    """Return a region whose seconds are added to a total, and which profilers show."""
+def timed(total: Total | None, name: str) -> Iterator[None]:
+    """Return a region as `named`, whose seconds are added to a total."""
     begin = time.perf_counter()
     try:
-        with named(name):
+        with record_function(f"cxl::{name}") if is_profiling() else nullcontext():  # without a profiler it costs 10 us
             yield
     finally:
-        add(total, time.perf_counter() - begin)
+        end = time.perf_counter()
+        _spans.append(Span(name, threading.current_thread().name, begin, end))
+        if total is not None:
+            add(total, end - begin)

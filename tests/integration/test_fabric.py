@@ -110,14 +110,18 @@ def test_copies_of_a_strategy_begin_anew(strategies):
         assert other.config == strategy.config and other._loop is None and not other._session.runs
 
 
+def of_five_blocks(strategy):
+    fabric = make_fabric(strategy)
+    torch.manual_seed(0)
+    model = TinyTransformer(dropout=0.0, depth=5)
+    return fabric, *fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+
+
 def test_a_loop_may_call_autograd_itself(strategies):
     """A penalty on a gradient, and `backward` of the loss: plain Fabric lets both through, so does this strategy."""
     ends = []
     for given in ("auto", strategies(stream_weights=True)):
-        fabric = make_fabric(given)
-        torch.manual_seed(0)
-        model = TinyTransformer(dropout=0.0, depth=5)
-        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+        fabric, model, optimizer = of_five_blocks(given)
         tokens = torch.arange(16, device=training_device.current).view(2, 8)
         for direct in (True, False, True):
             embedded = []
@@ -142,10 +146,7 @@ def test_a_backward_that_failed_leaves_nothing_for_the_next_ones(strategies, dir
 
     runs = []
     for given in ("auto", strategies(stream_weights=True)):
-        fabric = make_fabric(given)
-        torch.manual_seed(0)
-        model = TinyTransformer(dropout=0.0, depth=5)
-        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+        fabric, model, optimizer = of_five_blocks(given)
         for step in range(4):
             tokens = (torch.arange(16, device=training_device.current) + step).view(2, 8)
             for fails in (step == 1, False):
