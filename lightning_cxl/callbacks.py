@@ -52,9 +52,9 @@ class OffloadProgressBar(RichProgressBar):
         metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         metrics["host_GiB"] = psutil.Process().memory_info().rss / 2**30
-        waited = {name: seconds for name, seconds in timing.totals().items() if name.startswith("stall_")}
         now, before, since = time.perf_counter(), *self._shown
         if now - since > 1.0:  # stalls of fewer steps are chance
+            waited = {name: seconds for name, seconds in timing.totals().items() if name.startswith("stall_")}
             self._shown = waited, now
             parts = {name: (each - before.get(name, 0.0)) / (now - since) for name, each in waited.items()}
             longest = max(parts, key=lambda name: parts[name], default="")

@@ -203,9 +203,9 @@ class Session:
 
     def close(self, *, after_error: bool = False) -> None:
         """Free everything but weights and optimizer state, which belong to the user. Idempotent."""
-        self._seen = ({}, [], [])
-        with suppress(RuntimeError):  # of a device that has failed
-            if self.host is not None:
+        if self.host is not None:
+            self._seen = ({}, [], [])
+            with suppress(RuntimeError):  # of a device that has failed
                 self._seen = self._see()
         runs, self.runs = self.runs, []
         host, self.host = self.host, None

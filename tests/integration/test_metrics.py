@@ -198,6 +198,9 @@ def test_what_a_session_reports_before_it_trains_is_of_no_step():
 def test_the_page_stays_that_of_the_training_when_it_validates_afterwards(tmp_path):
     _, trainer = run({"report": str(tmp_path)}, lambda: Task(TinyTransformer(dropout=0.0)), 4)
     page = (tmp_path / "run.html").read_text()
+    trainer.strategy.teardown()
+    trainer.strategy.report().save(tmp_path / "again.html")
+    assert ["step_s"] in [row[:1] for row in Rows((tmp_path / "again.html").read_text()).rows]
     trainer.validate(trainer.lightning_module, token_data(2), verbose=False)
     assert (tmp_path / "run.html").read_text() == page
 
