@@ -1,5 +1,6 @@
 """`make gpu` goes on whatever happens to a part, and says what happened."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -11,7 +12,6 @@ import torch
 from lightning_cxl.errors import PinnedMemoryError
 from tests import training_device
 from tests.gpu import __main__ as gpu
-from tests.integration.training import reference
 
 
 def python(code: str) -> list[str]:
@@ -75,11 +75,20 @@ def test_updates_run_behind_the_backward_where_the_overlap_is_measured():
     assert json.loads(line)["updates_behind_backward"] >= 6 * 8  # steps and units
 
 
-def test_the_reference_on_cuda_has_its_optimizer_on_the_cpu(monkeypatch):
-    """CUDA's rounds otherwise: nothing would be equal bit for bit."""
-    monkeypatch.setattr(training_device, "current", torch.device("cuda", 0))
-    config = reference().config
-    assert (config.stream_weights, config.activation_offload, config.cpu_adam) == (False, False, False)
+def test_references_on_cuda_have_their_optimizer_on_the_host(on_device):
+    """CUDA's rounds otherwise: nothing would be equal bit for bit. Shown where the kernels of both are the same."""
+    weights = []
+    for change in (lambda function: function, training_device._on_the_host):
+        momentum = [None]
+        torch.manual_seed(3)
+        (weight, gradient), norm = torch.randn(2, 8, device=on_device), torch.nn.utils.clip_grad._get_total_norm
+        for _ in range(3):
+            total = change(norm)([gradient, gradient])
+            sgd = change(importlib.import_module("torch.optim.sgd").sgd)
+            sgd([weight], [gradient / total], momentum, weight_decay=0.1, momentum=0.9, lr=0.1, dampening=0.0,
+                nesterov=False, maximize=False)  # fmt: skip
+        weights.append(weight.cpu())
+    assert torch.equal(*weights)
 
 
 def test_what_is_page_locked_on_cuda_is_counted(monkeypatch):

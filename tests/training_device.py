@@ -6,15 +6,19 @@
   ``on_device``; in tests/integration all tests do, but for those that are about the CPU as the device and say so by the
   marker ``on_cpu``.
 * The plain run that results are compared with is Lightning's `SingleDeviceStrategy` on the same device. There the same
-  kernels run on the same values, so results are equal bit for bit. On CUDA it is our own with weights that stay on the
-  device: the optimizer computes on the CPU in both, and kernels that add in one order are chosen.
+  kernels run on the same values, so results are equal bit for bit. On CUDA kernels that add in one order are chosen,
+  and whatever optimizer or norm is given tensors of the device computes on copies in host memory: a GPU rounds square
+  roots and sums as a CPU does not.
 * Memory of the device, and pinned memory that is given back, is poisoned in every test on the device apart. A test that
   looks for races makes copies or kernels late, too (fixture ``late``). On other devices nothing can be made late.
 * After each test nothing may be left: no race seen, no memory of the device, no host memory registered.
 """
 
 import contextlib
+import functools
 import gc
+import importlib
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +55,7 @@ _killed = Path(tempfile.gettempdir(), "lightning_cxl-tests")
 _killed.mkdir(exist_ok=True)
 recorder._folder = lambda: _killed
 NAMES = ("apart", "cpu", "cuda")
+_OPTIMIZERS = ("adam", "sgd", "rmsprop", "adagrad", "nadam", "radam", "adamax", "adadelta")
 kernels_answer = disk_space.filesystem_of
 if (
     kernels_answer(Path(tempfile.gettempdir())) == "tmpfs"
@@ -94,9 +99,39 @@ def choose(name: str) -> None:
         unavailable = None if torch.cuda.is_available() else "needs a CUDA device"
         chosen = torch.device("cuda", 0)
         register_device_type(_cuda_devices)
-        torch.backends.cudnn.deterministic = True
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        for name in _OPTIMIZERS:
+            module = importlib.import_module(f"torch.optim.{name}")
+            setattr(module, name, _on_the_host(getattr(module, name)))
+        clip_grad = torch.nn.utils.clip_grad
+        clip_grad._get_total_norm = _on_the_host(clip_grad._get_total_norm)
         for kind in ("flash", "mem_efficient", "cudnn"):  # kernels of attention that add in any order
             getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
+
+
+def _on_the_host(function):
+    """Let a function that changes lists of tensors, or returns one, compute on copies in host memory."""
+
+    def on_host(value):
+        return value.cpu() if isinstance(value, torch.Tensor) else value
+
+    @functools.wraps(function)
+    def computes(*lists, **keywords):
+        copies = [list(map(on_host, some)) if isinstance(some, list) else some for some in lists]
+        device = next((each.device for some in lists if isinstance(some, list) for each in some), CPU)
+        result = function(*copies, **keywords)
+        for some, copied in zip(lists, copies, strict=True):
+            for index, value in enumerate(copied if isinstance(some, list) else ()):
+                if isinstance(some[index], torch.Tensor):
+                    if some[index] is not value:
+                        some[index].copy_(value)
+                elif isinstance(value, torch.Tensor):  # a momentum that begins
+                    some[index] = value.to(device)
+        return result.to(device) if isinstance(result, torch.Tensor) else result
+
+    return computes
 
 
 def accelerator():
@@ -181,6 +216,12 @@ def held() -> dict[str, int]:
         usage = apart.host_usage()
         found |= {"registrations": usage.registrations, "copies under way in freed memory": usage.waiting_blocks}
     return found
+
+
+def needs_late(needed: bool = True) -> None:
+    """Skip a test of what is only seen while a copy is under way, where copies cannot be made late."""
+    if needed and chosen.type == "cuda":
+        pytest.skip("copies of this device cannot be made late")
 
 
 def make_late(what: str) -> None:

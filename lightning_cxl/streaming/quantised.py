@@ -186,7 +186,7 @@ def _prepare_backward(parameter: nn.Parameter, streams: bool, module: nn.Module,
     if type(node).__name__ == "MatMul4BitBackward":
         node.tensors = _BytesOfThen(parameter)
     saved: Any = _SavesATensor.apply(torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True))  # type: ignore[no-untyped-call]
-    node.register_prehook(functools.partial(_compute_again, saved.grad_fn))
+    node.register_prehook(functools.partial(_compute_again, saved))
 
 
 class _SavesATensor(torch.autograd.Function):
@@ -198,8 +198,9 @@ class _SavesATensor(torch.autograd.Function):
         return anchor.clone()
 
 
-def _compute_again(node: Any, gradients: Any) -> None:
-    _ = node.saved_tensors
+def _compute_again(saved: torch.Tensor, gradients: Any) -> None:
+    # torch 2.11 frees what a node has saved with the tensor that it made, also if somebody holds the node
+    _ = saved.grad_fn.saved_tensors  # type: ignore[union-attr]
 
 
 class _BytesOfThen:

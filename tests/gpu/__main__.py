@@ -9,6 +9,7 @@ machine without a GPU: its figures mean nothing.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -22,12 +23,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILED = ("_numa", "_cpu", "_adam", "_grads", "_membench")
-CONTRACT = ("tests/contract",)
-TRAINING = tuple(
-    f"tests/integration/test_{name}.py"
-    for name in ("pinned_memory", "device_gradients", "schedules", "parity_table", "lifecycle")
-)
-"""What only a device can show comes first: the part may run out of time."""
+TESTS = ("tests/contract", "tests/integration", "tests/unit/streaming", "tests/unit/transfer")
+"""All that use the device under test, but for those of several ranks, which need a device each."""
 CHECKS = {"bit_identical": 60, "peak_of_depth": 60, "overlap": 40, "lengths": 40, "second_device": 30,
           "out_of_memory": 60}  # fmt: skip
 """Seconds that each may take; see `tests.gpu.checks`."""
@@ -95,6 +92,8 @@ def pytest(paths: Sequence[str], device: str, limit_s: float) -> Part:
         command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.plugin", "-o", "filterwarnings=default"]
         command += ["--device", device, "-m", "not on_cpu and not full", "-p", "no:cacheprovider"]
         command += ["--continue-on-collection-errors", "--no-header", *paths]
+        if importlib.util.find_spec("xdist"):
+            command += ["-n", str(max(1, (os.cpu_count() or 1) // 2)), "--dist", "loadfile"]
         part = run(command, limit_s, LIGHTNING_CXL_TEST_LOG=str(log))
         tests = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     part.pop("output")
@@ -143,8 +142,7 @@ def main() -> None:
         "environment": (60, lambda limit_s: checked("environment", limit_s)),
         **{name: (limit, lambda limit_s, name=name: checked(name, limit_s)) for name, limit in CHECKS.items()},
         "benchmark": (150, lambda limit_s: bench(args.device, limit_s)),
-        "contract": (60, lambda limit_s: pytest(CONTRACT, args.device, limit_s)),
-        "training": (240, lambda limit_s: pytest(TRAINING, args.device, limit_s)),
+        "tests": (300, lambda limit_s: pytest(TESTS, args.device, limit_s)),
     }
     unknown = set(args.only or ()) - set(parts)
     if unknown:

@@ -1,4 +1,7 @@
-"""A pytest plugin for machines as they are: notes every test that has ended, and does without pytest-timeout."""
+"""A pytest plugin for machines as they are: notes every test that has ended, and does without pytest-timeout.
+
+Processes of pytest-xdist get CPUs of their own: each would run kernels on all of them.
+"""
 
 import importlib.util
 import json
@@ -6,6 +9,13 @@ import os
 
 LOG = os.environ.get("LIGHTNING_CXL_TEST_LOG", os.devnull)
 TAIL_CHARS = 2000
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+
+if WORKER:
+    cpus = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cpus) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    first = int(WORKER.removeprefix("gw")) * each % len(cpus)
+    os.sched_setaffinity(0, cpus[first : first + each])
 
 
 def pytest_addoption(parser):
@@ -29,6 +39,8 @@ def pytest_runtest_logreport(report):
 
 
 def _note(test, state, seconds, text):
+    if WORKER:
+        return  # the process that gave it the test notes it
     with open(LOG, "a") as log:
         line = {"test": test, "state": state, "seconds": round(seconds, 3), "error": text[-TAIL_CHARS:]}
         log.write(json.dumps(line) + "\n")

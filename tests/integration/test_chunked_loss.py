@@ -124,4 +124,4 @@ def test_never_all_logits_are_on_the_device(options):
         train(lambda: tiny_llama(vocab_size=VOCABULARY), offload(**options), task=task, steps=2, data=many_rows)
         peaks.append(torch.accelerator.max_memory_allocated())
     full, *chunked = peaks
-    assert max(chunked) < all_logits / 2 < 2 * all_logits < full
+    assert full - max(chunked) > 1.5 * all_logits  # both hold workspaces of kernels, too

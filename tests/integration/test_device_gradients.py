@@ -179,6 +179,7 @@ def test_one_piece_and_one_accumulation_for_each_unit(options, accumulate, monke
 @pytest.mark.parametrize("late", ["to the host"], indirect=True)
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}], ids=str)
 def test_gradients_are_waited_for_at_the_step_only(options, late, monkeypatch):
+    training_device.needs_late()
     settled, settle = [], GradientOffload._settle
     monkeypatch.setattr(GradientOffload, "_settle", lambda self: (settled.append(bool(self._groups)), settle(self))[1])
     arguments = {"accumulate_grad_batches": 4, "steps": 3, **options}

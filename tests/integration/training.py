@@ -13,14 +13,8 @@ EXACT = {"cpu_adam": False}  # the user's own torch optimizer on the host: bit-i
 
 
 def reference():
-    """Return what is trained with as the reference: plain Lightning on the device under test.
-
-    On CUDA its optimizers round square roots as the CPU's do not: there it is our strategy with all but the optimizer
-    on the device.
-    """
+    """Return what is trained with as the reference: plain Lightning on the device under test."""
     device = training_device.current
-    if device.type == "cuda":
-        return offload(stream_weights=False, activation_offload=False, **EXACT)
     return SingleDeviceStrategy(device) if device.type == "apart" else "auto"  # Lightning does not know it
 
 

@@ -151,7 +151,7 @@ def test_ctrl_c_at_any_bytecode_loses_no_buffer(tmp_path, kind, stride):
         assert pool.num_taken == 0, f"bytecode {at}"
         ends(store.close)
         at += stride
-    assert at > 500
+    assert at > stride + 1, "never interrupted"
 
 
 def test_a_second_ctrl_c_ends_a_wait():
