@@ -50,7 +50,7 @@ _FEW_BYTES = 4096
 _BLOCK_BYTES = 16 << 20
 _IN_FLIGHT = 4  # blocks; a disk alone with one request at a time waits for the next
 _SSD_ROUNDS = 3
-_PRODUCT_ROUNDS = 3
+_BLOCK_ROUNDS = 3
 _SCALES = {"B/s": (1e-9, "GB/s"), "FLOP/s": (1e-12, "TFLOP/s"), "s": (1e6, "us")}
 _TURN_SECONDS = 0.03
 # threads of an OpenMP pool wait for more work in a loop for about 10 ms, and torch has a pool of its own
@@ -94,12 +94,12 @@ class Options:
     rounds: int = 9
     node_bytes: int = 1 << 30  # for bandwidths; a long sweep hides how threads start
     copy_bytes: int = 256 << 20  # a link is at its full speed from 32 MiB on
-    matmul_sizes: tuple[int, ...] = (1024, 2048, 4096, 8192)
-    matmul_seconds: float = 1.0  # sizes that would take longer are left out; small ones tell more of starting
+    block_widths: tuple[int, ...] = (512, 1024, 2048, 4096)
+    block_seconds: float = 1.0  # widths that would take longer are left out; small ones tell more of starting
     ssd_bytes: int = 4 << 30
 
 
-QUICK = Options(rounds=3, node_bytes=64 << 20, copy_bytes=32 << 20, matmul_seconds=0.1, ssd_bytes=256 << 20)
+QUICK = Options(rounds=3, node_bytes=64 << 20, copy_bytes=32 << 20, block_seconds=0.1, ssd_bytes=256 << 20)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -202,7 +202,7 @@ def _device(
     device: NamedEngine, index: int | None, copies: Mapping[Any, Figure], options: Options, rows: list[Row]
 ) -> DeviceSpeeds:
     flops = measure_flops(device.engine, options)
-    rows += [Row(f"{device.name}, bf16 product of size {size}", "FLOP/s", figure) for size, figure in flops.items()]
+    rows += [Row(f"{device.name}, Llama block of width {width}", "FLOP/s", figure) for width, figure in flops.items()]
     links: dict[str, float] = {}
     if index is not None:
         alone = {key[1:]: figure for key, figure in copies.items() if key[0] == index and key[1] is not None}
@@ -392,7 +392,7 @@ def _sweep(memory: torch.Tensor, access: str) -> tuple[Sweep, int]:
     return Sweep([streams], _cpu.available_threads()), traffic
 
 
-# Devices: copies from and to every node, each device alone and all together, and bf16 matrix products.
+# Devices: copies from and to every node, each device alone and all together, and how fast it trains a block.
 
 
 def measure_copies(
@@ -428,27 +428,43 @@ def _copy_together(starts: Sequence[Callable[[], Transfer]]) -> None:
 
 
 def measure_flops(engine: TransferEngine, options: Options) -> dict[int, Figure]:
-    """Return floating-point operations per second by the size of square bf16 matrices, smallest first.
+    """Return floating-point operations per second of forward and backward of a block of Llama in bf16, by its width.
 
-    The smallest size is always measured, larger ones while they do not take too long.
+    A GPU takes twice as long as for its matrix products alone. The smallest width is always measured, larger ones while
+    they do not take too long.
     """
-    products: dict[int, Callable[[], None]] = {}
+    trains: dict[int, Callable[[], None]] = {}
+    flops: dict[int, int] = {}
     expected_s = 0.0
-    for size in options.matmul_sizes:
-        if expected_s > options.matmul_seconds:
+    for width in options.block_widths:
+        if expected_s > options.block_seconds:
             break
-        generator = torch.Generator().manual_seed(size)
-        left, right = torch.randn(2, size, size, generator=generator).to(torch.bfloat16).to(engine.device)
-        products[size] = partial(_multiply, engine, left, right, torch.empty_like(left))
-        products[size]()  # loads libraries and starts threads
-        expected_s = 8 * _timed(products[size])
-    seconds = measure(products, min(_PRODUCT_ROUNDS, options.rounds))
-    return {size: each.per_second(2 * size**3) for size, each in seconds.items()}
+        trains[width], flops[width] = _block(engine, width)
+        trains[width]()  # loads libraries and starts threads
+        expected_s = 8 * _timed(trains[width])
+    seconds = measure(trains, min(_BLOCK_ROUNDS, options.rounds))
+    return {width: each.per_second(flops[width]) for width, each in seconds.items()}
 
 
-def _multiply(engine: TransferEngine, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mm(left, right, out=out)
-    engine.mark().wait_host()
+def _block(engine: TransferEngine, width: int) -> tuple[Callable[[], None], int]:
+    """Return what computes forward and backward of a block once, with as many tokens as it is wide, and its flops."""
+    from transformers import LlamaConfig, LlamaModel
+
+    heads, inner = max(1, width // 128), 7 * width // 2
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=width, intermediate_size=inner, num_hidden_layers=1, num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4), max_position_embeddings=width, use_cache=False,
+    )  # fmt: skip
+    with torch.random.fork_rng([]):
+        model: Any = LlamaModel(config).to(engine.device, torch.bfloat16)
+        inputs = torch.randn(1, width, width).to(engine.device, torch.bfloat16).requires_grad_()
+
+    def train() -> None:
+        model(inputs_embeds=inputs).last_hidden_state.backward(inputs.detach())
+        engine.mark().wait_host()
+
+    weights = sum(each.numel() for each in model.layers.parameters())
+    return train, 6 * weights * width + 6 * width * width * width  # causal attention: half of all pairs
 
 
 # Disks: large sequential writes and reads of a temporary file, past the page cache where possible.

@@ -33,7 +33,7 @@ def calibrate() -> argparse.ArgumentParser:
         "calibrate",
         """\
 Measures how fast this machine's memory is (every node read, written, and updated as Adam does it), its caches, its
-devices (copies from and to every node, bf16 matrix products), and disks. The results are kept for this machine and
+devices (copies from and to every node, a Llama block in bf16), and disks. The results are kept for this machine and
 used by plans; `python -m lightning_cxl env` shows them. Nothing else should run meanwhile.""",
         " --quick --output machine.yaml",
     )

@@ -313,8 +313,8 @@ class CXLTrainerMixin:
     def end(self) -> None:
         """End the Trainer, and free everything but weights and optimizer state."""
         with ExitStack() as cleanup:  # both, whatever fails
-            # transformers has had it since 5.18 or later
-            cleanup.callback(getattr(super(), "end", self.accelerator.end_training))
+            end: Any = getattr(super(), "end", self.accelerator.end_training)  # transformers 5.17 has none
+            cleanup.callback(end)
             self.accelerator.offload.close()
 
 

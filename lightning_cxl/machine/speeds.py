@@ -490,7 +490,7 @@ class DeviceSpeeds(_Checked):
     """``"cpu"``, ``"cuda"`` or another type of ``torch.device``."""
     name: str
     flops: Positive
-    """Of bf16 matrix products, the fastest size."""
+    """Of forward and backward of a Llama block in bf16, the fastest width."""
     h2d_bytes_per_s: Rate | None = None
     d2h_bytes_per_s: Rate | None = None
     copy_latency_s: Positive | None = None
@@ -753,7 +753,7 @@ def _device(
         speeds = asdict(alike[device.index or 0])
         measured = ("flops", "h2d_bytes_per_s", "d2h_bytes_per_s", "copy_latency_s")
         values.update({name: speeds[name] for name in measured if speeds[name] is not None})
-        origin = f"{calibration.origin}, flops of bf16 matrix products"
+        origin = f"{calibration.origin}, flops of a Llama block in bf16"
     if overrides.device:
         values.update(overrides.device)
         origin += f", but {', '.join(sorted(overrides.device))}: file"

@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_cxl.__main__ import main as command
 from lightning_cxl.commands import calibrate
@@ -43,7 +44,7 @@ from lightning_cxl.native import _cpu, _membench
 from tests import apart
 from tests.fakes import LoggingDeviceEngine
 
-TINY = Options(rounds=2, node_bytes=1 << 20, copy_bytes=1 << 20, matmul_sizes=(64,), ssd_bytes=4 << 20)
+TINY = Options(rounds=2, node_bytes=1 << 20, copy_bytes=1 << 20, block_widths=(64,), ssd_bytes=4 << 20)
 CPU = "sys/devices/system/cpu"
 
 
@@ -253,18 +254,28 @@ def test_a_machine_with_devices(engines):
         assert tier.device_read_bytes_per_s == pytest.approx(slowest)
 
 
-def test_products_that_take_too_long_are_left_out(monkeypatch):
+def test_blocks_that_take_too_long_are_left_out(monkeypatch):
     clock = [0.0]
 
-    def slow(*args, out):
-        clock[0] += out.shape[0] ** 3 / 64**3 * 0.1  # seconds: 0.1 of size 64, 0.8 of 128, 6.4 of 256
-        return out
+    def slow(engine, width):
+        def train():
+            clock[0] += width**3 / 64**3 * 0.1  # seconds: 0.1 of width 64, 0.8 of 128, 6.4 of 256
 
-    monkeypatch.setattr(torch, "mm", slow)
+        return train, 2 * width**3
+
+    monkeypatch.setattr(calibrate, "_block", slow)
     monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock[0])
-    found = measure_flops(HostEngine(), Options(rounds=2, matmul_sizes=(64, 128, 256, 512), matmul_seconds=1.0))
+    found = measure_flops(HostEngine(), Options(rounds=2, block_widths=(64, 128, 256, 512), block_seconds=1.0))
     assert list(found) == [64, 128]
     assert found[128].value == pytest.approx(2 * 128**3 / 0.8)
+
+
+def test_the_flops_of_a_block_are_those_that_torch_counts():
+    train, flops = calibrate._block(HostEngine(), 256)
+    with FlopCounterMode(display=False) as counter:
+        train()
+    attention = 6 * 256**3  # torch does not count it on a CPU
+    assert flops == pytest.approx(counter.get_total_flops() + attention, rel=0.02)
 
 
 @pytest.fixture
