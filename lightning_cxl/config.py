@@ -115,8 +115,9 @@ class OffloadConfig:
         units_on_device: How many units keep their weights on the device instead, those first that no step writes: what
             has room there need not be copied. `plan --units-on-device auto` says how many have. With one process.
         overlap_step: Run `CPUAdam` unit after unit behind the next forward, and behind the backward where nothing can
-            call the step off: ``on_overflow="ignore"``, no clipping, no loss scaling, no hook that looks at gradients.
-            ``"auto"`` does so when the device is apart from the host. Losses are the same.
+            call the step off: ``on_overflow="ignore"`` or, with one process, ``"error"``, no clipping, no loss scaling,
+            no hook that looks at gradients. ``"auto"`` does so when the device is apart from the host. Losses are the
+            same.
         cpu_adam: Replace ``torch.optim.Adam`` and ``AdamW`` by the compiled `CPUAdam`.
         state: How `CPUAdam` keeps momentum and variance: 8, 4 or about 2 bytes per parameter. ``"8bit"`` leaves
             embeddings and norms in float32; all but ``"fp32"`` do so with parameters under 4,096 elements.
@@ -124,7 +125,8 @@ class OffloadConfig:
             parameter), or as float32 copies (4). Both train the same, bit for bit.
         accumulate: In which precision bfloat16 gradients of several micro-batches are added up for `CPUAdam`;
             ``"bf16"`` rounds stochastically and saves 2 bytes per parameter.
-        on_overflow: When a gradient is infinite or not a number: leave the step out and warn, refuse, or do not look.
+        on_overflow: When a gradient is infinite or not a number: leave the step out and warn, end the run, or do not
+            look. ``"skip"`` needs all gradients before the first update.
         max_overflows: Steps left out in a row after which the run stops. A loss scaler needs up to about 16 at the
             start.
         num_threads: Threads of the optimizer's kernels. None: every CPU that this process may use; two fewer, at least

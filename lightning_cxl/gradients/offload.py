@@ -58,7 +58,7 @@ from torch.nn import Parameter
 
 from lightning_cxl.devices.transfer import Transfer, TransferEngine
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.gradients.guard import Addition, GradientHooks, GradientMeter, ReplacedMethod
+from lightning_cxl.gradients.guard import Addition, GradientHooks, GradientMeter, OverflowGuard, ReplacedMethod
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.kernels import mix_key
 from lightning_cxl.optim.masters import WeightPair, is_on_host
@@ -186,6 +186,7 @@ class GradientOffload:
         *,
         half_sums: bool = False,  # bfloat16 gradients are added up in bfloat16
         reserves_streamed: bool = True,  # `watch` makes sure that the gradients of all streamed parameters have room
+        guard: OverflowGuard | None = None,  # that looks at gradients as they land; else only when somebody asks
         are_read_early: bool = True,  # someone may read gradients between the micro-batches of a step
     ) -> None:
         self.engine = engine
@@ -196,6 +197,7 @@ class GradientOffload:
         self._streamed = streamed
         self._half_sums = half_sums
         self._reserves_streamed = reserves_streamed
+        self._guard = guard
         self._are_read_early = are_read_early
         self.updates: Any = None  # `Updates`, where they run behind the backward
         self.num_received = 0  # gradients so far: makes every stochastic rounding another one
@@ -439,7 +441,6 @@ class GradientOffload:
         later = [each for each in landed if id(each.pair) in self._sums]
         news = [each for each in landed if id(each.pair) not in self._sums]
         staying = [each for each in news if each.stays]
-        self._meter.sums([each.grad for each in staying])
         self._sums.update({id(each.pair): each.grad for each in staying})
         moving = [each for each in news if not each.stays]
         if moving:
@@ -449,6 +450,8 @@ class GradientOffload:
         if later:
             sums = self._add(later, [self._sums[id(each.pair)] for each in later])
             self._sums.update({id(each.pair): total for each, total in zip(later, sums, strict=True)})
+        if self._guard is not None:
+            self._guard.look({each.pair.master: self._sums[id(each.pair)] for each in landed})
 
     def _settle(self) -> None:
         """Return when all groups are accumulated; raises what went wrong first."""

@@ -86,6 +86,7 @@ class Updates:
         *,
         in_backward: bool,
         max_in_flight: int,
+        guard: OverflowGuard,
         parameters: Iterable[Parameter],  # in the order of the forward, as far as that is known
         awaited: Mapping[int, int],  # numbers of stand-ins whose forward waits, by parameter id
     ) -> None:
@@ -98,6 +99,7 @@ class Updates:
             grads.updates = self
         self._streamer = streamer
         self._in_backward = in_backward
+        self._guard = guard
         self._max_in_flight = max_in_flight
         self._order = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._awaited = awaited
@@ -307,7 +309,9 @@ class Updates:
         return partial(self._update_arrived, self._step, pairs, optimizer.grad_scale)
 
     def _update_arrived(self, step: AdamStep, pairs: list[WeightPair], scale: float) -> None:
-        step.apply(step.collect({pair.master: self._grads.take(pair) for pair in pairs}), scale)
+        gradients: dict[torch.Tensor, torch.Tensor] = {pair.master: self._grads.take(pair) for pair in pairs}
+        self._guard.check(gradients)
+        step.apply(step.collect(gradients), scale)
 
     def _is_for_worker(self, pair: WeightPair) -> bool:
         """Whether the kernel writes the compute weights itself, so that nothing is left to do after it."""

@@ -527,6 +527,7 @@ class Run:
                 {id(parameter): unit for unit in on_host for parameter in unit.parameters},
                 half_sums=config.accumulate == "bf16",
                 reserves_streamed=plan.overlap != "backward",
+                guard=None if config.on_overflow == "ignore" and loop.needs_whole_step is None else self.guard,
                 are_read_early=loop.reads_gradients,
             )
             resident = []
@@ -544,6 +545,7 @@ class Run:
                 worker,
                 in_backward=plan.overlap in ("backward", "both"),
                 max_in_flight=MAX_UNITS_IN_FLIGHT if plan.overlap == "backward" else len(on_host),
+                guard=self.guard,
                 parameters=peek(model),
                 awaited={id(p): number for number, each in enumerate(resident) for p in each.module.parameters()},
             )

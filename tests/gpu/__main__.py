@@ -36,9 +36,10 @@ Part = dict[str, Any]
 def run(command: Sequence[str], limit_s: float, **environment: str) -> Part:
     """Run a process group; return how it ended, and the ends of what it printed."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of tests of this file
     start = time.monotonic()
     process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **environment},
+        command, cwd=ROOT, env={**own, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **environment},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
     )  # fmt: skip
     timed_out = False

@@ -15,8 +15,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lightning_cxl
-from lightning_cxl.errors import ConfigError, UnsupportedError
+from lightning_cxl.errors import ConfigError, GradientOverflowError, UnsupportedError
 from lightning_cxl.gradients import step as updates
+from lightning_cxl.gradients.guard import GradientMeter
 from lightning_cxl.gradients.offload import MAX_STAGED, GradientOffload, HostWorker
 from lightning_cxl.optim.cpu_adam import AdamStep
 from lightning_cxl.run import run as runs
@@ -26,6 +27,7 @@ from tests.integration.training import EXACT, assert_equal, assert_same_weights,
 from tests.models import Block, Task, TinyTransformer, token_data
 
 IGNORE, AFTER = {"on_overflow": "ignore"}, {"overlap_step": False}
+ERROR = {"on_overflow": "error"}
 STAYS = {"stream_weights": False, **AFTER}
 slow_updates = pytest.mark.usefixtures("slow_updates")
 pytestmark = pytest.mark.usefixtures("late_copies")
@@ -83,7 +85,7 @@ def test_is_the_plain_schedule(monkeypatch, form, accumulate, more):
     given = {"form": form, "accumulate_grad_batches": accumulate, **more}
     given.pop("where", lambda _: None)(monkeypatch)
     plain = fit(AFTER, **given)
-    for options in ({}, IGNORE):
+    for options in ({}, IGNORE, ERROR):
         assert_same(fit(options, **given), plain)
 
 
@@ -723,8 +725,8 @@ def test_callbacks_of_lightning_cost_no_wait(tmp_path, monkeypatch, gate, callba
     assert gate.num_waiting >= 3 * 3
 
 
-def test_updates_run_behind_the_backward(gate):
-
+@pytest.mark.parametrize("options", [IGNORE, ERROR], ids=str)
+def test_updates_run_behind_the_backward(gate, options):
     class Opens(TinyTransformer):
         def forward(self, tokens):
             x = super().forward(tokens)
@@ -735,8 +737,45 @@ def test_updates_run_behind_the_backward(gate):
             """Runs when the gradient of the embedding is there, the last of all."""
             gate.open_when_one_waits()
 
-    fit(IGNORE, make_model=Opens, steps=1)
+    fit(options, make_model=Opens, steps=1)
     assert gate.is_open.is_set() and gate.num_waiting >= 3
+
+
+class BreaksInBlockOne(Task):
+    """In its third step a gradient that is not a number reaches the output of block 1, and all that is before it."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.before = {name: value.cpu().clone() for name, value in self.state_dict().items()}
+            breaks = self.model.blocks[1].register_forward_hook(
+                lambda _module, _inputs, output: output.register_hook(lambda grad: grad * torch.nan) and None
+            )
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            breaks.remove()
+        return loss
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_bad_gradient_behind_the_backward_ends_the_run_and_reaches_no_weight(form):
+    precision = "32-true" if form == "fp32" else "bf16-true"
+    task = BreaksInBlockOne(TinyTransformer())
+    with pytest.raises(GradientOverflowError, match=r"`model\.blocks\.1\..*go on from a checkpoint"):
+        run({**ERROR, **FORMS[form]}, task, 5, precision=precision)
+    after = {name: value.cpu() for name, value in task.state_dict().items()}
+    changed = {
+        name.split(".")[2] for name in after if not torch.equal(after[name], task.before[name]) if "blocks" in name
+    }
+    assert changed == {"2"}, "its backward was over before"
+    assert all(value.isfinite().all() for value in after.values())
+
+
+@pytest.mark.parametrize(("options", "measures"), [(IGNORE, False), (ERROR, True), ({}, True)], ids=str)
+def test_gradients_are_measured_only_where_somebody_asks(monkeypatch, options, measures):
+    measured, sums = [], GradientMeter.sums
+    monkeypatch.setattr(GradientMeter, "sums", lambda self, grads: (measured.append(len(grads)), sums(self, grads))[1])
+    fit(options, steps=1)
+    assert any(measured) is measures
 
 
 def sum_of_one(optimizer, *_):
