@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from simulation.engine import SimulatedEngine
 
-from lightning_cxl.gradients.guard import GradientMeter
+from lightning_cxl.gradients.guard import GradientMeter, OverflowGuard
 from lightning_cxl.gradients.offload import GradientOffload, HostWorker
 from lightning_cxl.gradients.step import Updates
 from lightning_cxl.optim.cpu_adam import CPUAdam
@@ -101,6 +101,7 @@ class _PacedUpdates(Updates):
             worker,
             in_backward=True,
             max_in_flight=len(rig.units),
+            guard=OverflowGuard("ignore", 1, str, GradientMeter(1)),
             parameters=rig.model.parameters(),
             awaited={},
         )
