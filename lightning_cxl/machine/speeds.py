@@ -462,7 +462,7 @@ def describe_machine(topology: Topology, devices: Sequence[str] = ()) -> dict[st
 
 QUIET_FRACTION = 0.03
 """When other processes take more than this part of the CPU time, measured numbers are doubtful."""
-_VERSION = 1  # of the files; change it when fields change their names or meaning
+_VERSION = 2  # of the files; change it when fields change their names or meaning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

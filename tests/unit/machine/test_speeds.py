@@ -239,7 +239,7 @@ def test_other_devices_and_other_cpus_of_the_process_are_another_machine(two_nod
     ("written", "instead", "message"),
     [
         ("}", "", "JSONDecodeError"),
-        ('"version": 1', '"version": 0', "its version is 0, this program writes 1"),
+        ('"version": 2', '"version": 1', "its version is 1, this program writes 2"),
         ('"adam_bytes_per_s": 25000000000.0', '"adam_bytes_per_s": 0', "adam_bytes_per_s must be positive"),
     ],
 )
