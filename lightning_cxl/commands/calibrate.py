@@ -99,7 +99,7 @@ class Options:
     ssd_bytes: int = 4 << 30
 
 
-QUICK = Options(rounds=3, node_bytes=64 << 20, copy_bytes=32 << 20, block_seconds=0.1, ssd_bytes=256 << 20)
+QUICK = Options(rounds=3, node_bytes=64 << 20, copy_bytes=32 << 20, block_seconds=0.2, ssd_bytes=256 << 20)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -430,8 +430,8 @@ def _copy_together(starts: Sequence[Callable[[], Transfer]]) -> None:
 def measure_flops(engine: TransferEngine, options: Options) -> dict[int, Figure]:
     """Return floating-point operations per second of forward and backward of a block of Llama in bf16, by its width.
 
-    A GPU takes twice as long as for its matrix products alone. The smallest width is always measured, larger ones while
-    they do not take too long.
+    An H200 takes 1.6 times as long as for matrix products alone. The smallest width is always measured, larger ones
+    while they do not take too long.
     """
     trains: dict[int, Callable[[], None]] = {}
     flops: dict[int, int] = {}

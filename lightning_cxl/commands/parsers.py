@@ -119,7 +119,7 @@ class PlanOptions:
     overlap: str = _choice(
         ("auto", "none", "backward", "forward"),
         "auto",
-        'what the update runs behind; backward needs on_overflow="error" (%(default)s)',
+        'what the update runs behind; backward needs on_overflow="ignore" or, on one device, "error" (%(default)s)',
     )
     activation_offload: bool = _switch(True, "inputs of units to the host (on)")
     stream_weights: bool | str = _switch("auto", "weights of units to the host (on with a GPU)")

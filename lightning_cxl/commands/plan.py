@@ -351,7 +351,8 @@ def _step(name: str, value: Any, text: str = "", flag: str = "") -> Step:
 def _options(settings: Settings, machine: Machine) -> list[list[Step]]:
     """Return options that can be changed, the cheapest first; of each, its values, the strongest last."""
     chunked = "a loss that never holds all logits (`lightning_cxl.chunked_loss(model)` around the model's forward)"
-    backward = 'on_overflow="error" (gradients are used up in backward)'
+    action = "ignore" if settings.mesh(machine).is_sharded else "error"
+    backward = f'on_overflow="{action}" (gradients are used up in backward)'
     accumulates = settings.accumulate_grad_batches > 1
     hides = settings.streams(machine) and settings.overlap != "backward" and not accumulates
     cut = _step("between_nodes", "shard", "the model cut over all machines")

@@ -258,14 +258,14 @@ class OverflowGuard:
         self._streaks: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # steps left out in a row
         # the parameter whose gradient was bad before gradients were clipped in place
         self._seen: WeakKeyDictionary[Optimizer, Tensor | None] = WeakKeyDictionary()
-        self._came_first: Tensor | None = None  # of this step, the first parameter whose gradient was bad
+        self._came_first: Tensor | None = None  # the first parameter of the run whose gradient was bad as it came
+        self._has_refused = False
         self.num_skipped = 0  # steps left out in the whole run
         self.num_steps = 0  # of optimizers in the whole run, with those left out; each evaluation of a closure counts
 
     def accepts(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor], *, can_skip: bool = True) -> bool:
         """Return whether a step of `optimizer` may use the gradients of `parameters`; warn the first time if not."""
         self.num_steps += 1
-        self._came_first = None
         if self._action == "ignore":
             return True
         seen = self._seen.pop(optimizer, None)
@@ -282,24 +282,32 @@ class OverflowGuard:
         self.refuse(optimizer, bad)
         return False
 
-    def look(self, gradients: Mapping[Tensor, Tensor]) -> int | None:
-        """Measure gradients by parameter, as they come; return the index of the first that is not finite."""
-        if not self._meter.trusts_versions:  # they are measured when all have come, whatever is known of them
-            return None
-        sums = self._meter.sums(list(gradients.values()))
-        bad = next((index for index, value in enumerate(sums) if not math.isfinite(value)), None)
-        if bad is not None and self._came_first is None:
-            self._came_first = list(gradients)[bad]
-        return bad
+    def look(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Measure gradients by parameter as they come: whoever asks later finds the sums."""
+        if self._meter.trusts_versions:  # else they are measured when all have come, whatever is known of them
+            self._find_bad(gradients)
 
-    def check(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Refuse gradients of an update that runs behind the backward: others have been updated or have not come."""
-        if self._action == "error" and self.look(gradients) is not None:
-            assert self._came_first is not None
+    def check(self, gradients: Mapping[Tensor, Tensor]) -> bool:
+        """Return whether an update that runs behind the backward may use its gradients; raise if no other has failed.
+
+        One error ends the run. Whoever saves weights after it should not meet that of the next unit.
+        """
+        bad = self._find_bad(gradients) if self._action == "error" else None
+        if bad is not None and not self._has_refused:
+            self._has_refused = True
+            first = bad if self._came_first is None else self._came_first
             raise GradientOverflowError(
-                f"{self._found(self._came_first)}. Weights whose gradients came before it are updated already, the "
-                f'others are not: go on from a checkpoint. {_ADVICE} `on_overflow="skip"` leaves such steps out.'
+                f"{self._found(first)}. Weights whose gradients came before it are updated already, the others are "
+                f'not: go on from a checkpoint. {_ADVICE} `on_overflow="skip"` leaves such steps out.'
             )
+        return bad is None
+
+    def _find_bad(self, gradients: Mapping[Tensor, Tensor]) -> Tensor | None:
+        sums = self._meter.sums(list(gradients.values()))
+        bad = next((each for each, value in zip(gradients, sums, strict=True) if not math.isfinite(value)), None)
+        if self._action == "error" and self._came_first is None:  # which ends the run
+            self._came_first = bad
+        return bad
 
     def note_bad(self, optimizer: Optimizer) -> None:
         """Remember which gradient is bad before all are, for the message: they are about to be clipped in place."""

@@ -126,6 +126,11 @@ class Updates:
         for unit in self._units:
             unit.begin_step()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether parts of the step whose closure runs are updated, or will be."""
+        return self._step is not None
+
     def give_up(self) -> None:
         """Learn that the closure has failed."""
         self._optimizer = None
@@ -310,8 +315,8 @@ class Updates:
 
     def _update_arrived(self, step: AdamStep, pairs: list[WeightPair], scale: float) -> None:
         gradients: dict[torch.Tensor, torch.Tensor] = {pair.master: self._grads.take(pair) for pair in pairs}
-        self._guard.check(gradients)
-        step.apply(step.collect(gradients), scale)
+        if self._guard.check(gradients):
+            step.apply(step.collect(gradients), scale)
 
     def _is_for_worker(self, pair: WeightPair) -> bool:
         """Whether the kernel writes the compute weights itself, so that nothing is left to do after it."""
@@ -480,7 +485,7 @@ class HostStep:
         except BaseException:
             self._updates.give_up()
             raise
-        return self._check(loss, can_skip=not has_written)
+        return self._check(loss, can_skip=not (has_written or self._updates.has_begun))
 
     def _check(self, loss: Any, *, can_skip: bool = True) -> Any:
         self._grads.end_step()

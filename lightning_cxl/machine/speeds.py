@@ -607,8 +607,8 @@ _READ, _WRITTEN = 16, 12  # bytes per element of Adam's mix
 _GPU_FLOPS = 272e12
 # PCIe 5.0 x16, either direction: 51.8 GiB/s for copies of 2 GiB (arXiv 2507.03305's authors, numa-gpu-xfer-bench)
 _GPU_LINK_BYTES_PER_S = 51.8 * 2**30
-# bf16 matrix products of size 2048: our own measurement of one thread of an AMD EPYC (Zen 4) in a virtual machine, per
-# second of CPU time, median of 9
+# bf16 matrix products of size 2048, not the block that `calibrate` trains: our own measurement of one thread of an AMD
+# EPYC (Zen 4) in a virtual machine, per second of CPU time, median of 9
 _CPU_FLOPS_PER_THREAD = 0.187e12
 
 

@@ -770,6 +770,19 @@ def test_a_bad_gradient_behind_the_backward_ends_the_run_and_reaches_no_weight(f
     assert all(value.isfinite().all() for value in after.values())
 
 
+def test_a_checkpoint_of_the_error_behind_the_backward(tmp_path):
+    saves = callbacks.ModelCheckpoint(tmp_path, save_on_exception=True)
+    with pytest.raises(GradientOverflowError, match=r"`model\.blocks\.1\..*go on from a checkpoint"):
+        run(ERROR, BreaksInBlockOne(TinyTransformer()), 5, callbacks=[saves], enable_checkpointing=True)
+
+
+def test_a_bad_gradient_that_is_seen_after_other_updates_ends_the_run():
+    """That of a unit that ran twice is left to the end of the backward."""
+    task = BreaksInBlockOne(TinyTransformer(twice=True))
+    with pytest.raises(GradientOverflowError, match="in the middle of a step of AdamW that has changed weights"):
+        run(ERROR, task, 5)
+
+
 @pytest.mark.parametrize(("options", "measures"), [(IGNORE, False), (ERROR, True), ({}, True)], ids=str)
 def test_gradients_are_measured_only_where_somebody_asks(monkeypatch, options, measures):
     measured, sums = [], GradientMeter.sums

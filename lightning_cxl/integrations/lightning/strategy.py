@@ -699,7 +699,7 @@ def loop_of(trainer: Trainer, on_overflow: str) -> tuple[Loop, Defers]:
         why_whole = "the loss scaler reads all gradients first"
     elif on_overflow == "skip" or (on_overflow == "error" and trainer.world_size > 1):  # all processes must agree
         why_whole = f"on_overflow={on_overflow!r} may call the step off"
-        why_whole += " ('error' need not wait: it ends the run)" if on_overflow == "skip" else ""
+        why_whole += " ('error' need not wait: it ends the run)" if trainer.world_size == 1 else ""
     schedules = [getattr(callback, "going_to_accumulate_grad_batches", None) for callback in callbacks]
     loop = Loop(
         accumulates=trainer.accumulate_grad_batches > 1 or any(asked() for asked in schedules if asked is not None),
