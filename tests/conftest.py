@@ -22,11 +22,12 @@ import gc
 import os
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_cxl.machine import recorder
+from lightning_cxl.machine import recorder, speeds
 from lightning_cxl.memory.hook import active
 from tests import training_device
 
@@ -94,11 +95,12 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _own_recorder(tmp_path_factory):
-    """Keep what tests kill out of the cache of whoever runs them, and out of the logs of tests beside."""
+def _own_caches(tmp_path_factory):
+    """Keep what tests kill, and speeds, out of the cache of whoever runs them, and theirs out of the tests."""
     with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("recorder")
+        folder, measured = tmp_path_factory.mktemp("recorder"), tmp_path_factory.mktemp("speeds")
         patch.setattr(recorder, "_folder", lambda: folder)
+        patch.setattr(speeds, "cache_folder", lambda: Path(os.environ.get("LIGHTNING_CXL_CACHE", measured)))
         yield
 
 
