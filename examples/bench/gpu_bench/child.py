@@ -69,7 +69,7 @@ def run_cxl_offload(args: argparse.Namespace, clock: StepClock) -> dict[str, flo
             for step, batch in zip(range(len(self)), batches(args.shape, args.seq, args.batch), strict=False):
                 if step:
                     end_step(step)
-                profile.before(step, host)
+                profile.before(step)
                 yield batch
 
     strategy = lightning_cxl.CXLOffloadStrategy(
@@ -154,7 +154,7 @@ def run_loop(
     tokens = next(batches(args.shape, args.seq, args.batch)).to(args.device)
     clock.start()
     for step in range(args.steps + 1):
-        profile.before(step, None)
+        profile.before(step)
         loss = train(tokens)
         clock.lap(loss.item())
         profile.after(step + 1, None)
@@ -176,12 +176,10 @@ class Profile:
         self._at = args.steps
         self._clock = clock
         self._profiler: Any = None
-        self._host_before = 0.0
 
-    def before(self, step: int, host: HostWork | None) -> None:
+    def before(self, step: int) -> None:
         """Begin, if the step that begins is the one."""
         if step == self._at:
-            self._host_before = 0.0 if host is None else host.seconds
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self._clock.device.type == "cuda":
                 activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -193,9 +191,9 @@ class Profile:
         if steps == self._at + 1:
             self._profiler.stop()
             self.seconds = device_seconds(self._profiler.events())
-            self.seconds["profiled step"] = self._clock.seconds.pop()
+            self.seconds["profiled step"] = seconds = self._clock.seconds.pop()
             if host is not None:
-                self.seconds["host step"] = host.seconds - self._host_before
+                self.seconds["host step"] = host.seconds(self._clock.began - seconds, self._clock.began)
 
 
 def run(name: str, args: argparse.Namespace) -> None:

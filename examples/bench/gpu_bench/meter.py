@@ -14,20 +14,20 @@ class StepClock:
         self.device = device
         self.seconds: list[float] = []
         self.losses: list[float] = []
-        self._start = 0.0
+        self.began = 0.0
 
     def start(self) -> None:
         """Begin with the first step."""
         self._synchronize()
-        self._start = time.perf_counter()
+        self.began = time.perf_counter()
 
     def lap(self, loss: float) -> None:
         """End a step, begin the next. Host work that runs behind belongs to the step in which it is waited for."""
         self._synchronize()
         now = time.perf_counter()
-        self.seconds.append(now - self._start)
+        self.seconds.append(now - self.began)
         self.losses.append(loss)
-        self._start = now
+        self.began = now
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -35,21 +35,21 @@ class StepClock:
 
 
 class HostWork:
-    """Adds up the seconds that the host spends on updates and gradients, on whichever thread."""
+    """Notes when the host works on updates and gradients, on whichever thread."""
 
     def __init__(self) -> None:
         from lightning_cxl.gradients.guard import GradientMeter
         from lightning_cxl.gradients.step import Updates
         from lightning_cxl.optim.cpu_adam import AdamStep
 
-        self.seconds = 0.0
+        self._intervals: list[tuple[float, float]] = []
         self.num_behind_backward = 0
         """Updates of units that have run behind the backward."""
         for owner, name in (
             (AdamStep, "apply"), (GradientMeter, "copy_all"), (GradientMeter, "accumulate_all"),
             (GradientMeter, "sums"),
         ):  # fmt: skip
-            setattr(owner, name, _timed(getattr(owner, name), self))
+            setattr(owner, name, _timed(getattr(owner, name), self._intervals))
         update = Updates._update_arrived
 
         def counted(*args: Any) -> None:
@@ -58,14 +58,18 @@ class HostWork:
 
         Updates._update_arrived = counted  # type: ignore[method-assign]
 
+    def seconds(self, begin: float, end: float) -> float:
+        """Return how much of a time the host worked; an update may have begun in the step before."""
+        return covered([(max(begin, start), min(end, stop)) for start, stop in self._intervals if stop > begin])
 
-def _timed(function: Any, work: HostWork) -> Any:
+
+def _timed(function: Any, intervals: list[tuple[float, float]]) -> Any:
     def timed(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         try:
             return function(*args, **kwargs)
         finally:
-            work.seconds += time.perf_counter() - start
+            intervals.append((start, time.perf_counter()))
 
     return timed
 
