@@ -464,7 +464,7 @@ def _block(engine: TransferEngine, width: int) -> tuple[Callable[[], None], int]
         engine.mark().wait_host()
 
     weights = sum(each.numel() for each in model.layers.parameters())
-    return train, 6 * weights * width + 6 * width * width * width  # causal attention: half of all pairs
+    return train, 6 * width * (weights + width * width)  # causal attention: half of all pairs
 
 
 # Disks: large sequential writes and reads of a temporary file, past the page cache where possible.
