@@ -295,10 +295,10 @@ class OverflowGuard:
         bad = self._find_bad(gradients) if self._action == "error" else None
         if bad is not None and not self._has_refused:
             self._has_refused = True
-            first = bad if self._came_first is None else self._came_first
+            assert self._came_first is not None  # noted where `bad` was found, if not before
             raise GradientOverflowError(
-                f"{self._found(first)}. Weights whose gradients came before it are updated already, the others are "
-                f'not: go on from a checkpoint. {_ADVICE} `on_overflow="skip"` leaves such steps out.'
+                f"{self._found(self._came_first)}. Weights whose gradients came before it are updated already, the "
+                f'others are not: go on from a checkpoint. {_ADVICE} `on_overflow="skip"` leaves such steps out.'
             )
         return bad is None
 
