@@ -45,16 +45,25 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
 ]
 STREAMED = {"stream_weights": True, **EXACT}
+OVERLAPPED = {"stream_weights": True, "overlap_step": True}
+OPTIONS = [STREAMED, OVERLAPPED]
 
 
-def compare(run, check=assert_identical, **options):
-    """Run with theirs and with ours; `run` returns (losses, weights)."""
-    plain = run(make_accelerator())
-    accelerator = make_accelerator({**STREAMED, **options})
-    ours = run(accelerator)
-    accelerator.free_memory()
-    check(plain, ours)
+def compare(run, *options, **arguments):
+    """Run with theirs, and with ours with each of these options, `OPTIONS` if none; `run` returns (losses, weights)."""
+    plain = run(make_accelerator(**arguments))
+    for each in options or OPTIONS:
+        accelerator = make_accelerator(each, **arguments)
+        try:
+            ours = run(accelerator)
+        finally:
+            accelerator.free_memory()
+        (assert_identical if EXACT.items() <= each.items() else assert_close)(plain, ours)
     return accelerator
+
+
+def without_dropout(depth=3):
+    return TinyTransformer(depth=depth, dropout=0.0)
 
 
 @pytest.mark.parametrize("order", ["model first", "one by one", "optimizer first"])
@@ -62,23 +71,21 @@ def test_objects_prepared_apart(order):
     def run(accelerator):
         model, optimizer = made()
         data = accelerator.prepare(token_data(4))
-        if order == "model first":
-            model, optimizer = accelerator.prepare(model), accelerator.prepare(optimizer)
+        if order == "optimizer first":
+            optimizer, model = accelerator.prepare(optimizer, model)
         elif order == "one by one":
             model, optimizer = accelerator.prepare_model(model), accelerator.prepare_optimizer(optimizer)
         else:
-            optimizer, model = accelerator.prepare(optimizer, model)
+            model, optimizer = accelerator.prepare(model), accelerator.prepare(optimizer)
         return trained(accelerator, model, optimizer, data)
 
-    compare(run)
+    compare(run, STREAMED)
 
 
 @pytest.mark.parametrize(
-    ("when", "is_prepared", "options"),
-    every_value(["before", "after"], [True, False], [{}, {"cpu_adam": True}]),
-    ids=str,
+    ("when", "is_prepared", "options"), every_value(["before", "after"], [True, False], OPTIONS), ids=str
 )
-def test_a_scheduler(when, is_prepared, options, tmp_path):
+def test_a_scheduler(when, is_prepared, options):
     def run(accelerator):
         model, optimizer = made()
         scheduler = warm(optimizer) if when == "before" else None
@@ -95,7 +102,7 @@ def test_a_scheduler(when, is_prepared, options, tmp_path):
         assert len(set(rates)) == 2
         return losses + more + rates, weights
 
-    compare(run, assert_close, **options)
+    compare(run, options)
 
 
 class Generator(nn.Module):
@@ -121,8 +128,7 @@ class Discriminator(Generator):
 def test_weights_that_your_code_holds_are_not_overwritten():
     """An average is put in the place of ``p.data`` for an evaluation, and the tensors of before are put back."""
     accelerator = make_accelerator(STREAMED)
-    model, optimizer = made(lambda: TinyTransformer(depth=5, dropout=0.0))
-    model, optimizer, data = accelerator.prepare(model, optimizer, token_data(4))
+    model, optimizer, data = accelerator.prepare(*narrow(5), token_data(4))
     with pytest.raises(UnsupportedError, match="while your code holds"):
         for batch in data:
             accelerator.backward(loss_of(model, batch))
@@ -170,11 +176,11 @@ def test_a_generator_against_a_discriminator(together):
         of = {f"critic.{name}": value for name, value in weights_of(accelerator, critic).items()}
         return losses, weights_of(accelerator, generator) | of
 
-    accelerator = compare(run)
+    accelerator = compare(run, STREAMED)
     assert len(accelerator.report()["optimizers"]) == 2
 
 
-@pytest.mark.parametrize("options", [{}, {"cpu_adam": True}], ids=["torch", "CPUAdam"])
+@pytest.mark.parametrize("options", OPTIONS, ids=["torch", "CPUAdam"])
 def test_the_same_objects_again_after_free_memory(options):
     def run(accelerator):
         model, optimizer = made()
@@ -188,7 +194,7 @@ def test_the_same_objects_again_after_free_memory(options):
         more, weights = trained(accelerator, model, optimizer, data, scheduler)
         return [*losses, *more, scheduler.get_last_lr()[0]], weights
 
-    compare(run, assert_close, **options)
+    compare(run, options)
 
 
 CLIPPED = {
@@ -216,7 +222,7 @@ def test_what_is_clipped(kind):
             found.append(loss_of(model, batch).item())
         return found, weights_of(accelerator, model)
 
-    compare(run)
+    compare(run, STREAMED)
 
 
 def test_the_schedule_of_one_optimizer_does_not_wait_for_another():
@@ -260,18 +266,52 @@ def a_second_one_later(accelerator):
     accelerator.prepare(second)
 
 
+def a_new_one_for_a_model_in_training(accelerator):
+    model, _ = accelerator.prepare(*narrow())
+    accelerator.prepare(model, adamw(model))
+
+
+class Headed(nn.Module):
+    """A trunk that others may have, too, and a head of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.head = Generator(3), nn.Linear(16, 2)
+
+
+def a_part_of_a_model(accelerator):
+    """Both would move it and receive its gradients."""
+    actor = Headed()
+    accelerator.prepare(actor, adamw(actor))
+    accelerator.prepare(actor.trunk)
+
+
+def a_model_that_shares_a_part(accelerator):
+    actor, critic = Headed(), Headed()
+    critic.trunk = actor.trunk
+    accelerator.prepare(actor, adamw(actor))
+    accelerator.prepare(critic)
+
+
+SHARES = r"shares 6 parameters, such as `\S+`, with Headed"
+
+
 @pytest.mark.parametrize(
-    ("prepare", "text"),
+    ("prepare", "options", "text"),
     [
-        (two_models, "must become one for each model"),
-        (without_its_model, "the model of this AdamW was not prepared"),
-        (a_second_one_later, "all its optimizers belong in one call"),
+        (two_models, {}, "must become one for each model"),
+        (without_its_model, {}, "the model of this AdamW was not prepared"),
+        (a_second_one_later, {}, "all its optimizers belong in one call"),
+        (a_new_one_for_a_model_in_training, STREAMED, "end that training first"),
+        (a_part_of_a_model, STREAMED, SHARES),
+        (a_model_that_shares_a_part, {"stream_weights": False}, SHARES),
     ],
 )
-def test_optimizers_that_are_refused(prepare, text):
-    accelerator = make_accelerator({})
+def test_models_and_optimizers_that_are_refused(prepare, options, text):
+    accelerator = make_accelerator(options)
     with pytest.raises((ConfigError, UnsupportedError), match=text):
         prepare(accelerator)
+    accelerator.free_memory()
 
 
 def test_an_accelerator_that_has_prepared_a_model():
@@ -396,32 +436,13 @@ def test_gradients_from_before_the_run(options, is_dropped):
 
 # -- loops of the user's own, with CPUAdam and without: a step ---------------------------------------------------------
 
-OVERLAPPED = {"stream_weights": True, "overlap_step": True}
-OPTIONS = [STREAMED, OVERLAPPED]
-
-
-def compare_each(run, **arguments):
-    """Run with theirs, and with ours in each of `OPTIONS`; `run` returns (losses, weights)."""
-    plain = run(make_accelerator(**arguments))
-    for options in OPTIONS:
-        accelerator = make_accelerator(options, **arguments)
-        try:
-            ours = run(accelerator)
-        finally:
-            accelerator.free_memory()
-        (assert_identical if options is STREAMED else assert_close)(plain, ours)
-
-
-def without_dropout(depth=3):
-    return TinyTransformer(depth=depth, dropout=0.0)
-
 
 def narrow(depth=3):
     return made(partial(without_dropout, depth))
 
 
 def training(step, depth=3, num_batches=4):
-    """Return a run for `compare_each` that makes these steps: `step` gets all there is and returns a loss."""
+    """Return a run for `compare` that makes these steps: `step` gets all there is and returns a loss."""
 
     def run(accelerator):
         model, optimizer, data = accelerator.prepare(*narrow(depth), token_data(num_batches))
@@ -543,11 +564,11 @@ STEPS = [
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step(step):
-    compare_each(training(step))
+    compare(training(step))
 
 
 def test_a_loss_scaler_and_accumulation_by_hand():
-    compare_each(training(accumulated_by_hand, num_batches=6), mixed_precision="fp16")
+    compare(training(accumulated_by_hand, num_batches=6), mixed_precision="fp16")
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
@@ -579,7 +600,7 @@ def test_two_optimizers_that_step_at_different_times():
             losses.append(loss.item())
         return losses, weights_of(accelerator, model)
 
-    compare_each(run)
+    compare(run)
 
 
 # -- between steps -----------------------------------------------------------------------------------------------------
@@ -601,7 +622,7 @@ def test_weights_changed_between_evaluations(is_seen, keeps):
                 (parameter if is_seen else parameter.data).mul_(0.9)
         return losses, weights_of(accelerator, model)
 
-    compare_each(run)
+    compare(run)
 
 
 behind = pytest.mark.skipif(training_device.chosen.type == "cpu", reason="no update runs behind")
@@ -683,39 +704,6 @@ def test_a_file_is_made_when_updates_are_done(monkeypatch):
 
 
 # -- prepared again, and not closed ------------------------------------------------------------------------------------
-
-
-def test_a_new_optimizer_for_a_model_that_is_trained_already():
-    accelerator = make_accelerator(STREAMED)
-    model = without_dropout()
-    model, _ = accelerator.prepare(model, adamw(model))
-    with pytest.raises(UnsupportedError, match="end that training first"):
-        accelerator.prepare(model, adamw(model))
-    accelerator.free_memory()
-    model, optimizer = accelerator.prepare(model, adamw(model))
-    before = model.head.weight.cpu().clone()
-    one_step(accelerator, model, optimizer, batches()[0])
-    accelerator.free_memory()
-    assert not torch.equal(before, model.head.weight)
-
-
-class Headed(nn.Module):
-    """A trunk that others may have, too, and a head of its own."""
-
-    def __init__(self, trunk):
-        super().__init__()
-        self.trunk, self.head = trunk, nn.Linear(16, 2)
-
-
-@pytest.mark.parametrize(("kind", "options"), [("a part", STREAMED), ("a sibling", {"stream_weights": False})], ids=str)
-def test_models_that_share_parameters_are_refused(kind, options):
-    """Each would move them and receive their gradients."""
-    accelerator = make_accelerator(options)
-    trunk = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)])
-    actor = Headed(trunk)
-    accelerator.prepare(actor, adamw(actor))
-    with pytest.raises(UnsupportedError, match=r"shares 6 parameters, such as `\S+`, with Headed"):
-        accelerator.prepare(trunk if kind == "a part" else Headed(trunk))
 
 
 def test_a_training_without_us_is_said():
