@@ -70,6 +70,10 @@ class TinyTransformer(nn.Module):
         return logits if self.logit_scale is None else logits * self.logit_scale.exp()
 
 
+def no_dropout() -> TinyTransformer:
+    return TinyTransformer(dropout=0.0)
+
+
 class TinyConvNet(nn.Module):
     """Residual convolution blocks with BatchNorm in a ModuleList, channels-last weights."""
 

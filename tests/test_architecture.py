@@ -101,13 +101,9 @@ def circle(graph: Mapping[str, Iterable[str]]) -> list[str]:
     return []
 
 
-def test_folders_import_each_other_in_one_direction():
-    found = circle(arrows(folder_of, home_of))
-    assert not found, " imports ".join(found)
-
-
-def test_modules_import_each_other_in_one_direction():
-    found = circle(arrows(module_of, module_named))
+@pytest.mark.parametrize(("of", "to"), [(folder_of, home_of), (module_of, module_named)], ids=["folders", "modules"])
+def test_imports_go_in_one_direction(of, to):
+    found = circle(arrows(of, to))
     assert not found, " imports ".join(found)
 
 
@@ -148,31 +144,21 @@ def is_standard_library(name: str) -> bool:
     return name in sys.stdlib_module_names
 
 
-LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 
-def test_cuda_and_lightning_only_at_their_seams():
+def test_cuda_and_frameworks_only_at_their_seams():
     for path in MODULES:
-        relative = str(path.relative_to(PACKAGE))
-        if relative != "devices/transfer.py":
-            assert "torch.cuda" not in strip_docstrings(path.read_text()), f"{path}: torch.cuda"
-        if relative != "integrations/lightning/lightning_api.py":
-            packages = {name.split(".")[0] for name in imported_names(path)}
-            assert not packages.intersection(LIGHTNING), f"{path}: import it through integrations/lightning"
-
-
-def test_accelerate_only_at_its_seam():
-    for path in MODULES:
-        packages = {name.split(".")[0] for name in imported_names(path)}
-        at_seam = path == PACKAGE / "integrations" / "accelerate.py"
-        assert at_seam or "accelerate" not in packages, f"{path}: import it through integrations/accelerate.py"
-
-
-def test_the_trainer_of_transformers_only_at_its_seam():
-    for path in MODULES:
-        names = {name for name in imported_names(path) if name.startswith("transformers.Trainer")}
-        at_seam = path == PACKAGE / "integrations" / "transformers.py"
-        assert at_seam or not names, f"{path}: import it through integrations/transformers.py"
+        names = imported_names(path)
+        packages = {name.split(".")[0] for name in names}
+        uses = {
+            "devices/transfer.py": "torch.cuda" in strip_docstrings(path.read_text()),
+            "integrations/lightning/lightning_api.py": bool(packages & LIGHTNING),
+            "integrations/accelerate.py": "accelerate" in packages,
+            "integrations/transformers.py": any(name.startswith("transformers.Trainer") for name in names),
+        }
+        uses.pop(str(path.relative_to(PACKAGE)), None)
+        assert not any(uses.values()), f"{path}: what it uses is for {[seam for seam in uses if uses[seam]]}"
 
 
 # the command line and its main job are Lightning's; what others reach names Lightning where it has words of its own

@@ -41,8 +41,6 @@ def name_of(document):
 def _elsewhere(tmp_path, monkeypatch):
     """Examples write into the current folder."""
     monkeypatch.chdir(tmp_path)
-    # lightning 2.6 calls methods that jsonargparse 4.53 deprecates; this is jsonargparse's own switch
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 
 # -- examples ----------------------------------------------------------------------------------------------------------
@@ -130,19 +128,9 @@ def test_the_batch_script_starts_what_exists_and_goes_back_to_the_queue(tmp_path
     assert "strategy: cxl_offload" in shown_by(monkeypatch, capsys, *fit, "--print_config")
 
     (plan,) = re.findall(r"^#   python -m lightning_cxl (plan .*) \\\n#( .*)$", text, re.MULTILINE)
-    planned = "".join(plan).replace("FOLDER", "llama-3.1-8b").split()
     monkeypatch.chdir(ROOT)  # the machine is a file of ours
-    assert re.search(r"host memory: \S+ GiB of each machine", shown_by(monkeypatch, capsys, *planned))
-    same = {
-        "--devices": (asked["gpus-per-node"], asked["ntasks-per-node"], "--trainer.devices"),
-        "--num-nodes": (asked["nodes"], "--trainer.num_nodes"),
-        "--seq": ("--data.seq_len",),
-        "--batch": ("--data.batch_size",),
-        "--precision": ("--trainer.precision",),
-    }
-    for option, others in same.items():
-        values = {fit[fit.index(other) + 1] if other.startswith("--") else other for other in others}
-        assert values == {planned[planned.index(option) + 1]}
+    planned = shown_by(monkeypatch, capsys, *"".join(plan).replace("FOLDER", "llama-3.1-8b").split())
+    assert re.search(r"host memory: \S+ GiB of each machine", planned)
 
 
 PROGRAMS = [path for path in sorted(EXAMPLES.glob("bench/*.py")) if "argparse" in path.read_text()]
@@ -165,60 +153,35 @@ def run_benchmark(name, *options, succeeds=True):
     return subprocess.run(command, env=environment, check=succeeds, capture_output=True, timeout=400)
 
 
-def rows_of(name, *options):
-    """Return the values that a benchmark writes, by name, and what it says of the machine."""
-    run_benchmark(name, *options, "--json", "rows.json")
-    written = json.loads(Path("rows.json").read_text())
-    return {row["name"]: row["value"] for row in written["rows"]}, written["machine"]
-
-
-def of_steps(values, machine):
-    assert machine["cores"] >= 1
-    assert all(values[f"{name}: {what}"] > 0 for name in ("lightning", "cxl_offload") for what in ("step", "peak"))
-
-
-def of_state_on_ssd(values, _):
-    values = {name.removeprefix("bf16: "): value for name, value in values.items()}
-    assert all(values[name] > 0 for name in ("read", "write", "compute", "update"))
-    assert values["longest"] >= max(values[name] for name in ("read", "write", "compute"))
-    assert values["bf16, memory: tensors of tiers of memory"] == pytest.approx(10, rel=0.01)
-    assert os.listdir() == ["rows.json"]
-
-
-def of_qlora(values, _):
-    assert values["all roles, planned off by"] < 0.03
-    assert values["train: without us"] > 0 and "load: more than the quantised weights" in values
-
-
-def of_several_ranks(values, _):
-    assert all(values[f"2 ranks, {name}: step"] > 0 for name in ("fsdp2", "ours"))
-    assert all(values[f"2 ranks, {name}: loss off"] < 0.01 for name in ("fsdp2", "ours"))
-    assert values["2 ranks, ours: grown"] > 0
-
-
-def of_no_gpu(values, machine):
-    """It says nothing about a GPU."""
-    assert machine["device"] == "cpu"
-    values = {name.removeprefix("cxl_offload: "): value for name, value in values.items()}
-    assert values["step"] > 0 and values["host peak"] > 0 and values["profiled: host step"] > 0
-    assert values["GPU peak"] is None and values["profiled: compute"] == 0 and "busy" not in values
-
-
-BENCHMARKS = [
-    ("step --steps=3 --size=tiny --only lightning cxl_offload", of_steps),
-    ("ssd_state --folder . --size=tiny --rounds=2 --state=bf16", of_state_on_ssd),
-    ("qlora model --size=tiny", of_qlora),
-    ("several_ranks --size=tiny --ranks 2 --rounds=2 --steps=1 --only fsdp2 ours", of_several_ranks),
-    ("gpu --shape=tiny --seq=64 --device=cpu --steps=3 --only cxl_offload", of_no_gpu),
+BENCHMARKS = [  # what each must measure, and rows that have a limit
+    ("step --steps=3 --size=tiny --only lightning cxl_offload", ["lightning: peak", "cxl_offload: step"], {}),
+    ("ssd_state --folder . --size=tiny --rounds=2 --state=bf16", ["bf16: write", "bf16: update", "bf16: longest"], {}),
+    ("qlora model --size=tiny", ["train: without us"], {"all roles, planned off by": 0.03}),
+    (
+        "several_ranks --size=tiny --ranks 2 --rounds=2 --steps=1 --only fsdp2 ours",
+        ["2 ranks, fsdp2: step", "2 ranks, ours: grown"],
+        {"2 ranks, fsdp2: loss off": 0.01, "2 ranks, ours: loss off": 0.01},
+    ),
+    (
+        "gpu --shape=tiny --seq=64 --device=cpu --steps=3 --only cxl_offload",
+        ["cxl_offload: host peak", "cxl_offload: profiled: host step"],
+        {"cxl_offload: profiled: compute": 1e-9},
+    ),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.parametrize(("command", "check"), BENCHMARKS, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_benchmark_writes_rows(command, check):
+@pytest.mark.parametrize(("command", "positive", "limits"), BENCHMARKS, ids=[each[0] for each in BENCHMARKS])
+def test_a_benchmark_writes_rows(command, positive, limits):
     """Most compare losses themselves."""
-    check(*rows_of(*command.split()))
+    run_benchmark(*command.split(), "--json", "rows.json")
+    written = json.loads(Path("rows.json").read_text())
+    values = {row["name"]: row["value"] for row in written["rows"]}
+    assert written["machine"]
+    assert [name for name in positive if not values[name] > 0] == []
+    assert [name for name, limit in limits.items() if not values[name] < limit] == []
+    assert not command.startswith("ssd_state") or os.listdir() == ["rows.json"]
 
 
 @pytest.mark.full
@@ -245,13 +208,10 @@ def test_the_overlap_benchmark_writes_rows_a_picture_and_a_trace(tmp_path):
     assert written["machine"]["threads"] == 1
     assert all(row["value"] > 0 and (row["goal"] is None) == (row["holds"] is None) for row in written["rows"])
     names = {(row["name"], row["unit"]) for row in written["rows"]}
-    for kind, mode in (("copies", "during"), ("copies", "after"), ("updates", "during")):
-        for unit in ("x ideal", "x bound"):
-            assert (f"{kind}, 4 units, compute:transfer 1, update {mode} backward", unit) in names
     for mode in ("after", "during"):
-        for contender in ("DRAM only", "naive interleave, 1 card", "latency-first, 2 cards", "ours, 2 cards"):
-            name = f"qwen2.5-7b, 8 x 4096, 20 B/parameter, updates {mode} backward: {contender}"
-            assert (name, "x DRAM only") in names
+        assert (f"copies, 4 units, compute:transfer 1, update {mode} backward", "x ideal") in names
+        name = f"qwen2.5-7b, 8 x 4096, 20 B/parameter, updates {mode} backward: ours, 2 cards"
+        assert (name, "x DRAM only") in names
     assert "closed form" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     events = json.loads(trace.read_text())["traceEvents"]
@@ -329,19 +289,6 @@ def resumes(names, _):
     assert "lightning_cxl" in torch.load("ours.ckpt") and "lightning_cxl" not in torch.load("plain.ckpt")
 
 
-def overlaps(names, _):
-    assert names["overlapped"].config.on_overflow == "error"
-
-
-def updates(names, _):
-    assert names["norm"] > 0 and not torch.equal(names["layer"].weight, torch.zeros(256, 256))
-    assert "state1" in next(iter(names["optimizer"].state_dict()["state"].values()))
-
-
-def configures(names, _):
-    assert names["strategy"].config.state == "bf16" and names["trainer"].strategy is names["strategy"]
-
-
 def accelerates(names, _):
     assert {p.grad for p in names["model"].parameters()} == {None} and len(names["norms"]) == len(names["same"]) == 8
     assert set(torch.load("checkpoint/optimizer.bin")) > {"state", "param_groups"}
@@ -369,29 +316,23 @@ SHOWN = {
     "examples/guides/accelerate.md": accelerates,
     "examples/guides/big_models.md": loads,
     "examples/guides/checkpoints.md": resumes,
-    "examples/guides/configuration.md": configures,
     "examples/guides/fabric.md": loops,
-    "examples/guides/gpu.md": overlaps,
     "examples/guides/long_contexts.md": packs,
-    "examples/guides/optimizer.md": updates,
     "examples/guides/policies.md": places,
     "examples/guides/transformers.md": goes_on,
 }
-"""What the Python code of a document must have done, by document."""
-
-
-def test_the_python_code_of_every_document_is_run():
-    assert {name_of(document) for document in DOCUMENTS if code_blocks(document, "python")} == set(SHOWN)
+"""What the Python code of a document must have done, where more than to run."""
 
 
 # Lightning's own advice about the worker count, the missing log and unused hooks
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", SHOWN)
-def test_the_python_code_of_a_document_runs_as_it_is(name, capsys):
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("document", [each for each in DOCUMENTS if code_blocks(each, "python")], ids=name_of)
+def test_the_python_code_of_a_document_runs_as_it_is(document, capsys):
     names = {"MyModule": Trains}
-    for block in code_blocks(ROOT / name, "python"):
-        exec(compile(block, name, "exec"), names)
-    SHOWN[name](names, capsys.readouterr().out)
+    for block in code_blocks(document, "python"):
+        exec(compile(block, document, "exec"), names)
+    if check := SHOWN.get(name_of(document)):
+        check(names, capsys.readouterr().out)
 
 
 def test_the_yaml_of_the_documents_parses(tmp_path, monkeypatch, capsys):
@@ -532,18 +473,7 @@ def test_files_that_documents_name_exist(document):
     assert named or document not in (README, MAP, ROOT / "cython_ext" / "README.md")
 
 
-def test_files_that_comments_of_machines_name_exist():
-    comments = re.findall("#.*", "\n".join(path.read_text() for path in EXAMPLES.glob("machines/*.yaml")))
-    named = re.findall(r"`((?:[\w.-]+/)+[\w.-]+)`", "\n".join(comments))
-    assert named and [name for name in named if not (ROOT / name).exists()] == []
-
-
-def test_every_public_name_is_documented():
-    text = README.read_text() + MAP.read_text()
-    assert [name for name in lightning_cxl.__all__ if not re.search(rf"`[^`]*\b{name}\b[^`]*`", text)] == []
-
-
-def test_public_names_table_has_no_others():
+def test_every_public_name_is_in_the_table_and_no_other():
     rows = table_after(MAP, "## Public names")
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])}
     assert named == set(lightning_cxl.__all__)

@@ -1,16 +1,11 @@
 """`make gpu` goes on whatever happens to a part, and says what happened."""
 
-import importlib
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from lightning_cxl.errors import PinnedMemoryError
-from tests import training_device
 from tests.gpu import __main__ as gpu
 
 
@@ -73,35 +68,3 @@ def test_updates_run_behind_the_backward_where_the_overlap_is_measured():
     done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True, check=False, timeout=400)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert json.loads(line)["updates_behind_backward"] >= 6 * 8  # steps and units
-
-
-def test_references_on_cuda_have_their_optimizer_on_the_host(on_device):
-    """CUDA's rounds otherwise: nothing would be equal bit for bit. Shown where the kernels of both are the same."""
-    weights = []
-    for change in (lambda function: function, training_device._on_the_host):
-        momentum = [None]
-        torch.manual_seed(3)
-        (weight, gradient), norm = torch.randn(2, 8, device=on_device), torch.nn.utils.clip_grad._get_total_norm
-        for _ in range(3):
-            total = change(norm)([gradient, gradient])
-            sgd = change(importlib.import_module("torch.optim.sgd").sgd)
-            sgd([weight], [gradient / total], momentum, weight_decay=0.1, momentum=0.9, lr=0.1, dampening=0.0,
-                nesterov=False, maximize=False)  # fmt: skip
-        weights.append(weight.cpu())
-    assert torch.equal(*weights)
-
-
-def test_what_is_page_locked_on_cuda_is_counted(monkeypatch):
-    def refuse(*_):
-        raise RuntimeError("no driver")
-
-    driver = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: 0)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    devices = training_device.CountedCuda()
-    devices.register(4096, 10)
-    driver.cudaHostRegister = refuse
-    with pytest.raises(PinnedMemoryError):
-        devices.register(8192, 10)
-    assert devices.registered == {4096}
-    devices.unregister(4096)
-    assert not devices.registered

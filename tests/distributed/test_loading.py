@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -22,6 +21,7 @@ from lightning_cxl.weights.files import UnreadWeight
 from tests.cases import every_value
 from tests.distributed import lightning_runs
 from tests.distributed.training import assert_same_weights, cut_model, device, error_of, loss_of, place, whole
+from tests.integration.weight_memory import Peak
 from tests.models import TINY_LLAMA
 
 BF16 = {"dtype": torch.bfloat16}
@@ -139,31 +139,8 @@ def into_cut(folder: Path) -> str:
     return error_of(lambda: lightning_cxl.load_weights(model, folder))
 
 
-class Memory:
-    """Samples what this process holds that no file backs, in bytes, while a region runs."""
-
-    def __enter__(self) -> "Memory":
-        self._over, self._before = threading.Event(), _anonymous_bytes()
-        self.grown = 0
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.005):
-            self.look()
-
-    def look(self) -> int:
-        now = _anonymous_bytes() - self._before
-        self.grown = max(self.grown, now)
-        return now
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-
-def _anonymous_bytes() -> int:
+def anonymous_bytes() -> int:
+    """Return what this process holds that no file backs."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     found = {key: int(value.split()[0]) * 1024 for key, value in (line.split(":") for line in lines)}
     return found["Pss_Anon"] + found["Pss_Shmem"]  # a page that several processes map counts once in all
@@ -173,13 +150,13 @@ def memory(folder: Path, **options: Any) -> dict[str, int]:
     """Return the bytes that loading a model has added, and those at the peak until a run has begun."""
     gc.collect()  # models of earlier tests would leave meanwhile
     dist.barrier()  # and another process's share of a page would become this one's
-    with Memory() as seen:
+    with Peak(anonymous_bytes) as seen:
         model = load(folder, **options)
         loaded = seen.look()
         loop = begin(model)
         dist.barrier()  # another process may still read
         loop.close()
-    return {"loaded": loaded, "peak": seen.grown}
+    return {"loaded": loaded, "peak": seen.peak - seen.start}
 
 
 CASES = {

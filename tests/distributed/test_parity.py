@@ -5,9 +5,6 @@ import pytest
 from tests.distributed import training
 from tests.distributed.training import LIMIT, Job, largest_difference, trained_as_by_fsdp
 
-# peft asks for it
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-
 JOBS = {
     "plain": (2, Job()),
     "accumulated and clipped": (2, Job(micro_batches=3, clip=0.5)),

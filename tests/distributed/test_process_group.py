@@ -7,53 +7,34 @@ import torch.distributed._functional_collectives as functional
 from tests import apart
 
 
-def here(*values):
-    return torch.tensor(values, dtype=torch.float32).to("apart")
+def here(*values, device="apart"):
+    return torch.tensor(values, dtype=torch.float32).to(device)
 
 
-def every_collective():
+def every_collective(device):
     rank = dist.get_rank()
-    mine = here(rank + 1.0, rank + 2.0)
-    found = {}
-    gathered = torch.empty(4, device="apart")
+    mine = here(rank + 1.0, rank + 2.0, device=device)
+    gathered, part = torch.empty(4, device=device), torch.empty(1, device=device)
+    each, sums, sent = [torch.empty(2, device=device) for _ in range(2)], mine.clone(), mine.clone()
     dist.all_gather_single(gathered, mine)
-    found["all_gather_single"] = gathered
-    each = [torch.empty(2, device="apart") for _ in range(2)]
     dist.all_gather(each, mine)
-    found["all_gather"] = torch.stack(each)
-    part = torch.empty(1, device="apart")
     dist.reduce_scatter_single(part, mine, op=dist.ReduceOp.AVG)
-    found["reduce_scatter_single"] = part
-    sums = mine.clone()
     dist.all_reduce(sums)
-    found["all_reduce"] = sums
-    sent = mine.clone()
     dist.broadcast(sent, 1)
-    found["broadcast"] = sent
-    found["functional"] = functional.all_gather_tensor(mine, 0, dist.group.WORLD) + 0
-    found["functional sum"] = functional.all_reduce(mine, "sum", dist.group.WORLD) + 0
-    on_host = torch.ones(1) * rank
-    dist.all_reduce(on_host)
-    found["on the host"] = on_host
+    functions = (
+        functional.all_gather_tensor(mine, 0, dist.group.WORLD) + 0,
+        functional.all_reduce(mine, "sum", dist.group.WORLD) + 0,
+    )
     objects = [None, None]
     dist.all_gather_object(objects, {"rank": rank})
     dist.barrier()
-    return {name: value.tolist() for name, value in found.items()}, objects
+    return [value.tolist() for value in (gathered, *each, part, sums, sent, *functions)], objects
 
 
 def test_every_collective_gives_what_gloo_gives(ranks):
-    for rank, (found, objects) in enumerate(ranks.of(2, "apart").run(every_collective)):
-        assert objects == [{"rank": 0}, {"rank": 1}]
-        assert found == {
-            "all_gather_single": [1, 2, 2, 3],
-            "all_gather": [[1, 2], [2, 3]],
-            "reduce_scatter_single": [[1.5], [2.5]][rank],
-            "all_reduce": [3, 5],
-            "broadcast": [2, 3],
-            "functional": [1, 2, 2, 3],
-            "functional sum": [3, 5],
-            "on the host": [1],
-        }
+    expected = ranks.of(2).run(every_collective, "cpu")
+    assert ranks.of(2, "apart").run(every_collective, "apart") == expected
+    assert ranks.of(2, "apart").run(every_collective, "cpu") == expected, "of tensors on the host"
 
 
 def waits():

@@ -12,7 +12,7 @@ from lightning_cxl.run.run import Run
 from lightning_cxl.run.session import whole_state
 from lightning_cxl.streaming.units import find_units
 from tests import apart
-from tests.cases import every_value
+from tests.cases import every_value, others_full
 from tests.distributed import lightning_runs, training
 from tests.distributed.ranks import of_rank_0
 from tests.distributed.training import (
@@ -56,19 +56,20 @@ def by_us(job):
         Run.min_activation_bytes = usual
 
 
-STATE_JOBS = {
-    "state, float32": Job(micro_batches=2, clip=0.5),
-    "state, uneven shards, split masters": Job(model="transformer", tied=False, scalars=True, bf16=True, clip=0.1),
-    "state, 8 bit": Job(options={"state": "8bit"}, sizes=WIDE),
-    "state, lora": Job(lora=True, clip=0.05),
-}
-WEIGHT_JOBS = {
+LORA = Job(lora=True, clip=0.05)
+UNEVEN = Job(model="transformer", tied=False, scalars=True, bf16=True, clip=0.1)
+EIGHT_BIT = Job(options={"state": "8bit"}, sizes=WIDE)
+JOBS = {
+    "state, float32": (STATE, Job(micro_batches=2, clip=0.5)),
+    "state, uneven shards, split masters": (STATE, UNEVEN),
+    "state, 8 bit": (STATE, EIGHT_BIT),
+    "state, lora": (STATE, LORA),
     "weights alone": (WEIGHTS, Job(micro_batches=2, clip=0.5)),
     "all": (ALL, Job(micro_batches=2, clip=0.5)),
-    "all, uneven shards, split masters": (ALL, Job(model="transformer", tied=False, scalars=True, bf16=True, clip=0.1)),
+    "all, uneven shards, split masters": (ALL, UNEVEN),
     "weights, float32 masters": (WEIGHTS, Job(bf16=True, options={"master": "fp32"})),
-    "all, 8 bit": (ALL, Job(options={"state": "8bit"}, sizes=WIDE)),
-    "weights, frozen": (WEIGHTS, Job(lora=True, clip=0.05)),
+    "all, 8 bit": (ALL, EIGHT_BIT),
+    "weights, frozen": (WEIGHTS, LORA),
     "weights, reduced once": (WEIGHTS, Job(micro_batches=3, no_sync=True)),
 }
 
@@ -82,22 +83,26 @@ def compare(ranks, folder, device, rule, job):
     return [each.report for each in ours]
 
 
-@pytest.mark.parametrize(("name", "device"), every_value(STATE_JOBS, ["cpu", "apart"]))
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_training_is_that_of_state_in_memory(ranks, tmp_path, device, name):
-    for report in compare(ranks, tmp_path, device, STATE, STATE_JOBS[name]):
-        assert not {"momentum", "variance", "activations"} & report["peak_roles"].keys(), "they were in memory"
-        tier = report["tiers"]["ssd"]
+CASES = [
+    *every_value([name for name, (rule, _) in JOBS.items() if rule is STATE], ["cpu", "apart"]),
+    *((name, "apart") for name, (rule, _) in JOBS.items() if rule is not STATE),
+]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("name", "device"), others_full(CASES, [("state, float32", "cpu"), ("weights alone", "apart")])
+)
+def test_training_is_that_of_memory(ranks, tmp_path, device, name):
+    rule, job = JOBS[name]
+    for report in compare(ranks, tmp_path, device, rule, job):
+        tier, planned = report["tiers"]["ssd"], dict(report["planned_roles"]["compute_weights"])
         assert tier["budget_bytes"] == 32 * MIB and 0 < tier["peak_bytes"] <= 32 * MIB
-
-
-@pytest.mark.parametrize("name", WEIGHT_JOBS)
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_training_is_that_of_weights_in_memory(ranks, tmp_path, name):
-    for report in compare(ranks, tmp_path, "apart", *WEIGHT_JOBS[name]):
-        planned = dict(report["planned_roles"]["compute_weights"])
-        assert planned.pop("ssd") > 0
-        assert planned == report["peak_roles"]["compute_weights"], "more of the weights was in memory"
+        if rule is not WEIGHTS:
+            assert not {"momentum", "variance", "activations"} & report["peak_roles"].keys(), "they were in memory"
+        if rule is not STATE:
+            assert planned.pop("ssd") > 0
+            assert planned == report["peak_roles"]["compute_weights"], "more of the weights was in memory"
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import LlamaForCausalLM, TrainingArguments
+from transformers import LlamaForCausalLM
 from transformers.trainer_utils import set_seed
 
 from lightning_cxl.sharding.fsdp import is_cut
 from lightning_cxl.transformers import CXLTrainer
 from tests.distributed.ranks import RankError, of_rank_0
 from tests.distributed.training import assert_close, assert_identical, difference, place, whole
-from tests.integration.accelerate_loop import PLAIN, forget_accelerators
-from tests.integration.hf_trainer import rows
+from tests.integration.hf_trainer import PLAIN, arguments, rows
 from tests.integration.llama import tiny_llama
 from tests.integration.quantised import quantise
 
@@ -26,16 +25,11 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
 
 def of_all(**given: Any) -> dict[str, Any]:
     """Return arguments with which every number of ranks takes the same rows for a step."""
-    forget_accelerators()
     rank, world = place()
     if world > 1:  # a run of Lightning before takes some away
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    defaults = {
-        "logging_steps": 1, "learning_rate": 1e-3, "num_train_epochs": 1, "save_strategy": "no", "report_to": [],
-        "disable_tqdm": True, "per_device_train_batch_size": BATCH // world, "dataloader_pin_memory": False,
-        "per_device_eval_batch_size": BATCH // world, "use_cpu": True, "bf16": False, "adam_epsilon": 1e-5,
-    }  # fmt: skip
-    return {**defaults, **given}
+    sizes = {"per_device_train_batch_size": BATCH // world, "per_device_eval_batch_size": BATCH // world}
+    return {**sizes, "use_cpu": True, "adam_epsilon": 1e-5, **given}
 
 
 def train(
@@ -54,7 +48,7 @@ def train(
 ) -> dict[str, Any]:
     """Train on all ranks, and save the model; return what the Trainer has logged, and the weights."""
     set_seed(5)
-    args = TrainingArguments(folder, **of_all(**given))
+    args = arguments(folder, **of_all(**given))
     model = tiny_llama(tie_word_embeddings=tied, attention_bias=biased).to(dtype)
     if quantised:
         model = tiny_llama(hidden_size=64)
@@ -110,7 +104,6 @@ def _measured(entry: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # of peft, TRL
 STREAMED = {"stream_weights": True}
 CASES = {
     "plain": {},

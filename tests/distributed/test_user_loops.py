@@ -19,7 +19,7 @@ from lightning_cxl.integrations.accelerate import load_whole
 from tests.distributed.lightning_runs import BATCH, LENGTH, VOCAB, rows
 from tests.distributed.ranks import gone_on, of_rank_0
 from tests.distributed.test_volume import Traffic
-from tests.distributed.training import assert_close, assert_identical, place, whole
+from tests.distributed.training import assert_close, assert_identical, error_of, place, whole
 from tests.integration.accelerate_loop import forget_accelerators
 from tests.integration.llama import tiny_llama
 from tests.models import TinyTransformer
@@ -204,11 +204,7 @@ def test_another_number_of_processes_goes_on(ranks, tmp_path, train, before, aft
 def set_up_together() -> str:
     """Return the error of a set-up of model and optimizer in one call."""
     model = TinyTransformer(dropout=0.0)
-    try:
-        launched_fabric().setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return error_of(lambda: launched_fabric().setup(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
 def test_the_model_is_set_up_before_its_optimizer_is_made(ranks):

@@ -19,9 +19,6 @@ from lightning_cxl.sharding.fsdp import root_of
 from lightning_cxl.streaming.units import find_units
 from tests.distributed.training import Job, Training, make_model, place
 
-# peft asks for it
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-
 NORM = ("all_reduce", "float64", 8)
 SKIP = ("all_reduce", "int64", 8)
 _MOVES = ("c10d", "_c10d_functional")
@@ -66,13 +63,13 @@ def _is_number(tensors: list[torch.Tensor]) -> bool:
     return len(tensors) == 1 and tensors[0].numel() == 1 and tensors[0].itemsize == 8
 
 
-def traffic(job: Job, *, no_sync: bool = False) -> tuple[list[Traffic], Any]:
+def traffic(job: Job) -> tuple[list[Traffic], Any]:
     """Train with us in a loop of the user's own; return what each step has moved, and what the formula says."""
     model, world = make_model(job), place()[1]
     if job.bf16:
         model = model.to(torch.bfloat16)
     ranks = Mesh(num_devices=world // job.replicas, num_machines=job.replicas, replicates=job.replicas > 1)
-    collectives = exchanges(groups_of(model, find_units(model), ranks), ranks, job.micro_batches, no_sync=no_sync)
+    collectives = exchanges(groups_of(model, find_units(model), ranks), ranks, job.micro_batches, no_sync=job.no_sync)
     found = []
     with Training(job, reads_gradients=False) as ours:
         root: Any = root_of(ours.model)
@@ -80,7 +77,7 @@ def traffic(job: Job, *, no_sync: bool = False) -> tuple[list[Traffic], Any]:
             with Traffic() as moved:
                 for index in range(job.micro_batches):
                     is_last = index == job.micro_batches - 1
-                    root.set_requires_gradient_sync(is_last or not no_sync)
+                    root.set_requires_gradient_sync(is_last or not job.no_sync)
                     loss = _loss(ours.model, 100 * ours.rank + 10 * number + index)
                     with ours.loop.backward(is_last=is_last):
                         loss.backward()
@@ -105,12 +102,16 @@ JOBS = {
     "uneven shards": Job(steps=2, sizes={"vocab_size": 61, "intermediate_size": 45}),
     "frozen weights": Job(steps=2, frozen=("mlp", "embed")),
     "lora": Job(steps=2, lora=True, micro_batches=2),
+    "reduced by the last micro-batch": Job(steps=2, micro_batches=3, clip=0.5, no_sync=True),
     "two replicas, accumulated and clipped": Job(steps=2, micro_batches=2, clip=0.5, replicas=2),
+    "two replicas, reduced by the last micro-batch": Job(steps=2, micro_batches=3, clip=0.5, replicas=2, no_sync=True),
 }
 
 
-def _check(ranks, world, job, **options):
-    for steps, expected in ranks.of(world).run(traffic, job, **options):
+@pytest.mark.parametrize("name", JOBS)
+def test_a_step_moves_what_the_formula_says(ranks, name):
+    job = JOBS[name]
+    for steps, expected in ranks.of(4 if job.replicas > 1 or "uneven" in name else 2).run(traffic, job):
         forward, backward, scatter, all_reduce = (expected.get(name, 0.0) for name in COLLECTIVES)
         for moved in steps:
             assert moved.all_gather == forward + backward
@@ -119,16 +120,3 @@ def _check(ranks, world, job, **options):
             assert moved.others == ({SKIP: 1, NORM: 1} if job.clip is not None else {SKIP: 1})
         assert (all_reduce > 0) == (job.replicas > 1)
         assert forward > 0
-
-
-@pytest.mark.parametrize(
-    ("world", "name"), [(4 if JOBS[name].replicas > 1 or "uneven" in name else 2, name) for name in JOBS]
-)
-def test_a_step_moves_what_the_formula_says(ranks, world, name):
-    _check(ranks, world, JOBS[name])
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.full
-def test_without_reductions_between_micro_batches(ranks, replicas):
-    _check(ranks, 4, Job(steps=2, micro_batches=3, clip=0.5, replicas=replicas), no_sync=True)

@@ -1,8 +1,9 @@
 """A tiny Llama and its task, for what only Hugging Face models do."""
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.models import InStep, Task
 
@@ -14,6 +15,13 @@ def tiny_llama(num_layers=3, **config):
         LlamaConfig(**{**shape, "num_key_value_heads": 2, "num_hidden_layers": num_layers, **config})
     )
     return model.train()
+
+
+def word_tokenizer(words, **special):
+    """Return a tokenizer that knows these words, one of which is ``<unk>``."""
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", **special)
 
 
 class LlamaTask(Task):

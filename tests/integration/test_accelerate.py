@@ -42,7 +42,6 @@ from tests.models import TinyTransformer, token_data
 pytestmark = [
     # torch's compiler looks for gradients of what units are called with
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
 ]
 STREAMED = {"stream_weights": True, **EXACT}
 OVERLAPPED = {"stream_weights": True, "overlap_step": True}

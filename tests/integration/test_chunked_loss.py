@@ -12,7 +12,6 @@ from tests.integration.training import EXACT, assert_identical, offload, train
 from tests.models import Task
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks
 
 STEPS = 4
 VOCABULARY = 4096

@@ -117,26 +117,6 @@ def of_five_blocks(strategy):
     return fabric, *fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
 
 
-def test_a_loop_may_call_autograd_itself(strategies):
-    """A penalty on a gradient, and `backward` of the loss: plain Fabric lets both through, so does this strategy."""
-    ends = []
-    for given in ("auto", strategies(stream_weights=True)):
-        fabric, model, optimizer = of_five_blocks(given)
-        tokens = torch.arange(16, device=training_device.current).view(2, 8)
-        for direct in (True, False, True):
-            embedded = []
-            hook = model.embed.register_forward_hook(lambda *args, kept=embedded: kept.append(args[-1]))
-            loss = model(tokens).square().mean()
-            hook.remove()
-            (gradient,) = torch.autograd.grad(loss, embedded[0], create_graph=True)
-            loss = loss + gradient.square().sum()
-            loss.backward() if direct else fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        ends.append({name: value.cpu() for name, value in model.state_dict().items()})
-    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
-
-
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_backward_that_failed_leaves_nothing_for_the_next_ones(strategies, direct):
     """As where the user catches that memory of the device is full, and takes the batch again."""

@@ -8,11 +8,7 @@ import pytest
 from tests.faulty_system import FAULTS
 from tests.integration.faulty_run import Runs, bad
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),
-]
+pytestmark = pytest.mark.slow
 
 NUM_CALLS = 4  # of each fault, chosen by chance; `python -m tests.integration.faulty_run` takes all
 

@@ -18,11 +18,7 @@ from tests.integration.front_ends import bench, job_here
 from tests.integration.llama import tiny_llama
 from tests.integration.training import EXACT
 
-pytestmark = [
-    pytest.mark.every_case,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),  # peft and TRL ask for it
-]
+pytestmark = pytest.mark.every_case
 PLAIN = "plain"
 STREAMED, STAYS = {"stream_weights": True, **EXACT}, {"stream_weights": False, **EXACT}
 every_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS)

@@ -3,13 +3,11 @@
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from tests import training_device
 from tests.integration.accelerate_loop import forget_accelerators
 from tests.integration.hf_trainer import assert_close, finish
-from tests.integration.llama import tiny_llama
+from tests.integration.llama import tiny_llama, word_tokenizer
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "run_clm.py"
 OURS = "from lightning_cxl.transformers import CXLTrainer as Trainer\n"
@@ -19,9 +17,7 @@ OURS = "from lightning_cxl.transformers import CXLTrainer as Trainer\n"
 def files(tmp_path):
     """A model with its tokenizer, and a text."""
     words = ["<unk>", *(f"w{i}" for i in range(30))]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>").save_pretrained(tmp_path / "model")
+    word_tokenizer(words).save_pretrained(tmp_path / "model")
     tiny_llama().save_pretrained(tmp_path / "model")
     lines = (" ".join(f"w{(3 * i + k * k) % 30}" for k in range(9)) for i in range(40))
     (tmp_path / "text.txt").write_text("\n".join(lines))

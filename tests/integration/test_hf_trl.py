@@ -7,53 +7,25 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from lightning_cxl.transformers import CXLTrainerMixin, offload
 from tests.cases import every_value
-from tests.integration.hf_trainer import (
-    EXACT,
-    PLAIN,
-    arguments,
-    assert_close,
-    assert_identical,
-    finish,
-)
-from tests.integration.llama import tiny_llama
+from tests.integration.hf_trainer import EXACT, PLAIN, arguments, assert_close, assert_identical, finish
+from tests.integration.llama import tiny_llama, word_tokenizer
 
 trl = pytest.importorskip("trl")
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # TRL's own default
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"word{i}" for i in range(14))]
 STREAMED = {"stream_weights": True}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
 
 
-class CXLSFTTrainer(CXLTrainerMixin, trl.SFTTrainer):
-    pass
-
-
-class CXLDPOTrainer(CXLTrainerMixin, trl.DPOTrainer):
-    pass
-
-
-class CXLGRPOTrainer(CXLTrainerMixin, trl.GRPOTrainer):
-    pass
-
-
-TRAINERS = {
-    "sft": (trl.SFTTrainer, CXLSFTTrainer), "dpo": (trl.DPOTrainer, CXLDPOTrainer),
-    "grpo": (trl.GRPOTrainer, CXLGRPOTrainer),
-}  # fmt: skip
+TRAINERS = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer, "grpo": trl.GRPOTrainer}
 
 
 def tokenizer():
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+    return word_tokenizer(WORDS, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
 def texts(num_rows):
@@ -62,9 +34,11 @@ def texts(num_rows):
 
 
 def made(trainer, options, lora, **parts):
-    cls, ours = TRAINERS[trainer]
+    cls = TRAINERS[trainer]
     parts |= {"processing_class": tokenizer(), "peft_config": LoraConfig(**LORA) if lora else None}
-    return cls(**parts) if options == PLAIN else ours(**parts, offload=options)
+    if options == PLAIN:
+        return cls(**parts)
+    return type(cls.__name__, (CXLTrainerMixin, cls), {})(**parts, offload=options)
 
 
 def sft(folder, options=PLAIN, *, lora=False, **given):

@@ -11,11 +11,7 @@ from tests.integration.test_state_on_ssd import REFERENCE, every_step, fit, on_s
 from tests.integration.training import offload
 from tests.processes import run_python
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),
-]
+pytestmark = pytest.mark.slow
 
 FIFTY = pytest.param(50, marks=[pytest.mark.full, pytest.mark.timeout(900)])
 

@@ -19,13 +19,9 @@ from torch import nn
 import lightning_cxl
 from tests.cases import every_value
 from tests.integration.training import assert_equal, make_trainer, offload, run
-from tests.models import Task, TinyTransformer, token_data
+from tests.models import Task, TinyTransformer, no_dropout, token_data
 
 on_cpu = pytest.mark.on_cpu
-
-
-def no_dropout():
-    return TinyTransformer(dropout=0.0)
 
 
 # -- loops and options -------------------------------------------------------------------------------------------------

@@ -21,36 +21,32 @@ from tests.integration.training import EXACT, make_trainer, offload
 from tests.unit.finetune.chats import MARKED, byte_tokenizer
 
 bnb = pytest.importorskip("bitsandbytes")
-pytestmark = [
-    pytest.mark.usefixtures("kernels_of_bitsandbytes"),
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
-    pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning"),
-]
+pytestmark = pytest.mark.usefixtures("kernels_of_bitsandbytes")
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 STEPS = 6
 
 
-@pytest.fixture
-def folder(tmp_path):
+def make_base(folder):
+    """Write a tiny model with its tokenizer, and conversations beside them."""
     torch.manual_seed(3)
-    config = tf.LlamaConfig(
-        vocab_size=262, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=3,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    tf.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
-    byte_tokenizer(MARKED).save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+    sizes = {"vocab_size": 262, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    config = tf.LlamaConfig(**sizes, num_hidden_layers=3, tie_word_embeddings=True)
+    tf.LlamaForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer(MARKED).save_pretrained(folder)
+    rows = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(30)]
+    (folder / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def chats_of(folder):
+    path = str(folder / "chats.jsonl")
+    return TextData(path, seq_len=128, batch_size=2, val_fraction=0.2, tokenizer_name_or_path=str(folder), seed=1)
 
 
 @pytest.fixture
-def chats(folder, tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_CXL_CACHE", str(tmp_path / "cache"))
-    rows = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(30)]
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return lambda: TextData(
-        str(path), seq_len=128, batch_size=2, val_fraction=0.2, tokenizer_name_or_path=str(folder), seed=1
-    )
+    make_base(tmp_path / "base")
+    return tmp_path / "base"
 
 
 class Losses(Callback):
@@ -83,10 +79,10 @@ def module(folder, way="qlora", **options):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_adapters_train_as_without_us(folder, chats, way):
-    expected = fit(module(folder, way), chats(), "auto")
+def test_adapters_train_as_without_us(folder, way):
+    expected = fit(module(folder, way), chats_of(folder), "auto")
     model = module(folder, way)
-    found = fit(model, chats(), offload(stream_weights=True, **EXACT))
+    found = fit(model, chats_of(folder), offload(stream_weights=True, **EXACT))
     assert found[0] == expected[0] and len(set(found[0])) == STEPS
     assert found[1].keys() == expected[1].keys()
     assert [name for name, value in expected[1].items() if not torch.equal(value, found[1][name])] == []
@@ -100,15 +96,14 @@ def test_adapters_train_as_without_us(folder, chats, way):
     assert packed_arguments(model.model, torch.arange(4)[None]) is not None
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path.:UserWarning")
 @pytest.mark.parametrize("options", [EXACT, {"stream_weights": True, "on_overflow": "ignore"}], ids=str)
-def test_a_checkpoint_has_adapters_alone_and_resumes_exactly(folder, chats, tmp_path, options):
+def test_a_checkpoint_has_adapters_alone_and_resumes_exactly(folder, tmp_path, options):
     saves = ModelCheckpoint(tmp_path / "saved", filename="{step}", every_n_train_steps=STEPS // 2, save_top_k=-1)
-    straight, weights = fit(module(folder), chats(), offload(**options), saves, enable_checkpointing=True)
+    straight, weights = fit(module(folder), chats_of(folder), offload(**options), saves, enable_checkpointing=True)
     path = tmp_path / "saved" / f"step={STEPS // 2}.ckpt"
     saved = torch.load(path, weights_only=True)["state_dict"]
     assert len(saved) == 2 * 7 * 3 and all("lora_" in name for name in saved)
-    rest, resumed = fit(module(folder), chats(), offload(**options), ckpt_path=path)
+    rest, resumed = fit(module(folder), chats_of(folder), offload(**options), ckpt_path=path)
     assert rest == straight[STEPS // 2 :]
     assert [name for name, value in weights.items() if not torch.equal(value, resumed[name])] == []
     for changed, message in (
@@ -116,18 +111,18 @@ def test_a_checkpoint_has_adapters_alone_and_resumes_exactly(folder, chats, tmp_
         ({"lora_alpha": 16}, "'lora_alpha': 8"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            fit(module(folder, lora={**LORA, **changed}), chats(), offload(**options), ckpt_path=path)
+            fit(module(folder, lora={**LORA, **changed}), chats_of(folder), offload(**options), ckpt_path=path)
     with pytest.warns(UserWarning, match="not in the checkpoint"):  # Lightning names the base's weights
         loaded = CausalLM.load_from_checkpoint(path)
     assert all(torch.equal(value, loaded.state_dict()[name].cpu()) for name, value in saved.items())
 
 
 @pytest.mark.parametrize("options", [EXACT, {"stream_weights": True, "on_overflow": "ignore"}], ids=str)
-def test_exports_of_a_run_are_the_adapter_and_the_merged_model(folder, chats, tmp_path, options):
+def test_exports_of_a_run_are_the_adapter_and_the_merged_model(folder, tmp_path, options):
     exports = ExportPretrained(str(tmp_path / "adapter"))
     saves = ModelCheckpoint(tmp_path / "saved", filename="last", every_n_train_steps=STEPS)
     model = module(folder)
-    fit(model, chats(), offload(**options), exports, saves, enable_checkpointing=True)
+    fit(model, chats_of(folder), offload(**options), exports, saves, enable_checkpointing=True)
     plain = tf.AutoModelForCausalLM.from_pretrained(folder)
     adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
     state = model.model.state_dict()
@@ -152,10 +147,10 @@ def test_exports_of_a_run_are_the_adapter_and_the_merged_model(folder, chats, tm
 @pytest.mark.parametrize(
     ("lora", "options"), [(None, EXACT), (LORA, {"stream_weights": True, "on_overflow": "ignore"})], ids=["all", "lora"]
 )
-def test_samples_while_weights_stream_leave_the_run_as_it_is(folder, chats, lora, options, capsys):
+def test_samples_while_weights_stream_leave_the_run_as_it_is(folder, lora, options, capsys):
     def run(*callbacks):
         model = CausalLM(str(folder), lora=lora, lr=1e-2)
-        return fit(model, chats(), offload(**options), *callbacks, val_check_interval=2)
+        return fit(model, chats_of(folder), offload(**options), *callbacks, val_check_interval=2)
 
     plain = run()
     summary = FitSummary(max_new_tokens=3)
@@ -179,6 +174,7 @@ def test_samples_while_weights_stream_leave_the_run_as_it_is(folder, chats, lora
         ({"lora": None}, "quantised weights cannot be trained: give model.lora"),
     ],
 )
-def test_what_cannot_be_is_refused(folder, chats, options, message):
+def test_what_cannot_be_is_refused(folder, options, message):
+    given = {"name_or_path": str(folder), "lora": LORA, "quantization": "4bit", **options}
     with pytest.raises(ConfigError, match=message):
-        fit(CausalLM(**{"name_or_path": str(folder), "lora": LORA, "quantization": "4bit", **options}), chats(), "auto")
+        fit(CausalLM(**given), chats_of(folder), "auto")

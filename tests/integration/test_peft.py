@@ -10,10 +10,7 @@ from tests.integration.training import EXACT, assert_identical, offload, train
 
 peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")
-pytestmark = [
-    pytest.mark.usefixtures("late_copies"),
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
-]
+pytestmark = pytest.mark.usefixtures("late_copies")
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
 CONFIGS = {
     "lora": lambda: peft.LoraConfig(**LORA),

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch.utils.data import DataLoader
 
 from lightning_cxl.devices.transfer import device_type_of
 from lightning_cxl.memory.placement import TensorRole
@@ -49,12 +48,6 @@ def registrations(monkeypatch, device_apart):
     return seen
 
 
-def batches(lengths):
-    generator = torch.Generator().manual_seed(0)
-    tokens = [torch.randint(0, 37, (2, length + 1), generator=generator) for length in lengths]
-    return DataLoader([(each[:, :-1], each[:, 1:]) for each in tokens], batch_size=None)
-
-
 class LateTask(Task):
     """Makes its model when the strategy says where weights are created."""
 
@@ -76,7 +69,7 @@ def test_weights_are_page_locked_once_where_they_stay(registrations):
             roles = trainer.strategy.report()["roles"]
             at_start.append((sum(registrations.ranges.values()), sum(registrations.calls), roles))
 
-    make_trainer(offload(), max_steps=1, callbacks=[Start()]).fit(module, batches([8]))
+    make_trainer(offload(), max_steps=1, callbacks=[Start()]).fit(module, token_data(1, length=8))
 
     assert module.created == 0
     ((held, registered, roles),) = at_start
@@ -100,7 +93,7 @@ def test_what_the_device_copies_is_page_locked(pin_memory, registrations):
             if optimizer.state[block]:  # from the second step on
                 seen["moment"] = registrations.cover(optimizer.state[block]["exp_avg"])
 
-    make_trainer(strategy, max_steps=2, callbacks=[Look()]).fit(module, batches([64, 64]))
+    make_trainer(strategy, max_steps=2, callbacks=[Look()]).fit(module, token_data(2, length=64))
 
     locked = pin_memory == "auto"
     assert seen == {"weight": locked, "gradient": locked, "moment": False}

@@ -15,10 +15,7 @@ from lightning_cxl.text import format_bytes
 from tests.integration.llama import tiny_llama
 from tests.integration.training import make_trainer, offload
 
-pytestmark = [
-    pytest.mark.usefixtures("kernels_of_bitsandbytes"),
-    pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning"),
-]
+pytestmark = pytest.mark.usefixtures("kernels_of_bitsandbytes")
 SHAPE = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024}
 ROWS, TOKENS, RANK = 4, 32, 2  # inputs of units are large enough to leave the device
 

@@ -23,10 +23,7 @@ bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.usefixtures("kernels_of_bitsandbytes"),
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
-    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.* of weights are not quantised"),
-    pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning"),
 ]
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 WAYS = {

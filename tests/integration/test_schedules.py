@@ -24,17 +24,13 @@ from lightning_cxl.run import run as runs
 from tests import training_device
 from tests.cases import every_value, others_full
 from tests.integration.training import EXACT, assert_equal, assert_same_weights, offload, run, train
-from tests.models import Block, Task, TinyTransformer, token_data
+from tests.models import Block, Task, TinyTransformer, no_dropout, token_data
 
 IGNORE, AFTER = {"on_overflow": "ignore"}, {"overlap_step": False}
 ERROR = {"on_overflow": "error"}
 STAYS = {"stream_weights": False, **AFTER}
 slow_updates = pytest.mark.usefixtures("slow_updates")
 pytestmark = pytest.mark.usefixtures("late_copies")
-
-
-def no_dropout():
-    return TinyTransformer(dropout=0.0)
 
 
 FORMS = {"fp32": {}, "split": {}, "separate": {"master": "fp32"}, "8bit": {"state": "8bit"}}

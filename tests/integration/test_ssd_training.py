@@ -21,7 +21,7 @@ from lightning_cxl.storage.store import Store
 from tests.cases import every_pair, every_value, others_full
 from tests.faulty_system import FaultySystem
 from tests.integration import large_model_run
-from tests.integration.llama import LlamaInStep, LlamaTask, tiny_llama
+from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import assert_identical as assert_same
 from tests.integration.training import offload, run, train
 from tests.models import Task, TinyConvNet, TinyTransformer, image_data, token_data
@@ -276,37 +276,10 @@ def test_frozen_weights_are_written_only_where_a_user_has_written(tmp_path, writ
 # -- several runs ------------------------------------------------------------------------------------------------------
 
 
-def assert_same_modules(ours, theirs):
-    assert_same((ours.losses, ours.state_dict()), (theirs.losses, theirs.state_dict()))
-
-
-def test_weights_outlive_the_run_and_move_again(tmp_path):
-    tasks = []
-    for make in (lambda: on_ssd(tmp_path), lambda: offload(stream_weights=True)):
-        tasks.append(LlamaTask(tiny_llama()))
-        for _ in range(2):
-            run(make(), tasks[-1], 3)
-            with torch.no_grad():
-                for parameter in tasks[-1].parameters():
-                    parameter.mul_(0.9)
-    assert_same_modules(*tasks)
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "dtype"), [("copy", torch.float32), ("reference", torch.bfloat16)], ids=["copy", "reference"]
-)
-def test_a_run_resumes_exactly(tmp_path, checkpoint, dtype):
-    def part(steps, strategy=None, **given):
-        strategy = strategy or on_ssd(tmp_path / "ssd", ssd={"checkpoint": checkpoint})
-        return run(strategy, lambda: LlamaInStep(tiny_llama().to(dtype)), steps, **given)[0]
-
-    straight = part(6, {"stream_weights": True})
-    first, second = part(3, save=tmp_path / "saved.ckpt"), part(6, ckpt_path=tmp_path / "saved.ckpt")
-    assert_same((first.losses + second.losses, second.state_dict()), (straight.losses, straight.state_dict()))
-
-
-def test_weights_of_an_earlier_run_are_not_overwritten_before_they_have_moved(tmp_path):
-    """They lie in the file of the new run where that keeps a generation, and at other places there."""
+@pytest.mark.every_case
+@pytest.mark.parametrize("checkpoint", ["copy", "reference"])
+def test_weights_outlive_the_run_and_move_again(tmp_path, checkpoint):
+    """Where the file keeps a generation they lie in that of the new run, at places not written before."""
 
     class Saved(LlamaTask):
         def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -316,13 +289,17 @@ def test_weights_of_an_earlier_run_are_not_overwritten_before_they_have_moved(tm
     fewer = {**STATE, "*layers.1": {"weights": "ssd"}, "*layers.2": {"weights": "ssd"}}
     tasks = []
     for make in (
-        lambda rules: on_ssd(tmp_path / "ssd", rules, ssd={"checkpoint": "reference"}),
+        lambda rules: on_ssd(tmp_path / "ssd", rules, ssd={"checkpoint": checkpoint}),
         lambda rules: offload(stream_weights=True),
     ):
         tasks.append(Saved(tiny_llama()))
-        for rules in (BOTH, fewer, BOTH):
+        for rules in (BOTH, BOTH, fewer, BOTH):
             run(make(rules), tasks[-1], 2)
-    assert_same_modules(*tasks)
+            with torch.no_grad():
+                for parameter in tasks[-1].parameters():
+                    parameter.mul_(0.9)
+    ours, theirs = tasks
+    assert_same((ours.losses, ours.state_dict()), (theirs.losses, theirs.state_dict()))
 
 
 # -- drives that fail --------------------------------------------------------------------------------------------------

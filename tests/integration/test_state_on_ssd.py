@@ -17,13 +17,9 @@ from tests.integration.test_ssd_training import STATE
 from tests.integration.training import assert_same_weights, run
 from tests.storage_cases import damage
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),
-]
-
 REFERENCE = {"ssd": {"checkpoint": "reference"}}
 WEIGHTS = {"tier_rules": {"*": {"weights": "ssd"}}, "stream_weights": True}
+BOTH = {"tier_rules": ssd_training.BOTH, "stream_weights": True}
 
 
 def on_ssd(folder: Path, **options):
@@ -44,13 +40,23 @@ def every_step(folder, **options):
     return ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=1, save_last=False, monitor=None, **options)
 
 
-@pytest.mark.parametrize(("checkpoint", "state"), [("copy", "8bit"), ("reference", "fp32"), ("reference", "8bit")])
-def test_a_run_resumes_exactly(tmp_path, checkpoint, state):
-    options = {"ssd": {"checkpoint": checkpoint}, "state": state}
-    straight = fit({"state": state}, 7)
-    first = fit(on_ssd(tmp_path / "ssd", **options), 4, callbacks=[every_step(tmp_path)])
+@pytest.mark.parametrize(
+    ("checkpoint", "options"),
+    [
+        ("copy", {"state": "8bit"}),
+        ("reference", {"state": "fp32"}),
+        ("reference", {"state": "8bit"}),
+        ("copy", BOTH),
+        ("reference", BOTH),
+    ],
+    ids=str,
+)
+def test_a_run_resumes_exactly(tmp_path, checkpoint, options):
+    on_drive = {**options, "ssd": {"checkpoint": checkpoint}}
+    straight = fit({"state": options.get("state", "fp32")}, 7)
+    first = fit(on_ssd(tmp_path / "ssd", **on_drive), 4, callbacks=[every_step(tmp_path)])
     saved = next(tmp_path.glob("*.ckpt"))
-    second = fit(on_ssd(tmp_path / "ssd", **options), 7, ckpt_path=saved)
+    second = fit(on_ssd(tmp_path / "ssd", **on_drive), 7, ckpt_path=saved)
     assert first.losses + second.losses == straight.losses
     assert_same_weights(second, straight)
 

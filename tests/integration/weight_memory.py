@@ -34,22 +34,30 @@ def memory_bytes() -> int:
 class Peak:
     """Samples memory while a region runs."""
 
+    def __init__(self, measure: Callable[[], int] = memory_bytes) -> None:
+        self.measure = measure
+
     def __enter__(self) -> "Peak":
-        self.start = self.peak = memory_bytes()
+        self.start = self.peak = self.measure()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
 
+    def look(self) -> int:
+        """Return what there is more than at the start."""
+        now = self.measure()
+        self.peak = max(self.peak, now)
+        return now - self.start
+
     def _watch(self) -> None:
         while not self._ended.wait(0.001):
-            self.peak = max(self.peak, memory_bytes())
+            self.look()
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        self.end = memory_bytes()
-        self.peak = max(self.peak, self.end)  # on a busy machine the last sample may be old
+        self.end = self.start + self.look()  # on a busy machine the last sample may be old
 
 
 class Views(nn.Module):
