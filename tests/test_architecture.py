@@ -214,16 +214,7 @@ def test_the_accelerator_its_streams_and_events_only_at_their_seams():
         assert bool(uses_of_streams(code)) == (relative == ENGINE), f"{path}: {uses_of_streams(code)} is for {ENGINE}"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "from torch import Stream",
-        "stream = torch.Stream(device)",
-        "event: torch.Event",
-        "torch.accelerator.current_stream()",
-        "tensor.record_stream(stream)",
-    ],
-)
+@pytest.mark.parametrize("code", ["from torch import Stream", "event: torch.Event", "tensor.record_stream(stream)"])
 def test_a_use_of_streams_is_found(code):
     assert uses_of_streams(code)
 
@@ -301,15 +292,7 @@ def test_private_names_of_torch_are_in_one_module():
 
 @pytest.mark.parametrize(
     "code",
-    [
-        "from torch.utils._pytree import tree_map",
-        "from torch.optim.optimizer import _global_optimizer_pre_hooks",
-        "import torch._dynamo",
-        "torch._foreach_add_(a, b)",
-        "storage._cdata",
-        "getattr(parameter, '_post_accumulate_grad_hooks')",
-        "optimizer._opt_called = True",
-    ],
+    ["from torch.utils._pytree import tree_map", "import torch._dynamo", "storage._cdata", "getattr(p, '_base')"],
 )
 def test_a_private_name_of_torch_is_found(code):
     assert uses_of_private_torch(code, private_names_of_torch())

@@ -1,6 +1,6 @@
-"""A program whose loop is of Fabric, Accelerate or the Trainer of transformers, on two processes; one fails on demand.
+"""A program whose loop is of Fabric, Accelerate or the Trainer of transformers, on two processes; the last one fails.
 
-python tests/integration/own_loops.py FOLDER fabric [--fail raise] [--rank 1]
+python tests/integration/own_loops.py FOLDER fabric
 """
 
 import argparse
@@ -19,24 +19,8 @@ from tests.models import TinyTransformer, token_data
 OFFLOAD = {"tiers": {"dram": "1GiB"}}
 
 
-class Failing:
-    """Fails on one rank in the third batch."""
-
-    def __init__(self, asked, rank):
-        self.says = asked.fail is not None and rank == 0
-        self.raises, self.batches = asked.fail is not None and rank == asked.rank, 0
-
-    def batch(self):
-        self.batches += 1
-        if self.batches >= 3 and self.says:
-            print("failing", flush=True)
-        if self.batches >= 3 and self.raises:
-            raise ValueError("this batch is bad")
-
-
-def train(model, optimizer, data, backward, failing):
+def train(model, optimizer, data, backward):
     for tokens, labels in data:
-        failing.batch()
         backward(nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), labels.flatten()))
         optimizer.step()
         optimizer.zero_grad()
@@ -54,7 +38,7 @@ def with_fabric(asked):
     model = fabric.setup_module(TinyTransformer(dropout=0.0))
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
     data = fabric.setup_dataloaders(token_data(8))
-    return train(model, optimizer, data, fabric.backward, Failing(asked, fabric.global_rank))
+    return train(model, optimizer, data, fabric.backward)
 
 
 def with_accelerate(asked):
@@ -63,10 +47,10 @@ def with_accelerate(asked):
     accelerator = CXLAccelerator(cpu=True, offload=OFFLOAD)
     model = TinyTransformer(dropout=0.0)
     parts = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), token_data(8))
-    return train(*parts, accelerator.backward, Failing(asked, accelerator.process_index))
+    return train(*parts, accelerator.backward)
 
 
-def with_trainer(asked):
+def with_a_failing_trainer(asked):
     from transformers import TrainerCallback, TrainingArguments
 
     from lightning_cxl.transformers import CXLTrainer
@@ -75,14 +59,16 @@ def with_trainer(asked):
 
     class Fails(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            failing.batch()
+            if state.global_step == 2 and args.process_index == 0:
+                print("failing", flush=True)
+            if state.global_step == 2 and args.process_index == 1:
+                raise ValueError("this batch is bad")
 
     args = TrainingArguments(
         str(asked.folder), use_cpu=True, max_steps=4, per_device_train_batch_size=2, report_to=[], disable_tqdm=True,
         save_strategy="no", dataloader_pin_memory=False,
     )  # fmt: skip
     trainer = CXLTrainer(tiny_llama(), args, train_dataset=rows(16), callbacks=[Fails()], offload=OFFLOAD)
-    failing = Failing(asked, args.process_index)
     trainer.train()
     return trainer.model
 
@@ -101,7 +87,7 @@ def _cell(asked):
         time.sleep(4)
 
 
-LOOPS = {"fabric": with_fabric, "accelerate": with_accelerate, "trainer": with_trainer}
+LOOPS = {"fabric": with_fabric, "accelerate": with_accelerate, "trainer": with_a_failing_trainer}
 
 
 @record
@@ -109,8 +95,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("loop", choices=[*LOOPS, "notebook"])
-    parser.add_argument("--fail", choices=["raise"])
-    parser.add_argument("--rank", type=int, default=1)
     asked = parser.parse_args()
     torch.manual_seed(3)
     if asked.loop == "notebook":

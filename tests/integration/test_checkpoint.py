@@ -102,8 +102,6 @@ def test_missing_checkpoint_and_wrong_optimizer(tmp_path):
         fit("cxl_offload", 2, ckpt_path=tmp_path / "nowhere.ckpt")
 
     fit("cxl_offload", 2, save=tmp_path / "two.ckpt")
-    with pytest.raises(lightning_cxl.CheckpointError, match="has 2 parameter groups, this optimizer has 1"):
-        fit("cxl_offload", 3, task=InOrder, ckpt_path=tmp_path / "two.ckpt")
     saved = read(tmp_path / "two.ckpt")
     torch.save({**saved, "optimizer_states": 2 * saved["optimizer_states"]}, tmp_path / "two.ckpt")
     with pytest.raises(lightning_cxl.CheckpointError, match="state of 2 optimizers, this run has 1"):

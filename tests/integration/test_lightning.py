@@ -61,15 +61,6 @@ def test_validate_test_and_predict_without_fit(make):
 
 
 @on_cpu
-@pytest.mark.every_case
-@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
-def test_unsupported_adam_options_name_the_way_out(option):
-    with pytest.raises(lightning_cxl.UnsupportedError, match=f"{option}.*cpu_adam=False"):
-        run({}, lambda: Task(TinyTransformer(), **{option: True}), 1)
-    run({"cpu_adam": False}, lambda: Task(TinyTransformer(), **{option: True}), 1)
-
-
-@on_cpu
 def test_float64_parameters_train_with_torchs_adam():
     class Double(Task):
         def loss(self, batch):

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from accelerate.tracking import GeneralTracker
-from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
@@ -88,11 +88,6 @@ def test_a_buffer_that_is_collected_while_totals_are_read_counts_itself():
     assert timing.totals()["save_s"] == before + 100
 
 
-class SlowData(Callback):
-    def on_train_batch_start(self, *_):
-        time.sleep(0.2)
-
-
 @pytest.mark.parametrize("overlap_step", [True, False])
 def test_updates_count_as_hidden_where_the_training_does_not_wait_for_them(tmp_path, overlap_step, monkeypatch):
     apply = AdamStep._apply
@@ -102,7 +97,8 @@ def test_updates_count_as_hidden_where_the_training_does_not_wait_for_them(tmp_p
         apply(*args)
 
     monkeypatch.setattr(AdamStep, "_apply", slow)
-    rows, _ = logged(tmp_path, {"overlap_step": overlap_step}, callbacks=[SlowData()])
+    slow_data = LambdaCallback(on_train_batch_start=lambda *_: time.sleep(0.2))
+    rows, _ = logged(tmp_path, {"overlap_step": overlap_step}, callbacks=[slow_data])
     for row in map(numbers, rows.values()):
         assert row["update_s"] >= 0.01
         assert row["update_hidden_pct"] > 50 if overlap_step else row["update_hidden_pct"] < 20
@@ -187,13 +183,6 @@ def test_a_session_that_trains_again_counts_from_there():
             optimizer.step()
         assert session.metrics()["cxl/step_s"] > 0
         loop.close()
-
-
-def test_what_a_session_reports_before_it_trains_is_of_no_step():
-    session = Session()
-    session.report(training_device.current)
-    assert session.metrics() == {}
-    session.close()
 
 
 def test_the_page_stays_that_of_the_training_when_it_validates_afterwards(tmp_path):

@@ -253,16 +253,12 @@ def test_another_tensor_over_a_weight_that_stays_on_the_device_is_never_late(tak
     assert ours[0].seen == plain[0].seen and len(set(plain[0].seen)) > 3
 
 
-class ByHand(Task):
-    def __init__(self, model):
-        super().__init__(model, scheduler=False)
-        self.automatic_optimization = False
-
-
 @pytest.mark.parametrize("options", [{}, AFTER])
 @pytest.mark.parametrize("part", ["norm", "head"])
 def test_a_graph_of_before_a_step_is_refused_while_updates_run(gate, part, options):
-    class GoesBackLater(ByHand):
+    class GoesBackLater(Task):
+        automatic_optimization = False
+
         def training_step(self, batch, batch_idx):
             x = torch.randn(2, self.model.head.in_features, device=self.device, requires_grad=True)
             later = getattr(self.model, part)(x).square().mean()

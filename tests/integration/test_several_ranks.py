@@ -109,7 +109,7 @@ def test_two_processes_share_a_model(tmp_path, loop, launcher):
 
 @pytest.mark.full
 def test_a_rank_of_a_trainer_that_raises_is_shown(tmp_path):
-    codes, (log,), took = run("torchrun", tmp_path, "trainer", "--fail=raise", program=own_loops.__file__)
+    codes, (log,), took = run("torchrun", tmp_path, "trainer", program=own_loops.__file__)
     assert codes != [0] and 0 < took < SECONDS
     assert "ValueError: this batch is bad" in log
     assert "NoneType: None" not in log and "To enable traceback see" not in log, "torchrun has the traceback"

@@ -1,17 +1,22 @@
 """State, weights and inputs of units on SSD: training is that of memory, bit for bit, in every way to train."""
 
 import errno
+import gc
 import json
 import os
 import time
+import warnings
+from functools import partial
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_cxl import empty_weights, load_weights, save_weights
 from lightning_cxl.errors import LightningCXLWarning, SpillWarning, StorageError, TierFullError
 from lightning_cxl.inventory.tensors import NUM_WEIGHT_SLOTS, PlannedRecord
 from lightning_cxl.machine.speeds import MachineSsd
+from lightning_cxl.memory.host_memory import HeapTrimmer
 from lightning_cxl.run import run as runs
 from lightning_cxl.run.session import format_report
 from lightning_cxl.run.state_on_ssd import StateOnSsd
@@ -20,10 +25,10 @@ from lightning_cxl.storage.drive import System
 from lightning_cxl.storage.store import Store
 from tests.cases import every_pair, every_value, others_full
 from tests.faulty_system import FaultySystem
-from tests.integration import large_model_run
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import assert_identical as assert_same
-from tests.integration.training import offload, run, train
+from tests.integration.training import make_trainer, offload, run, train
+from tests.integration.weight_memory import Peak
 from tests.models import Task, TinyConvNet, TinyTransformer, image_data, token_data
 from tests.processes import in_a_process
 
@@ -372,9 +377,34 @@ def test_inputs_are_written_and_read_once_a_micro_batch(tmp_path, accumulate):
     assert 0.5 * blocks <= moved["read_bytes_per_step"] <= 1.05 * blocks  # of the last unit there is no need
 
 
+def trained_from_a_file(folder, depth):
+    """Train a model whose weights are the pages of a file; return their bytes, and what memory it took besides."""
+    torch.manual_seed(0)
+    path = folder / f"{depth}.safetensors"
+    save_weights(TinyTransformer(depth=depth, width=256), path)
+    with empty_weights():
+        model = TinyTransformer(depth=depth, width=256)
+    load_weights(model, path, mapped=True)
+    strategy = on_ssd(folder / "ssd", ssd={"budget": "1GiB"}, overlap_step=True, on_overflow="ignore")
+    gc.collect()
+    HeapTrimmer().trim_now()  # so that nothing of before is counted, or given back meanwhile
+    with Peak() as peak:
+        make_trainer(strategy, max_steps=3).fit(Task(model), token_data())
+        for parameter in model.parameters():  # whoever looks sees all of it
+            float(parameter.detach().sum())
+    return sum(parameter.nbytes for parameter in model.blocks.parameters()), peak.peak - peak.start
+
+
+def bytes_of_weights_and_peaks(folder):
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    trained_from_a_file(folder, 2)  # what is imported and allocated once
+    return [trained_from_a_file(folder, depth) for depth in (3, 9)]
+
+
 @pytest.mark.on_cpu
 def test_memory_does_not_grow_with_the_model(tmp_path):
-    small, large = in_a_process(large_model_run.bytes_of_weights_and_peaks, tmp_path)
+    small, large = in_a_process(bytes_of_weights_and_peaks, tmp_path)
     # weights, state and gradients would be four times as much as the weights; objects of Python are some 0.3 MB a block
     assert large[1] - small[1] < 0.3 * (large[0] - small[0]), (small, large)
 
@@ -456,16 +486,13 @@ def test_a_run_that_does_not_fit_in_memory_trains_as_one_that_does(tmp_path):
     assert "GB read and" in text and "streamed weights" in text
 
 
-def large_batches():
-    return token_data(batch=16, length=64)
-
-
 def test_inputs_that_memory_cannot_hold_go_there_by_themselves(tmp_path):
     """With state there already: the inputs of the first units, and no more than needed."""
 
     def trained(dram, **ssd):
         strategy = offload(tiers={"dram": dram, **ssd}, stream_weights=True, batch_tokens=16 * 64)
-        result = train(lambda: tiny_llama(6), strategy, steps=MORE_STEPS, task=LlamaTask, data=large_batches)
+        data = partial(token_data, batch=16, length=64)
+        result = train(lambda: tiny_llama(6), strategy, steps=MORE_STEPS, task=LlamaTask, data=data)
         return result, strategy.report()
 
     theirs, report = trained("1GiB")
