@@ -18,7 +18,7 @@ from torch import nn
 
 import lightning_cxl
 from tests.cases import every_value
-from tests.integration.training import assert_equal, make_trainer, offload, run
+from tests.integration.training import assert_equal, make_trainer, run
 from tests.models import Task, TinyTransformer, no_dropout, token_data
 
 on_cpu = pytest.mark.on_cpu
@@ -68,18 +68,6 @@ def test_float64_parameters_train_with_torchs_adam():
 
     plain, ours = (run(each, lambda: Double(no_dropout().double()), 4, precision="64-true")[0] for each in ("auto", {}))
     assert ours.losses == plain.losses
-
-
-@on_cpu
-def test_print_and_report():
-    strategy = offload(tiers={"cxl": "1GiB"})
-    assert "not set up" in str(strategy)
-    run(strategy, task, 2)
-    text = str(strategy)
-    assert all(word in text for word in ("dram", "cxl", "momentum", "planned", "peak", "CPUAdam", "blocks"))
-    assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 120
-    assert json.loads(json.dumps(strategy.report()))["peak_roles"]["momentum"]["dram"] > 0
-    assert repr(offload(num_threads=3)) == "CXLOffloadStrategy(num_threads=3)"
 
 
 class Cli(Task):

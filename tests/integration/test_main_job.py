@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cxl.commands.export import export_checkpoint
 from lightning_cxl.commands.plan import PlannedModel, Settings
-from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
+from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.finetune.cli import FitSummary
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.evaluation_samples import EvaluationSamples
@@ -21,7 +21,6 @@ from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.machine.speeds import machine_without_speeds
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.sequences.packing import packed_arguments
-from lightning_cxl.text import format_bytes
 from tests.integration.llama import tiny_llama
 from tests.integration.training import EXACT, make_trainer, offload
 from tests.unit.finetune.chats import MARKED, byte_tokenizer
@@ -235,29 +234,3 @@ def test_planned_bytes_of_every_role_are_what_a_run_holds(base, quantize, precis
     assert planned == pytest.approx(held, rel=0.03)
     full = sum(p.numel() for p in tiny_llama(4, **SHAPE).parameters()) * (4 if precision == "32-true" else 2)
     assert (planned["compute_weights"] < 0.7 * full) == (quantize is not None)
-
-
-@pytest.mark.on_cpu
-@pytest.mark.full
-def test_experts_are_run_without_values_and_stay_wide_with_a_word(tmp_path):
-    shape = {**SHAPE, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = tf.MixtralForCausalLM(tf.MixtralConfig(**shape, num_local_experts=8))
-    model.bfloat16().save_pretrained(tmp_path)
-    machine = machine_without_speeds(Topology.detect(), "cpu")
-
-    def planned(**options):
-        settings = Settings(batch=ROWS, sequence=TOKENS, **options)
-        return PlannedModel(str(tmp_path)).job(settings, machine)
-
-    full, adapters, quantised = planned(), planned(lora=RANK), planned(lora=RANK, quantize="4bit")
-    assert not full.notes and not adapters.notes  # which say what could not be run without values
-    # peft multiplies the adapters of all experts, of gate and up with twice the rank; torch tries it once more first
-    width, hidden = SHAPE["hidden_size"], SHAPE["intermediate_size"]
-    products = 4 * 8 * 2 * (width * 2 * hidden * 2 * RANK + width * hidden * RANK)
-    assert adapters.forward_flops - full.forward_flops == pytest.approx(2 * products, rel=0.05)
-    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
-    (note,) = quantised.notes
-    assert note.startswith(f"{format_bytes(experts)} of ") and "MixtralExperts" in note and "not quantised" in note
-    with pytest.warns(LightningCXLWarning, match=f"{format_bytes(experts)} of .* are not quantised"):
-        module = Batches(str(tmp_path), lora={"r": RANK, "target_modules": ["q_proj"]}, quantization="4bit")
-        make_trainer(offload(), max_steps=1, precision="bf16-true").fit(module)
