@@ -1,0 +1,67 @@
+"""Sizes as text and back; tables and sentences whose words are whole, whatever the terminal."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_cxl.text import format_bytes, parse_bytes, table_lines, text_width, wrapped
+
+
+@pytest.fixture(autouse=True)
+def _narrow(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        (4096.0, 4096),
+        ("17 B", 17),
+        ("2KB", 2000),
+        (" 512 MiB ", 512 << 20),
+        ("1.5 GB", 1_500_000_000),
+        ("0.5tib", 1 << 39),
+    ],
+)
+def test_sizes_are_read(text, nbytes):
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "size", ["", "GiB", "-1GiB", "1 apple", "1e9", "1GiBB", -1, 0.5, True, None, [1], float("nan"), float("inf")]
+)
+def test_what_is_no_size_is_refused(size):
+    with pytest.raises(ValueError, match=r"a size must be|cannot read"):
+        parse_bytes(size)
+
+
+@given(st.integers(0, 1 << 60))
+def test_sizes_read_back_within_rounding_and_whole_numbers_exactly(nbytes):
+    assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.05)
+    assert parse_bytes(str(nbytes)) == parse_bytes(nbytes) == nbytes
+
+
+def test_sizes_have_one_decimal_place():
+    sizes = [format_bytes(nbytes) for nbytes in (0, 1023, 1536 << 10, 5000 << 40, -2048)]
+    assert sizes == ["0 B", "1023 B", "1.5 MiB", "5000.0 TiB", "-2.0 KiB"]
+
+
+def test_columns_are_side_by_side_and_numbers_to_the_right():
+    lines = table_lines(("tier", "of", "used"), [("dram", "all", "1.5 GiB"), ("cxl0", "", "12 MiB")], left=2)
+    assert lines == ["tier  of      used", "dram  all  1.5 GiB", "cxl0        12 MiB"]
+    assert table_lines(("", ""), [("a", "1"), ("b", "10")], indent=2) == ["  a   1", "  b  10"]
+
+
+def test_cells_are_never_cut_wrapped_or_taken_for_markup():
+    cells = ["[bold]x[/bold] :smile:", "y" * 150, "z" * 150]
+    (line,) = table_lines(("", "", ""), [cells])
+    assert line.split("  ") == cells and "\x1b" not in line
+
+
+def test_sentences_are_wrapped_at_the_width_of_the_terminal_and_never_below_100_columns(monkeypatch):
+    lines = wrapped("a sentence of many-many words " * 8)
+    assert len(lines) == 3 and max(map(len, lines)) <= text_width() == 100
+    assert lines[0].startswith("a sentence") and all(line.startswith("    ") for line in lines[1:])
+    assert wrapped("a short one", width=8) == ["a short", "    one"]
+    monkeypatch.setenv("COLUMNS", "150")
+    assert text_width() == 150
