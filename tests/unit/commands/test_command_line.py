@@ -5,7 +5,6 @@ import importlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import types
@@ -15,7 +14,7 @@ import pytest
 
 import lightning_cxl
 from lightning_cxl import __main__ as front
-from lightning_cxl.commands.parsers import COMMANDS, answer_at_once, answer_before_imports, check_target, write_text
+from lightning_cxl.commands.parsers import COMMANDS, answer_before_imports, check_target, write_text
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.planning.policies import POLICIES
 
@@ -104,11 +103,6 @@ def test_the_package_imports_neither_command_lines_nor_torchs_checkpoints():
     assert not [name for name in new if name.startswith(heavy)]
 
 
-def test_bench_says_where_it_is_now():
-    with pytest.raises(SystemExit, match=r"^`bench` is no command any more: .* in examples/bench$"):
-        answer_at_once(["bench", "adam"])
-
-
 @pytest.mark.parametrize(
     ("argv", "orig_argv", "is_ours"),
     [
@@ -193,22 +187,6 @@ def test_a_closed_pipe_is_no_error(ending, monkeypatch, lines):
     with open(write, "w") as pipe:  # closing it flushes it, as the end of the process does
         monkeypatch.setattr(sys, "stdout", pipe)
         assert ending(lambda: print("what it found\n" * lines)) is None
-
-
-def test_ctrl_c_while_the_package_is_imported_is_no_traceback():
-    code = (
-        "import sys, runpy, signal, importlib.abc\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
-        "class Stops(importlib.abc.MetaPathFinder):\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'torch': signal.raise_signal(signal.SIGINT)\n"
-        "sys.meta_path.insert(0, Stops())\n"
-        "sys.argv, sys.orig_argv = ['-m', 'env'], ['python', '-m', 'lightning_cxl', 'env']\n"
-        "import lightning_cxl\n"
-    )
-    stopped = run("-c", code)
-    assert stopped.returncode == -signal.SIGINT
-    assert stopped.stderr == "python -m lightning_cxl env: importing torch and Lightning ...\n"
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_or_named(tmp_path):

@@ -15,91 +15,57 @@ from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError
 
 AUTO = {
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}},
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-}
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {"type": "WarmupLR", "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr"), "auto")},
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+}  # fmt: skip
 FP16 = {
-    "enabled": "auto",
-    "loss_scale": 0,
-    "loss_scale_window": 1000,
-    "initial_scale_power": 16,
-    "hysteresis": 2,
+    "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
     "min_loss_scale": 1,
-}
+}  # fmt: skip
 CPU = {"device": "cpu", "pin_memory": True}
 STAGE_2 = {
-    "stage": 2,
-    "offload_optimizer": CPU,
-    "allgather_partitions": True,
-    "allgather_bucket_size": 2e8,
-    "overlap_comm": True,
-    "reduce_scatter": True,
-    "reduce_bucket_size": 2e8,
-    "contiguous_gradients": True,
-}
+    "stage": 2, "offload_optimizer": CPU, "allgather_partitions": True, "allgather_bucket_size": 2e8,
+    "overlap_comm": True, "reduce_scatter": True, "reduce_bucket_size": 2e8, "contiguous_gradients": True,
+}  # fmt: skip
 STAGE_3 = {
-    "stage": 3,
-    "overlap_comm": True,
-    "contiguous_gradients": True,
-    "sub_group_size": 1e9,
-    "reduce_bucket_size": "auto",
-    "stage3_prefetch_bucket_size": "auto",
-    "stage3_param_persistence_threshold": "auto",
-    "stage3_max_live_parameters": 1e9,
-    "stage3_max_reuse_distance": 1e9,
+    "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
     "stage3_gather_16bit_weights_on_model_save": True,
-}
+}  # fmt: skip
 NVME = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True}
+SWAPPED_STATE = {**NVME, "buffer_count": 4, "pipeline_read": True, "fast_init": False}
+SWAPPED_WEIGHTS = {**NVME, "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9}
 AIO = {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False, "overlap_events": True}
+BF16 = {"bf16": {"enabled": True}}
+# what is given, options of the strategy, arguments of the Trainer
 FILES = {
     "transformers, stage 2": (
         {"fp16": FP16, "bf16": {"enabled": "auto"}, "zero_optimization": STAGE_2, **AUTO},
-        {"stream_weights": False},
-        {},
+        {"stream_weights": False}, {},
     ),
     "transformers, stage 3": (
         {
-            "bf16": {"enabled": True},
-            "zero_optimization": {**STAGE_3, "offload_optimizer": CPU, "offload_param": CPU},
-            **AUTO,
-            "steps_per_print": 2000,
-            "wall_clock_breakdown": False,
+            **BF16, "zero_optimization": {**STAGE_3, "offload_optimizer": CPU, "offload_param": CPU}, **AUTO,
+            "steps_per_print": 2000, "wall_clock_breakdown": False,
         },
-        {},
-        {"precision": "bf16-true"},
+        {}, {"precision": "bf16-true"},
     ),
     "transformers, drives": (
         {
-            "bf16": {"enabled": True},
-            "zero_optimization": {
-                **STAGE_3,
-                "offload_optimizer": {**NVME, "buffer_count": 4, "pipeline_read": True, "fast_init": False},
-                "offload_param": {**NVME, "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9},
-            },
-            "aio": AIO,
-            **AUTO,
+            **BF16, "aio": AIO, **AUTO,
+            "zero_optimization": {**STAGE_3, "offload_optimizer": SWAPPED_STATE, "offload_param": SWAPPED_WEIGHTS},
         },
-        {"tiers": {"ssd": {"path": ["/local_nvme"]}}},
-        {"precision": "bf16-true"},
+        {"tiers": {"ssd": {"path": ["/local_nvme"]}}}, {"precision": "bf16-true"},
     ),
     "DeepSpeed, stage 2": (
         {
-            "train_batch_size": 64,
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": 1.0,
-            "fp16": {**FP16, "enabled": True},
-            "data_types": {"grad_accum_dtype": "bf16"},
-            "zero_force_ds_cpu_optimizer": False,
+            "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+            "gradient_clipping": 1.0, "fp16": {**FP16, "enabled": True}, "data_types": {"grad_accum_dtype": "bf16"},
+            "zero_force_ds_cpu_optimizer": False, "zero_optimization": {"stage": 2, "cpu_offload": True},
             "optimizer": {"type": "Adam", "params": {"lr": 1.5e-4, "betas": [0.9, 0.95]}},
-            "zero_optimization": {"stage": 2, "cpu_offload": True},
             "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
             "tensorboard": {"enabled": True, "output_path": "logs/"},
         },
@@ -108,15 +74,12 @@ FILES = {
     ),
     "without offload": (
         {
-            "bf16": {"enabled": True},
-            "fp16": {"enabled": False},
+            **BF16, "fp16": {"enabled": False}, "zero_allow_untested_optimizer": True,
             "zero_optimization": {**STAGE_3, "offload_param": {"device": "none", "nvme_path": None}},
-            "zero_allow_untested_optimizer": True,
         },
-        {"stream_weights": False},
-        {"precision": "bf16-true"},
+        {"stream_weights": False}, {"precision": "bf16-true"},
     ),
-}
+}  # fmt: skip
 
 
 def shown(given, tmp_path, capsys):

@@ -33,20 +33,15 @@ def test_report_and_text_of_a_machine_with_two_cards():
     assert tiers == [("dram", [0], False), ("cxl", [1, 2], False)]
     card = report["nodes"][1]
     assert (card["zone"], card["allowed"], card["has_cpus"], card["distance"]) == ("normal", True, False, 24)
-    assert 0 < card["free_bytes"] < card["capacity_bytes"]
-    assert report["limits"]["cgroups"] == []
-    assert report["cpu"]["threads"] >= 1
-    assert report["cpu"]["isa"] in report["cpu"]["supported_isas"]
+    assert 0 < card["free_bytes"] < card["capacity_bytes"] and report["limits"]["cgroups"] == []
+    assert report["cpu"]["threads"] >= 1 and report["cpu"]["isa"] in report["cpu"]["supported_isas"]
     assert json.loads(json.dumps(report)) == report
     text = format_environment({**report, "limits": {**report["limits"], "memlock_bytes": 8 << 20}})
     for shown in (
         "cxl: 2.0 GiB on nodes 1, 2 (57.3 GB/s read, 250 ns)",
         "node_id 1, has_cpus False, capacity 1007.8 MiB, distance 24, read 28.7 GB/s",
-        "read_latency 250 ns",
-        "zone normal",
         "memlock: 8.0 MiB",
         "transparent_hugepage: always\n  numa_balancing: 1",
-        "torch: 2.",
     ):
         assert shown in text
 

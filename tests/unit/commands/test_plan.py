@@ -14,7 +14,6 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.policies import POLICIES
-from lightning_cxl.weights.hf import model_on_meta
 from tests.integration.llama import tiny_llama
 
 MACHINE = """
@@ -97,18 +96,13 @@ def texts(data):
 
 
 def test_a_job_that_fits(plan):
-    status, text, data = plan()
-    assert status == 0 and data["fits"]
-    assert text.rstrip().endswith("It fits.")
+    status, text, data = plan("--accumulate-grad-batches", "2")
+    assert status == 0 and data["fits"] and text.rstrip().endswith("It fits.")
     lines = text.splitlines()
     assert len(lines) <= 45 and max(map(len, lines)) <= 118
     for name in (*POLICIES, "predicted", "momentum", "activations", "test gpu at its peak", "tokens/s"):
         assert name in text
-    assert "measured" not in text
-
-
-def test_json_has_everything_and_adds_up(plan):
-    _, _, data = plan("--accumulate-grad-batches", "2")
+    # JSON has everything, and adds up
     assert data["num_tokens"] == 1024
     assert data["device_bytes"] == sum(data["device_parts"].values())
     assert data["host_bytes"] == sum(data["roles"].values())
@@ -202,17 +196,6 @@ def test_several_changes_where_no_single_one_helps(plan):
     assert any('lora={"r": 16}' in each for each in texts(data)[1:])
 
 
-@pytest.mark.parametrize("is_host", ["false", "true"])
-def test_auto_is_what_a_run_takes(plan, is_host):
-    assert plan("--policy", "auto", is_host=is_host)[2]["policy"] == "bandwidth"
-    data = plan("--policy", "by_role", is_host=is_host)[2]
-    on = {role: set(tiers) for role, tiers in data["policies"]["by_role"]["bytes"].items()}
-    assert on["momentum"] == {"dram0"} and on["compute_weights"] == {"dram0" if is_host == "true" else "cxl0"}
-    room = f"{data['roles']['momentum'] // 2}B"
-    on = plan("--policy", "by_role", dram=room, is_host="false")[2]["policies"]["by_role"]["bytes"]
-    assert sum(tiers.get("dram0", 0) for tiers in on.values()) == pytest.approx(int(room[:-1]), abs=20)
-
-
 def test_the_cpu_as_device(plan):
     status, text, data = plan(is_host="true")
     assert status == 0
@@ -263,23 +246,17 @@ def test_state_that_memory_cannot_hold_lies_on_the_tier_ssd(small):
     assert everything["ssd"]["written_bytes_per_step"] == 0
     dram = everything["host_bytes"] * 9 // 10
     status, text, data = small(dram=f"{dram}B")
-    assert status == 0 and data["fits"]
-    on_ssd = {role: tiers["ssd"] for role, tiers in data["policies"]["bandwidth"]["bytes"].items() if "ssd" in tiers}
+    assert status == 0 and data["fits"] and all(each["fits"] for each in data["policies"].values())
+    held, predicted = data["policies"]["bandwidth"]["bytes"], data["policies"]["bandwidth"]["predicted"]
+    on_ssd = {role: tiers["ssd"] for role, tiers in held.items() if "ssd" in tiers}
     assert set(on_ssd) == {"momentum", "variance", "master_weights"}
     assert sum(on_ssd.values()) == data["ssd"]["used_bytes"] == data["ssd"]["written_bytes_per_step"] > 0
-    in_memory = sum(tiers.get("dram0", 0) for tiers in data["policies"]["bandwidth"]["bytes"].values())
-    assert in_memory == data["host_bytes"] <= dram
+    assert sum(tiers.get("dram0", 0) for tiers in held.values()) == data["host_bytes"] <= dram
     assert data["host_bytes_left"] == dram - data["host_bytes"]
-    predicted = data["policies"]["bandwidth"]["predicted"]
     assert predicted["seconds"] >= data["ssd"]["used_bytes"] / 0.5e9
     dram_only = data["predicted_dram_only_seconds"]
     assert predicted["ssd_seconds"] == pytest.approx(predicted["seconds"] - dram_only, rel=0.01)
-    said = " ".join(text.split())
-    written = f"{data['ssd']['written_bytes_per_step'] / 1e9:.3g} GB written per step"
-    assert "memory left over" in said and written in said
-    assert max(map(len, text.splitlines())) <= 118
-    # every policy plans the same job
-    assert all(each["fits"] for each in data["policies"].values())
+    assert f"{data['ssd']['written_bytes_per_step'] / 1e9:.3g} GB written per step" in " ".join(text.split())
     # without drives these are advised
     status, _, data = small(dram=f"{dram}B", more="")
     assert status == 3 and data["ssd"] is None
@@ -319,16 +296,11 @@ def unknown_speeds(run, monkeypatch):
 
 def test_bytes_are_planned_with_what_is_free_where_speeds_are_not_known(unknown_speeds):
     status, text, data = unknown_speeds(topology=Topology.fake(("1GiB",), ("2GiB", "3GiB")))
-    assert {name: tier["capacity_bytes"] >> 30 for name, tier in data["machine"]["tiers"].items()} == {
-        "dram": 1,
-        "cxl": 5,
-    }
+    assert [tier["capacity_bytes"] >> 30 for tier in data["machine"]["tiers"].values()] == [1, 5]
     assert data["host_bytes"] + data["host_bytes_left"] == 6 << 30
     assert status == 0 and data["fits"] and data["policy"] == "by_role"
-    assert text.count("calibrate") == 1 and "not known" in text and text.rstrip().endswith("It fits.")
-    assert not any(word in text for word in ("TFLOP", "tokens/s", "of DRAM only", "step s"))
-    assert data["predicted_dram_only_seconds"] is None
-    assert data["machine"]["has_speeds"] is False and data["machine"]["device"]["flops"] is None
+    assert text.count("calibrate") == 1 and not any(word in text for word in ("TFLOP", "tokens/s", "step s"))
+    assert data["predicted_dram_only_seconds"] is data["machine"]["device"]["flops"] is None
     assert {name for name, each in data["policies"].items() if each["needs_speeds"]} == {"bandwidth"}
     for name, each in data["policies"].items():
         assert each["predicted"] is None
@@ -346,19 +318,6 @@ def test_tiers_of_this_machine_that_share_memory_hold_it_once(unknown_speeds):
         # a control group's limit counts once, not for every tier
         status, text, _ = unknown_speeds(topology=Topology.fake(("1GiB",), ("1GiB",)), together=room)
         assert status == expected and "together" in text
-
-
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("qwen2.5-7b", 7_615_616_512),  # arXiv 2507.03305's authors, numa_allocation_patch.py
-        ("mistral-7b", 7_248_023_552),  # safetensors metadata on the Hugging Face hub
-    ],
-)
-def test_published_shapes_have_the_published_number_of_parameters(name, count):
-    model = model_on_meta(name.upper())
-    assert sum(parameter.numel() for parameter in model.parameters()) == count
-    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def test_state_is_held_once_by_all_ranks_of_a_machine_and_inputs_by_each(ranks):
@@ -382,7 +341,6 @@ def test_machines_that_replicate_hold_all_and_others_a_part(ranks):
     moved = [data["ranks"]["device_bytes_per_step"] for data in (one, replicas, parts)]
     weights = 2 * one["num_parameters"]
     assert [each["all-reduce between machines"] for each in moved] == [0, 2 * 1 / 2 * weights / 4, 0]
-    assert [each["all-gather, forward"] for each in moved[::2]] == [3 / 4 * weights, 7 / 8 * weights]
     assert parts["ranks"]["predicted_busy_seconds"]["network"] > replicas["ranks"]["predicted_busy_seconds"]["network"]
 
 
@@ -390,18 +348,9 @@ def test_gradients_that_wait_on_the_devices_are_reduced_once(ranks):
     every, last = (ranks("--accumulate-grad-batches", "3", *more)[2] for more in ((), ("--no-sync",)))
     moved = [data["ranks"]["device_bytes_per_step"] for data in (every, last)]
     assert moved[0]["reduce-scatter"] == 3 * moved[1]["reduce-scatter"]
-    assert moved[0]["all-gather, forward"] == moved[1]["all-gather, forward"]
-    waiting = last["device_parts"]["gradients that wait for the last micro-batch"]
-    assert waiting == 2 * last["num_parameters"]
+    assert last["device_parts"]["gradients that wait for the last micro-batch"] == 2 * last["num_parameters"]
     assert last["roles"]["compute_grads"] < every["roles"]["compute_grads"]
     assert moved[1]["copies from the device"] < moved[0]["copies from the device"]
-
-
-def test_links_that_are_not_known(ranks):
-    text = " ".join(ranks(more="")[1].split())
-    assert "links between devices are not known: what they exchange is counted as going through host memory" in text
-    with pytest.raises(ConfigError, match="machines exchange data, and machine `test machine` does not say how fast"):
-        ranks("--num-nodes", "2", more="")
 
 
 @pytest.mark.parametrize(

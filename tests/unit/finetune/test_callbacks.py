@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_cxl import CXLOffloadStrategy
 from lightning_cxl.__main__ import main
-from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.finetune.cli import FitSummary
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.evaluation_samples import EvaluationSamples
@@ -43,13 +42,6 @@ def test_a_resumed_run_knows_the_first_loss(tiny_model, data, make_trainer, tmp_
     resumed.fit(CausalLM(**SHAPE), data, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
     assert second.before == first.before is not None
     assert second.after.endswith("(step 4)")
-
-
-def test_what_was_removed_says_what_to_do_instead():
-    with pytest.raises(ConfigError, match=r"this option was removed.*generate_tokens"):
-        FitSummary("def ")
-    with pytest.raises(UnsupportedError, match=r"generate_text was removed.*generate_tokens"):
-        CausalLM(**SHAPE).generate_text("def ", max_new_tokens=4)
 
 
 @pytest.fixture

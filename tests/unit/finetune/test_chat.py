@@ -111,20 +111,18 @@ MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": 
 
 
 @pytest.mark.parametrize(
-    ("row", "messages"),
+    ("row", "said"),
     [
-        ({"messages": MESSAGES, "id": 7}, MESSAGES),
-        ({"prompt": "Hi", "completion": "Hello"}, MESSAGES),
-        ({"instruction": "Hi", "input": "", "output": "Hello"}, MESSAGES),
-        ({"instruction": "Hi", "output": "Hello"}, MESSAGES),
-        (
-            {"instruction": "Add", "input": "1 2", "output": "3"},
-            [{"role": "user", "content": "Add\n\n1 2"}, {"role": "assistant", "content": "3"}],
-        ),
+        ({"messages": MESSAGES, "id": 7}, ["Hi", "Hello"]),
+        ({"prompt": "Hi", "completion": "Hello"}, ["Hi", "Hello"]),
+        ({"instruction": "Hi", "input": "", "output": "Hello"}, ["Hi", "Hello"]),
+        ({"instruction": "Hi", "output": "Hello"}, ["Hi", "Hello"]),
+        ({"instruction": "Add", "input": "1 2", "output": "3"}, ["Add\n\n1 2", "3"]),
     ],
 )
-def test_every_form_becomes_messages(row, messages):
-    assert read_record(json.dumps(row)) == (messages, None)
+def test_every_form_becomes_messages(row, said):
+    expected = [{**message, "content": text} for message, text in zip(MESSAGES, said, strict=True)]
+    assert read_record(json.dumps(row)) == (expected, None)
 
 
 def test_tools_and_calls_are_kept_for_the_template():
@@ -156,7 +154,6 @@ EXPECTED = "expected one JSON object per line"
         ('{"question": "Hi"}', EXPECTED),
         ('{"prompt": "Hi", "completion": 7}', EXPECTED),
         ('{"instruction": "Hi", "input": 7, "output": "Hello"}', EXPECTED),
-        ('{"prompt": "Hi", "completion": 7, "text": "a"}', EXPECTED),
         ('{"messages": "Hi"}', EXPECTED),
         ('{"messages": [{"role": "assistant", "content": "Hi"}], "tools": {"a": 1}}', EXPECTED),
         ('{"messages": [{"role": "user", "content": "Hi"}]}', "no message has the role assistant"),

@@ -1,50 +1,27 @@
 import pytest
-import torch
-from torch.utils.data import DataLoader
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_cxl import callbacks, timing
 from lightning_cxl.callbacks import OffloadProgressBar
-from lightning_cxl.integrations.lightning.lightning_api import LightningModule, Trainer
+from lightning_cxl.integrations.lightning.lightning_api import Trainer
 
 
-class Numbers(LightningModule):
+class Numbers(BoringModel):
     """A user's module that knows nothing of this package."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
     def training_step(self, batch, batch_idx):
-        loss = self.layer(batch).square().mean()
-        self.log("loss", loss, prog_bar=True)
+        self.log("loss", loss := self.layer(batch).square().mean(), prog_bar=True)
         self.log("tokens_per_s", 12345.6, prog_bar=True)
         return loss
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.layer(batch).square().mean(), prog_bar=True)
 
-    def train_dataloader(self):
-        return DataLoader(torch.ones(7, 2))
-
-    def val_dataloader(self):
-        return DataLoader(torch.ones(2, 2))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def fit(bar, tmp_path, **options):
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=7,
-        callbacks=[bar],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        log_every_n_steps=1,
-        **options,
-    )
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "log_every_n_steps": 1}
+    options |= {**quiet, "default_root_dir": tmp_path}
+    trainer = Trainer(accelerator="cpu", max_steps=7, limit_train_batches=7, callbacks=[bar], **options)
     trainer.fit(Numbers())
     return trainer
 

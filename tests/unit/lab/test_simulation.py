@@ -112,12 +112,6 @@ def test_a_copy_and_an_adam_update_take_what_is_predicted(split):
     assert seconds == pytest.approx(predict_adam_seconds(10**9, split, PLAIN))
 
 
-@pytest.mark.parametrize("path", sorted(MACHINES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_example_has_links(path):
-    machine = load_machine(path)
-    assert list(links_of(machine).tiers) == list(machine.names)
-
-
 def test_a_mix_slower_than_one_direction_is_as_fast_as_that():
     slow = replace(PLAIN, tiers=tuple(replace(tier, adam_bytes_per_s=1e9) for tier in PLAIN.tiers))
     assert links_of(slow).tiers["cxl0"].duplex == 1

@@ -10,28 +10,8 @@ import torch
 
 from lightning_cxl.config import SsdOptions
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, TierNotFoundError
-from lightning_cxl.machine.speeds import (
-    Cache,
-    Calibration,
-    Device,
-    DeviceSpeeds,
-    Machine,
-    MachineLinks,
-    MachineSsd,
-    MachineTier,
-    NodeSpeeds,
-    SsdSpeeds,
-    calibration_path,
-    describe_machine,
-    load_calibration,
-    load_machine,
-    machine_of,
-    machine_without_speeds,
-    save_calibration,
-    save_machine,
-    tier_speeds,
-    with_new_tiers,
-)
+from lightning_cxl.machine import speeds
+from lightning_cxl.machine.speeds import load_calibration, load_machine, machine_of, save_calibration
 from lightning_cxl.machine.topology import TierKind, Topology
 
 MACHINES = sorted((Path(__file__).resolve().parents[3] / "examples" / "machines").glob("*.yaml"))
@@ -66,13 +46,13 @@ def written(tmp_path):
 def test_a_file_is_read_as_people_write_it(written):
     more = "ssd: {capacity_bytes: 1TiB, read_bytes_per_s: 7 GB/s, write_bytes_per_s: 6.0e+9}\n"
     more += "links: {peer_bytes_per_s: 360 GB/s, network_latency_s: 2.0e-5}\n"
-    speeds = {"adam_bytes_per_s": 40e9, "device_read_bytes_per_s": 50e9, "device_write_bytes_per_s": 2 * GIB}
-    tier = MachineTier(name="dram0", kind=TierKind.DRAM, capacity_bytes=8 * GIB, **speeds)
-    device = Device(flops=1e12, h2d_bytes_per_s=12e9, d2h_bytes_per_s=12e9)
-    plain = Machine(name="small", tiers=(tier,), device=device)
-    assert load_machine(written(SMALL)) == plain and plain.links == MachineLinks()
-    ssd = MachineSsd(capacity_bytes=1 << 40, read_bytes_per_s=7e9, write_bytes_per_s=6e9)
-    links = MachineLinks(peer_bytes_per_s=360e9, network_latency_s=2e-5)
+    rates = {"adam_bytes_per_s": 40e9, "device_read_bytes_per_s": 50e9, "device_write_bytes_per_s": 2 * GIB}
+    tier = speeds.MachineTier(name="dram0", kind=TierKind.DRAM, capacity_bytes=8 * GIB, **rates)
+    device = speeds.Device(flops=1e12, h2d_bytes_per_s=12e9, d2h_bytes_per_s=12e9)
+    plain = speeds.Machine(name="small", tiers=(tier,), device=device)
+    assert load_machine(written(SMALL)) == plain and plain.links == speeds.MachineLinks()
+    ssd = speeds.MachineSsd(capacity_bytes=1 << 40, read_bytes_per_s=7e9, write_bytes_per_s=6e9)
+    links = speeds.MachineLinks(peer_bytes_per_s=360e9, network_latency_s=2e-5)
     assert load_machine(written(SMALL + more)) == replace(plain, ssd=ssd, links=links)
     assert ssd.has_speeds and not replace(ssd, write_bytes_per_s=None).has_speeds
 
@@ -82,30 +62,34 @@ def test_every_example_is_read_and_comes_back_from_a_file(tmp_path):
     for path in MACHINES:
         machine = load_machine(path)
         assert machine.name == path.stem and machine.source
-        save_machine(machine, tmp_path / "copy.yaml")
+        speeds.save_machine(machine, tmp_path / "copy.yaml")
         assert load_machine(tmp_path / "copy.yaml") == machine
 
 
 def test_every_field_comes_back_from_a_file(tmp_path):
-    speeds = {"adam_bytes_per_s": 1 / 3, "device_read_bytes_per_s": 1e-7, "device_write_bytes_per_s": 1e20}
+    rates = {"adam_bytes_per_s": 1 / 3, "device_read_bytes_per_s": 1e-7, "device_write_bytes_per_s": 1e20}
     more = {"num_nodes": 2, "device_write_buffer_bytes": 7, "latency_ns": 1e2}
-    near = MachineTier(name="near", kind=TierKind.DRAM, capacity_bytes=3, **speeds, **more)
+    near = speeds.MachineTier(name="near", kind=TierKind.DRAM, capacity_bytes=3, **rates, **more)
     far = replace(near, name="far", kind=TierKind.CXL, backed_by="near", latency_ns=None)
-    device = Device(name="cpu", flops=0.1, h2d_bytes_per_s=1, d2h_bytes_per_s=2, copy_latency_s=1e-5, is_host=True)
-    links = MachineLinks(devices_per_port=3, port_bytes_per_s=1e-3, peer_bytes_per_s=1 / 3, peer_latency_s=1e-6)
-    machine = Machine(
+    device = speeds.Device(
+        name="cpu", flops=0.1, h2d_bytes_per_s=1, d2h_bytes_per_s=2, copy_latency_s=1e-5, is_host=True
+    )
+    links = speeds.MachineLinks(devices_per_port=3, port_bytes_per_s=1e-3, peer_bytes_per_s=1 / 3, peer_latency_s=1e-6)
+    machine = speeds.Machine(
         name="ünusual: name",
         tiers=(near, far),
         device=replace(device, count=3),
-        cache=Cache(nbytes=5, bytes_per_s=math.inf),
+        cache=speeds.Cache(nbytes=5, bytes_per_s=math.inf),
         write_contention=4.5,
         source="measured, 1 run",
         host_bytes=11,
         has_speeds=False,
         links=replace(links, network_bytes_per_s=1e12, network_latency_s=0.5),
-        ssd=MachineSsd(capacity_bytes=13, read_bytes_per_s=1 / 7, write_bytes_per_s=None, num_drives=2, versions=2),
+        ssd=speeds.MachineSsd(
+            capacity_bytes=13, read_bytes_per_s=1 / 7, write_bytes_per_s=None, num_drives=2, versions=2
+        ),
     )
-    save_machine(machine, tmp_path / "machine.yaml")
+    speeds.save_machine(machine, tmp_path / "machine.yaml")
     assert load_machine(tmp_path / "machine.yaml") == machine
 
 
@@ -153,8 +137,8 @@ def test_what_is_no_machine_is_refused(written):
 
 
 def test_devices_share_a_port_with_those_that_are_used(written):
-    device = Device(name="gpu", flops=1e12, h2d_bytes_per_s=50e9, d2h_bytes_per_s=40e9, count=4)
-    links = MachineLinks(devices_per_port=2, port_bytes_per_s=60e9)
+    device = speeds.Device(name="gpu", flops=1e12, h2d_bytes_per_s=50e9, d2h_bytes_per_s=40e9, count=4)
+    links = speeds.MachineLinks(devices_per_port=2, port_bytes_per_s=60e9)
     machine = replace(load_machine(written(SMALL)), device=device, links=links)
     assert machine.with_devices(1).device == replace(device, count=1)
     for count in (2, 3, 4):
@@ -174,17 +158,19 @@ NODE = "sys/devices/system/node"
 
 SLOW = {"read_bytes_per_s": 10e9, "write_bytes_per_s": 8e9, "h2d_bytes_per_s": 7e9, "d2h_bytes_per_s": 5e9}
 CALIBRATED = "calibration of 2026-01-31 with 2 threads"
-CALIBRATION = Calibration(
+CALIBRATION = speeds.Calibration(
     date="2026-01-31",
     num_threads=2,
     nodes=(
-        NodeSpeeds(node_id=0, read_bytes_per_s=30e9, write_bytes_per_s=20e9, adam_bytes_per_s=25e9, latency_ns=90.5),
-        NodeSpeeds(node_id=1, adam_bytes_per_s=9e9, latency_ns=250.0, **SLOW),
+        speeds.NodeSpeeds(
+            node_id=0, read_bytes_per_s=30e9, write_bytes_per_s=20e9, adam_bytes_per_s=25e9, latency_ns=90.5
+        ),
+        speeds.NodeSpeeds(node_id=1, adam_bytes_per_s=9e9, latency_ns=250.0, **SLOW),
     ),
-    devices=(DeviceSpeeds(kind="cpu", name="some CPU", flops=1e11),),
+    devices=(speeds.DeviceSpeeds(kind="cpu", name="some CPU", flops=1e11),),
     cache_bytes=32 << 20,
     cache_bytes_per_s=1e11,
-    ssds=(SsdSpeeds(folder="/nvme", read_bytes_per_s=7e9, write_bytes_per_s=6e9, direct=True),),
+    ssds=(speeds.SsdSpeeds(folder="/nvme", read_bytes_per_s=7e9, write_bytes_per_s=6e9, direct=True),),
 )
 
 
@@ -196,7 +182,7 @@ def two_nodes(machine):
 def test_what_is_kept_comes_back(two_nodes):
     assert load_calibration(two_nodes, ["gpu"]) is None
     path = save_calibration(CALIBRATION, two_nodes, ["gpu"])
-    assert path == calibration_path(two_nodes, ["gpu"])
+    assert path == speeds.calibration_path(two_nodes, ["gpu"])
     assert load_calibration(two_nodes, ["gpu"]) == CALIBRATION and list(path.parent.iterdir()) == [path]
     later = replace(CALIBRATION, date="2026-02-01")
     save_calibration(later, two_nodes, ["gpu"])
@@ -206,7 +192,7 @@ def test_what_is_kept_comes_back(two_nodes):
 
 
 def described(root):
-    return describe_machine(replace(Topology.detect(root), measured_on=frozenset({0, 1})))
+    return speeds.describe_machine(replace(Topology.detect(root), measured_on=frozenset({0, 1})))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +215,7 @@ def test_a_changed_machine_is_not_given_old_numbers(machine, file, text, is_othe
 def test_other_devices_and_other_cpus_of_the_process_are_another_machine(two_nodes):
     cpus = frozenset({0, 1})
     names = {
-        calibration_path(replace(two_nodes, measured_on=allowed), devices)
+        speeds.calibration_path(replace(two_nodes, measured_on=allowed), devices)
         for devices, allowed in [([], cpus), (["H100"], cpus), (["H100", "H100"], cpus), ([], frozenset({0}))]
     }
     assert len(names) == 4
@@ -328,7 +314,7 @@ def test_a_file_wins_field_by_field(two_nodes, written):
     assert (card.adam_bytes_per_s, card.device_read_bytes_per_s, card.capacity_bytes) == (12e9, 2 * GIB, 512 << 20)
     assert (card.device_write_bytes_per_s, card.latency_ns) == (5e9, 250), "still the calibration's"
     assert found.tier("dram").adam_bytes_per_s == 25e9
-    assert found.device.flops == 3e12 and found.links == MachineLinks(peer_bytes_per_s=25e9)
+    assert found.device.flops == 3e12 and found.links == speeds.MachineLinks(peer_bytes_per_s=25e9)
     assert (found.cache.nbytes, found.cache.bytes_per_s) == (1 << 20, 1e11)
     assert (found.name, found.write_contention) == ("mine", 4)
     for text in (f"cxl: file and {CALIBRATED}", "but flops: file", "(my own hands)"):
@@ -345,7 +331,7 @@ def test_a_file_wins_field_by_field(two_nodes, written):
 def test_nothing_is_guessed(machine, written, missing):
     topology = Topology.detect(machine("2node", ratings(1, **missing)))
     assert machine_of(topology) is None
-    assert tier_speeds(topology.tier("cxl"), None).origin == "unknown"
+    assert speeds.tier_speeds(topology.tier("cxl"), None).origin == "unknown"
     fields = "adam_bytes_per_s: 1, device_read_bytes_per_s: 2, device_write_bytes_per_s: 3"
     assert machine_of(topology, file=written(f"tiers: [{{name: cxl, {fields}}}]")).tier("cxl").adam_bytes_per_s == 1
 
@@ -353,12 +339,12 @@ def test_nothing_is_guessed(machine, written, missing):
 def test_an_emulated_tier_is_as_fast_as_the_memory_behind_it_also_where_it_is_added_later(machine):
     topology = Topology.detect(machine("2node", {f"{NODE}/has_memory": "0\n"}))
     before = machine_of(topology)
-    assert before.names == ("dram",) and with_new_tiers(before, topology) is before
+    assert before.names == ("dram",) and speeds.with_new_tiers(before, topology) is before
     assert topology.tier("cxl").emulated
     found = machine_of(topology)
     dram, cxl = found.tiers
     assert (cxl.backed_by, cxl.kind, cxl.adam_bytes_per_s) == ("dram", TierKind.CXL, dram.adam_bytes_per_s)
-    assert with_new_tiers(before, topology).tiers == found.tiers
+    assert speeds.with_new_tiers(before, topology).tiers == found.tiers
 
 
 def test_devices_without_a_measurement_are_marked(two_nodes):
@@ -381,7 +367,9 @@ def on_drives(two_nodes, monkeypatch, tmp_path):
 
     def make(paths, measured, **options):
         ssds = tuple(
-            SsdSpeeds(folder=str(tmp_path / folder), read_bytes_per_s=read, write_bytes_per_s=written, direct=True)
+            speeds.SsdSpeeds(
+                folder=str(tmp_path / folder), read_bytes_per_s=read, write_bytes_per_s=written, direct=True
+            )
             for folder, (read, written) in measured.items()
         )
         save_calibration(replace(CALIBRATION, ssds=ssds), two_nodes, [])
@@ -410,7 +398,7 @@ def test_the_tier_ssd_has_what_was_measured_on_its_drives(on_drives, paths, meas
     assert (ssd.capacity_bytes, ssd.read_bytes_per_s, ssd.write_bytes_per_s) == (1 << 40, read, written_)
     assert (found.ssd.num_drives, found.ssd.versions, found.ssd.has_speeds) == (len(paths), 2, read is not None)
     assert f"; ssd: {origin}" in found.source and found.names == ("dram", "cxl")
-    assert machine_without_speeds(topology).ssd == found.ssd
+    assert speeds.machine_without_speeds(topology).ssd == found.ssd
 
 
 def test_a_file_wins_for_the_tier_ssd_too(on_drives, written):

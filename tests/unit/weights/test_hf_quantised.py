@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers as tf
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from lightning_cxl import empty_weights, from_pretrained, load_weights, save_pretrained
@@ -12,11 +12,12 @@ from lightning_cxl.weights import load as quantise
 from lightning_cxl.weights.files import FileTensor
 from lightning_cxl.weights.load import default_dtype
 from tests.models import TINY_LLAMA
+from tests.unit.weights.test_hf import GPT2, rewrite, save
 
 bnb = pytest.importorskip("bitsandbytes")
 AUTO = tf.AutoModelForCausalLM
 TIED = dict(TINY_LLAMA, tie_word_embeddings=True)
-GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1}
+
 MODELS = {
     "Llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**TINY_LLAMA)),
     "Qwen2: biases, tied": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**TIED)),
@@ -91,21 +92,9 @@ def assert_same(one, other):
     assert torch.equal(one(ids).logits, other(ids).logits)
 
 
-def saved(model, folder):
-    model.save_pretrained(folder, max_shard_size="30KB")
-    return folder
-
-
-def changed(path, change):
-    """Change a dictionary of the tensors of a file."""
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, {"format": "pt"})
-
-
 @pytest.fixture
 def plain(tmp_path):
-    return saved(MODELS["Llama"](), tmp_path / "plain")
+    return save(MODELS["Llama"](), tmp_path / "plain")
 
 
 @pytest.mark.usefixtures("_chunks")
@@ -113,7 +102,7 @@ def plain(tmp_path):
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_model_is_the_one_that_transformers_quantises(tmp_path, kind, way):
     torch.manual_seed(0)
-    folder = saved(MODELS[kind](), tmp_path)
+    folder = save(MODELS[kind](), tmp_path)
     assert_same(ours(folder, **WAYS[way]), theirs(folder, **WAYS[way]))
 
 
@@ -132,14 +121,14 @@ def test_weights_are_rounded_to_the_models_type_first(plain, way, dtype):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mapped", [False, True])
 def test_quantised_files_load_as_they_are(tmp_path, kind, way, mapped):
-    folder = saved(MODELS[kind](), tmp_path / "plain")
-    quantised = saved(theirs(folder, **WAYS[way]), tmp_path / "quantised")
+    folder = save(MODELS[kind](), tmp_path / "plain")
+    quantised = save(theirs(folder, **WAYS[way]), tmp_path / "quantised")
     assert_same(from_pretrained(AUTO, quantised, mapped=mapped), theirs(quantised))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_quantised_is_saved_and_loads(tmp_path, way):
-    folder = saved(MODELS["Qwen2: biases, tied"](), tmp_path / "plain")
+    folder = save(MODELS["Qwen2: biases, tied"](), tmp_path / "plain")
     save_pretrained(ours(folder, **WAYS[way]), tmp_path / "quantised", max_shard_bytes="30KB", dtype=torch.float32)
     expected = theirs(folder, **WAYS[way])
     assert_same(theirs(tmp_path / "quantised"), expected)
@@ -181,7 +170,7 @@ IN_8_BIT = {"load_in_8bit": True}
     ],
 )
 def test_settings_that_are_refused(tmp_path, fields, error, message):
-    folder = saved(MODELS["Qwen2: biases, tied"](), tmp_path)
+    folder = save(MODELS["Qwen2: biases, tied"](), tmp_path)
     with pytest.raises(error, match=message):
         ours(folder, **fields)
 
@@ -195,7 +184,7 @@ def test_a_dictionary_is_as_good_and_another_library_is_refused(plain):
 
 def test_a_weight_that_no_file_holds_cannot_be_quantised(tmp_path):
     MODELS["Llama"]().save_pretrained(tmp_path)
-    changed(tmp_path / "model.safetensors", lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    rewrite(tmp_path / "model.safetensors", lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(CheckpointError, match=r"1 weights .* such as `model.layers.1.mlp.up_proj.weight`"):
         from_pretrained(AUTO, tmp_path, strict=False, quantization_config=tf.BitsAndBytesConfig(**WAYS["nf4"]))
 
@@ -215,7 +204,7 @@ def test_a_weight_that_no_file_holds_cannot_be_quantised(tmp_path):
 def test_damaged_quantised_files_are_named(plain, tmp_path, way, change, message):
     theirs(plain, **WAYS[way]).save_pretrained(tmp_path / "quantised")
     name = "model.layers.0.mlp.down_proj.weight"
-    changed(tmp_path / "quantised" / "model.safetensors", lambda tensors: change(tensors, name))
+    rewrite(tmp_path / "quantised" / "model.safetensors", lambda tensors: change(tensors, name))
     with pytest.raises(CheckpointError, match=f"`{name}`.*{message}"):
         from_pretrained(AUTO, tmp_path / "quantised")
 

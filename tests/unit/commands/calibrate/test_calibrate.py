@@ -14,25 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_cxl.__main__ import main as command
 from lightning_cxl.commands import calibrate
-from lightning_cxl.commands.calibrate import (
-    ADAM,
-    D2H,
-    H2D,
-    READ,
-    WRITE,
-    Figure,
-    NamedEngine,
-    Options,
-    Sweep,
-    cache_bytes,
-    measure_copies,
-    measure_flops,
-    measure_machine,
-    measure_nodes,
-    measure_ssd,
-    read,
-    update,
-)
+from lightning_cxl.commands.calibrate import ADAM, D2H, H2D, READ, WRITE, Options, Sweep, cache_bytes, read, update
 from lightning_cxl.config import SsdOptions
 from lightning_cxl.devices.transfer import HostEngine, devices_apart
 from lightning_cxl.errors import ConfigError, PinnedMemoryError
@@ -90,13 +72,13 @@ def test_nodes_are_measured_and_memory_has_the_size_it_should(monkeypatch):
 
     monkeypatch.setattr(calibrate.NumaResource, "allocate", spy)
     topology = Topology.detect()
-    found = measure_nodes(topology, TINY, 0)
+    found = calibrate.measure_nodes(topology, TINY, 0)
     real = [n for tier in topology.tiers if not tier.emulated for n in tier.node_ids]
     assert set(found) == {(n, access) for n in real for access in (READ, WRITE, ADAM)}
     assert sizes == [(n, 1 << 20) for n in real]
     assert all(figure.value > 1e6 and figure.spread >= 0 for figure in found.values())
     sizes.clear()
-    measure_nodes(topology, TINY, 1 << 20)
+    calibrate.measure_nodes(topology, TINY, 1 << 20)
     assert sizes == [(n, 4 << 20) for n in real]  # four times the caches
 
 
@@ -106,10 +88,10 @@ def test_bytes_that_are_counted(monkeypatch):
     def measured(runs, rounds):
         for run in runs.values():
             run()
-        return dict.fromkeys(runs, Figure(1.0, 0.0))
+        return dict.fromkeys(runs, calibrate.Figure(1.0, 0.0))
 
     monkeypatch.setattr(calibrate, "measure", measured)
-    found = measure_nodes(Topology.detect(), TINY, 0)
+    found = calibrate.measure_nodes(Topology.detect(), TINY, 0)
     node = min(found)[0]
     assert [found[node, access].value for access in (READ, WRITE, ADAM)] == [1 << 20, 1 << 20, 7 << 18]
 
@@ -161,7 +143,7 @@ def recorded(monkeypatch, name):
 def test_every_block_is_written_and_read_once_a_round_and_the_folder_left_as_it_was(tmp_path, monkeypatch, count):
     (tmp_path / "mine").write_text("kept")
     written, read = recorded(monkeypatch, "pwritev"), recorded(monkeypatch, "preadv")
-    reading, writing, _ = measure_ssd(tmp_path, count << 20)
+    reading, writing, _ = calibrate.measure_ssd(tmp_path, count << 20)
     assert reading.value > 0 and writing.value > 0
     blocks = [index << 20 for index in range(count)]
     assert sorted(offset for _, offset in read) == sorted(blocks * 3)
@@ -179,14 +161,14 @@ def test_without_direct_access_the_answer_says_so(tmp_path, monkeypatch):
         return real(file, command, *flags)
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    assert not measure_ssd(tmp_path, 1 << 20)[2]
+    assert not calibrate.measure_ssd(tmp_path, 1 << 20)[2]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_fails_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwritev", lambda file, buffers, offset: 17)
     with pytest.raises(ConfigError, match=r"could not be written and read: .*17 of 1048576 bytes at"):
-        measure_ssd(tmp_path, 4 << 20)
+        calibrate.measure_ssd(tmp_path, 4 << 20)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -208,7 +190,7 @@ def engines(on_device):
 def test_copies_of_each_device_and_of_all_together(engines):
     topology = Topology.detect()
     node = topology.tiers[0].node_ids[0]
-    found = measure_copies(topology, engines, TINY, [node], pin=make_pinner(topology, required=True))
+    found = calibrate.measure_copies(topology, engines, TINY, [node], pin=make_pinner(topology, required=True))
     everywhere = {(device, node, way) for device in (0, 1, None) for way in (H2D, D2H)}
     assert set(found) == everywhere | {(0, None, H2D), (1, None, H2D)}
     assert found[1, None, H2D].value >= DELAY_S
@@ -233,8 +215,8 @@ def test_without_a_driver_memory_cannot_be_page_locked():
 def test_a_machine_with_devices(engines):
     topology = Topology.detect()
     node = topology.tiers[0].node_ids[0]
-    named = [NamedEngine(each.name, engine) for each, engine in zip(devices_apart(), engines, strict=True)]
-    calibration, rows = measure_machine(topology, named, TINY, pin=make_pinner(topology, required=True))
+    named = [calibrate.NamedEngine(each.name, engine) for each, engine in zip(devices_apart(), engines, strict=True)]
+    calibration, rows = calibrate.measure_machine(topology, named, TINY, pin=make_pinner(topology, required=True))
     host, first, second = calibration.devices
     assert (host.kind, host.h2d_bytes_per_s) == ("cpu", None)
     assert (first.name, second.name) == tuple(each.name for each in named)
@@ -265,7 +247,9 @@ def test_blocks_that_take_too_long_are_left_out(monkeypatch):
 
     monkeypatch.setattr(calibrate, "_block", slow)
     monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock[0])
-    found = measure_flops(HostEngine(), Options(rounds=2, block_widths=(64, 128, 256, 512), block_seconds=1.0))
+    found = calibrate.measure_flops(
+        HostEngine(), Options(rounds=2, block_widths=(64, 128, 256, 512), block_seconds=1.0)
+    )
     assert list(found) == [64, 128]
     assert found[128].value == pytest.approx(2 * 128**3 / 0.8)
 

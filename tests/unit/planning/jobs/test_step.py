@@ -294,16 +294,6 @@ def test_no_phase_is_faster_than_any_of_its_resources_and_overlap_never_takes_lo
     assert time.seconds <= alone.seconds * (1 + 1e-9)
 
 
-@given(machines(), jobs(), st.floats(0, 1), st.data())
-def test_seconds_are_convex_in_the_splits(machine, job, part, data):
-    model = StepModel(job, machine)
-    one, other = (draw_splits(data, job, machine) for _ in range(2))
-    between = {
-        role: {name: part * one[role][name] + (1 - part) * other[role][name] for name in machine.names} for role in one
-    }
-    assert model.seconds(between) <= (part * model.seconds(one) + (1 - part) * model.seconds(other)) * (1 + 1e-9)
-
-
 def test_the_order_of_classes_changes_not_even_the_last_bit():
     """A policy compares seconds: what differs in the last bit would choose another plan."""
     parts = [(role, Move("update", "cpu", nbytes)) for role, nbytes in ((R.MOMENTUM, 0.1), (R.VARIANCE, 0.2))]
