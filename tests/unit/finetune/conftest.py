@@ -41,17 +41,10 @@ def tiny_model():
 
 @pytest.fixture
 def make_trainer(tmp_path):
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    defaults = {"accelerator": "cpu", "devices": 1, "max_steps": 4, "default_root_dir": tmp_path, **quiet}
+
     def make(**options):
-        defaults = {
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_steps": 4,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": tmp_path,
-        }
         return Trainer(**{**defaults, **options})
 
     return make

@@ -32,18 +32,6 @@ def test_losses_are_those_of_the_whole_validation_set_before_and_after(tiny_mode
     assert "peak host memory" in text
 
 
-def test_a_resumed_run_knows_the_first_loss(tiny_model, data, make_trainer, tmp_path):
-    first = FitSummary()
-    trainer = make_trainer(max_steps=2, num_sanity_val_steps=-1, callbacks=[first])
-    trainer.fit(tiny_model, data)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    second = FitSummary()
-    resumed = make_trainer(max_steps=4, num_sanity_val_steps=-1, val_check_interval=4, callbacks=[second])
-    resumed.fit(CausalLM(**SHAPE), data, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
-    assert second.before == first.before is not None
-    assert second.after.endswith("(step 4)")
-
-
 @pytest.fixture
 def chats(write_lines, tmp_path):
     byte_tokenizer(MARKED).save_pretrained(tmp_path / "tokenizer")

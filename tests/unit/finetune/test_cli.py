@@ -22,17 +22,10 @@ from tests.unit.finetune.chats import CHATML, byte_tokenizer
 EXAMPLE = Path(__file__).parents[3] / "examples" / "configs" / "finetune_stdlib.yaml"
 QLORA = EXAMPLE.with_name("finetune_qlora.yaml")
 TINY = {
-    "--model.hidden_size": 16,
-    "--model.num_layers": 2,
-    "--model.num_heads": 2,
-    "--model.intermediate_size": 32,
-    "--data.seq_len": 16,
-    "--data.batch_size": 2,
-    "--data.vocab_size": 300,
-    "--trainer.max_steps": 4,
-    "--trainer.val_check_interval": 2,
-    "--trainer.accelerator": "cpu",
-}
+    "--model.hidden_size": 16, "--model.num_layers": 2, "--model.num_heads": 2, "--model.intermediate_size": 32,
+    "--data.seq_len": 16, "--data.batch_size": 2, "--data.vocab_size": 300,
+    "--trainer.max_steps": 4, "--trainer.val_check_interval": 2, "--trainer.accelerator": "cpu",
+}  # fmt: skip
 
 
 @pytest.fixture

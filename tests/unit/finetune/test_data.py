@@ -120,18 +120,6 @@ def test_few_conversations_have_a_row_each_and_many_share_rows(write_lines, chat
     assert kept[6] < 64 < kept[1] <= 128
 
 
-def test_documents_of_a_row_are_packed(data):
-    data.setup()
-    rows = [row for batch in data.train_dataloader() for row in zip(*batch.values(), strict=True)]
-    for ids, labels, positions in rows:
-        assert torch.equal(labels == -100, positions == 0)
-        steps = torch.diff(positions)
-        assert bool((steps[positions[1:] > 0] == 1).all())
-        assert len(ids) == 16
-    ends = [ids[:-1][positions[1:] == 0] for ids, _, positions in rows]
-    assert sum(map(len, ends)) > 0 and bool((torch.cat(ends) == data.tokenizer.eos_token_id).all())
-
-
 def test_long_conversations_lose_their_end_and_those_without_an_answer_are_left_out(write_lines, chat_tokenizer):
     rows = [turns(0), turns(1), {"prompt": "a" * 90, "completion": "gone"}, {"prompt": "Hi", "completion": "b" * 90}]
     path = write_lines(*rows)

@@ -120,9 +120,7 @@ ODD = {
     "scalar": torch.tensor(3.0),
     "empty": torch.empty(0),
     "transposed": random((3, 4)).T,
-    "sparse": torch.sparse_coo_tensor(
-        torch.tensor([[1, 1, 3]]), torch.tensor([1.0, 2.0, 4.0]), (5,), check_invariants=True
-    ),
+    "sparse": torch.sparse_coo_tensor([[1, 1, 3]], [1.0, 2.0, 4.0], (5,), check_invariants=True),
 }
 
 

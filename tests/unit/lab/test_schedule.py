@@ -1,14 +1,12 @@
 """What the overlap benchmark compares with: ideals, and placements of the paper, against figures worked out by hand."""
 
 import pytest
-from schedule.grid import MODES, Cell, Effort, measure
 from schedule.ideal import UnitShape
 from schedule.paper import GIB, MODELS
 from schedule.replay import Setting, contenders
 
 from lightning_cxl.memory.placement import TensorRole
 
-SEVEN, TWELVE = MODELS
 CONTENDERS = [pytest.param(each, id=f"{each.name}, {each.layout.name}") for each in contenders()]
 
 
@@ -44,12 +42,3 @@ def test_ideal_and_bound():
     writing = UnitShape(4, 40, 4, update_s=1.0, h2d_bytes_per_s=20.0, d2h_bytes_per_s=4.0)
     assert writing.step(10, 3, 5.0, 15.0).bound_s() == (90 + 0.5) + (9 * 2 + 7 * 0.2 + 1.5 + 1 + 1)
     assert slow.ideal_s() == 400 + 2 + 1 + 1 == slow.bound_s()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_cell_of_the_grid_is_measured(mode):
-    cell = Cell(num_units=2, ratio=1.0, kind="copies", mode=mode)
-    measured = measure(cell, Effort(width=16, repeats=1, warm_up=1, rounds=2))
-    assert len(measured.wall_s) == len(measured.steps) == 2
-    updated = {each.name for each in measured.trace.intervals if each.name.startswith("unit ")}
-    assert updated >= {"unit 0", "unit 1"}

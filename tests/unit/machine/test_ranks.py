@@ -316,15 +316,10 @@ def test_one_process_stays_as_it_is_and_off_divides_memory_alone(root, process):
 @pytest.mark.parametrize(
     ("given", "torchrun", "quota", "threads"),
     [
-        (None, False, 8, 4),
-        ("3", False, 8, 3),
-        ("1", True, 8, 4),  # torchrun's own default
-        ("2", True, 8, 2),
-        ("16", False, 8, 4),
-        (None, False, 4, 2),
-        (None, False, 1, 1),
+        (None, False, 8, 4), ("3", False, 8, 3), ("16", False, 8, 4), (None, False, 4, 2), (None, False, 1, 1),
+        ("1", True, 8, 4), ("2", True, 8, 2),  # one thread is torchrun's own default
     ],
-)
+)  # fmt: skip
 def test_threads_are_cpus_within_quota_and_limit(root, process, monkeypatch, given, torchrun, quota, threads):
     process.quota = quota
     if given:

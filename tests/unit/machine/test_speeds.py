@@ -75,15 +75,13 @@ def test_every_field_comes_back_from_a_file(tmp_path):
         name="cpu", flops=0.1, h2d_bytes_per_s=1, d2h_bytes_per_s=2, copy_latency_s=1e-5, is_host=True
     )
     links = speeds.MachineLinks(devices_per_port=3, port_bytes_per_s=1e-3, peer_bytes_per_s=1 / 3, peer_latency_s=1e-6)
+    other = {"write_contention": 4.5, "source": "measured, 1 run", "host_bytes": 11, "has_speeds": False}
     machine = speeds.Machine(
         name="ünusual: name",
         tiers=(near, far),
         device=replace(device, count=3),
         cache=speeds.Cache(nbytes=5, bytes_per_s=math.inf),
-        write_contention=4.5,
-        source="measured, 1 run",
-        host_bytes=11,
-        has_speeds=False,
+        **other,
         links=replace(links, network_bytes_per_s=1e12, network_latency_s=0.5),
         ssd=speeds.MachineSsd(
             capacity_bytes=13, read_bytes_per_s=1 / 7, write_bytes_per_s=None, num_drives=2, versions=2

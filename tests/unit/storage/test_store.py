@@ -145,32 +145,6 @@ def test_without_a_generation_nothing_stays_but_the_lock(opened, tmp_path):
 # -- generations -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_generation_comes_back_in_the_next_run(opened, count):
-    store, sizes = opened(count, keeps=True), {"first": 5 * BLOCK, "second": 3, "third": 1}
-    names = {name: store.reserve(name, size) for name, size in sizes.items()}
-    wrote = {name: put(store, names[name], seed) for seed, name in enumerate(("first", "second"))}
-    assert store.commit({"step": 3}) == 1
-    store.settle(1)
-    put(store, names["first"], 9)  # after the commit: never seen again
-    put(store, names["third"], 9)
-    store.close()
-
-    store = opened(count, keeps=True)
-    (found,) = store.generations()
-    assert (found.number, found.details) == (1, {"step": 3})
-    names = {name: store.reserve(name, size) for name, size in sizes.items()}
-    window = store.window(names["first"])
-    assert not any(bytes_of(window)) and not names["first"].is_written
-    store.restore(1)
-    assert {name: get(store, names[name]) for name in wrote} == wrote
-    assert bytes_of(window) == wrote["first"] and not names["third"].is_written
-    for seed in range(3):
-        put(store, names["first"], 20 + seed)
-    store.restore(1)
-    assert get(store, names["first"]) == wrote["first"] == bytes_of(window)
-
-
 def test_both_generations_can_be_restored_until_one_is_settled(opened):
     store = opened(keeps=True)
     record, wrote = store.reserve("state", BLOCK), {}

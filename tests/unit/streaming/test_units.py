@@ -65,12 +65,10 @@ def test_declaring_none_falls_back_to_the_largest_stack(declared):
 @pytest.mark.parametrize(
     "model",
     [
-        nn.Linear(2, 2),
+        nn.Linear(2, 2), nn.Sequential(Block(), nn.Linear(4, 4)), nn.ModuleList([Block()]),
         nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),  # nothing to recompute in them
-        nn.Sequential(Block(), nn.Linear(4, 4)),
-        nn.ModuleList([Block()]),
     ],
-)
+)  # fmt: skip
 def test_no_units_is_no_error(model):
     assert names(model) == []
 

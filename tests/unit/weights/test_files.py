@@ -310,20 +310,12 @@ def test_folders_without_weights_say_what_they_have(tmp_path):
 
 VALUES = torch.arange(100.0)[10:26].view(4, 4)  # not at the begin of its memory, like the pages of a file
 OPERATORS = {
-    "transposed": lambda w: w.t().reshape(-1),
-    "a diagonal": lambda w: w.diagonal(),
-    "unfolded": lambda w: w.unfold(0, 2, 1),
-    "expanded": lambda w: w[0].expand(3, 4),
-    "split": lambda w: torch.cat(list(w.split(3))),
-    "a chunk": lambda w: w.chunk(2)[1],
-    "as complex numbers": lambda w: torch.view_as_complex(w.view(4, 2, 2)),
-    "as other numbers": lambda w: w.view(torch.int32),
-    "chosen": lambda w: w[w > 15],
-    "added": lambda w: w + 1,
-    "cloned": lambda w: w.clone(),
-    "copied from": lambda w: torch.zeros(4, 4).copy_(w),
-    "as it is": lambda w: w,
-}
+    "transposed": lambda w: w.t().reshape(-1), "a diagonal": lambda w: w.diagonal(), "a chunk": lambda w: w.chunk(2)[1],
+    "unfolded": lambda w: w.unfold(0, 2, 1), "expanded": lambda w: w[0].expand(3, 4), "chosen": lambda w: w[w > 15],
+    "split": lambda w: torch.cat(list(w.split(3))), "as other numbers": lambda w: w.view(torch.int32),
+    "as complex numbers": lambda w: torch.view_as_complex(w.view(4, 2, 2)), "added": lambda w: w + 1,
+    "copied from": lambda w: torch.zeros(4, 4).copy_(w), "cloned": lambda w: w.clone(), "as it is": lambda w: w,
+}  # fmt: skip
 
 
 def unread():

@@ -12,7 +12,7 @@ from lightning_cxl.weights import load as quantise
 from lightning_cxl.weights.files import FileTensor
 from lightning_cxl.weights.load import default_dtype
 from tests.models import TINY_LLAMA
-from tests.unit.weights.test_hf import GPT2, rewrite, save
+from tests.unit.weights.test_hf import GPT2, rewrite
 
 bnb = pytest.importorskip("bitsandbytes")
 AUTO = tf.AutoModelForCausalLM
@@ -23,18 +23,14 @@ MODELS = {
     "Qwen2: biases, tied": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**TIED)),
     "GPT-2: weights the other way round": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2, eos_token_id=2)),
 }
+SKIPPED = ["lm_head", "q_proj", "c_fc"]
 NESTED = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
 BRAIN = {"bnb_4bit_compute_dtype": torch.bfloat16, "bnb_4bit_quant_storage": torch.bfloat16}
 WAYS = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "nf4, nested": {**NESTED, "bnb_4bit_quant_type": "nf4"},
-    "all options": {
-        **NESTED,
-        **BRAIN,
-        "bnb_4bit_quant_type": "fp4",
-        "llm_int8_skip_modules": ["lm_head", "q_proj", "c_fc"],
-    },
+    "all options": {**NESTED, **BRAIN, "bnb_4bit_quant_type": "fp4", "llm_int8_skip_modules": SKIPPED},
     "8 bit": {"load_in_8bit": True},
     "8 bit, no outliers": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
 }
@@ -90,6 +86,11 @@ def assert_same(one, other):
     assert one.config.quantization_config.to_dict() == other.config.quantization_config.to_dict()
     ids = torch.arange(12).view(1, 12)
     assert torch.equal(one(ids).logits, other(ids).logits)
+
+
+def save(model, folder):
+    model.save_pretrained(folder, max_shard_size="30KB")
+    return folder
 
 
 @pytest.fixture

@@ -52,12 +52,7 @@ def received(monkeypatch):
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize(
     "ranks",
-    [
-        Mesh(num_devices=2),
-        Mesh(num_devices=4),
-        Mesh(num_devices=2, num_machines=4),
-        Mesh(num_devices=4, num_machines=2, replicates=True),
-    ],
+    [Mesh(num_devices=2), Mesh(num_devices=2, num_machines=4), Mesh(num_devices=4, num_machines=2, replicates=True)],
     ids=lambda ranks: f"{ranks.num_machines} x {ranks.num_devices}{', replicates' * ranks.replicates}",
 )
 def test_the_volume_of_a_step_is_what_fsdp_asks_for(ranks, num_micro_batches, no_sync, reduce_dtype, received):
