@@ -24,25 +24,22 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Hides
 metadata.Distribution.from_name = from_name
 """
 TRAIN = """
-import lightning.pytorch as pl, torch, warnings
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 import lightning_cxl
 
-class Module(pl.LightningModule):
+class Module(BoringModel):
     def __init__(self):
         super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
-
-    def training_step(self, batch, index):
-        for block in self.blocks:
-            batch = block(batch)
-        return batch.square().mean()
+        self.layer = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
 
-trainer = pl.Trainer(strategy="cxl_offload", accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False,
-                     enable_progress_bar=False, enable_model_summary=False)
-trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(4, 4)))
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = Trainer(strategy="cxl_offload", accelerator="cpu", max_steps=2, limit_val_batches=0, **quiet)
+trainer.fit(Module())
 print("steps", trainer.global_step)
 """
 COMMAND = """

@@ -287,9 +287,9 @@ def test_an_index_that_does_not_fit_is_refused(sharded, weight_map, reason):
         names(sharded)
 
 
-@pytest.mark.parametrize("text", ["", "[", "[]", "{}", "3", '"x"', "\udcff"])
+@pytest.mark.parametrize("text", [b"", b"[", b"[]", b"{}", b"3", b'"x"', b"\xff"])
 def test_an_index_that_is_none_is_refused(sharded, text):
-    (sharded / "model.safetensors.index.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    (sharded / "model.safetensors.index.json").write_bytes(text)
     with pytest.raises(CheckpointError, match="is not an index of safetensors files"):
         names(sharded)
 
