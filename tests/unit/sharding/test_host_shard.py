@@ -8,7 +8,7 @@ from tests.apart import fsdp_runs
 from tests.cases import others_full
 from tests.distributed.ranks import ranks_apart
 from tests.training_device import LATE
-from tests.unit.sharding import host_updates, state_runs
+from tests.unit.sharding import shard_runs
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def ranks():
 
 def check(ranks, case, delays):
     expected = ranks.run(fsdp_runs.plain, case, "apart", "pinned")
-    for found, (losses, weights) in zip(ranks.run(host_updates.train, case, delays), expected, strict=True):
+    for found, (losses, weights) in zip(ranks.run(shard_runs.train, case, delays), expected, strict=True):
         assert found.losses == losses
         assert found.weights.keys() == weights.keys()
         assert all(torch.equal(found.weights[name], weights[name]) for name in weights)
@@ -42,7 +42,7 @@ def test_nothing_overtakes_a_late_copy_or_kernel(ranks, late):
 
 
 def test_the_device_computes_while_shards_come_and_gradients_go(ranks):
-    for seen in ranks.run(host_updates.one_step, "fetched ahead", {"kernel": 2e-3, "h2d": 4e-3, "d2h": 4e-3}):
+    for seen in ranks.run(shard_runs.one_step, "fetched ahead", {"kernel": 2e-3, "h2d": 4e-3, "d2h": 4e-3}):
         assert seen.hidden["h2d"] > 0.5  # of all but the first unit's
         assert seen.hidden["d2h"] > 0.2  # of all but the last units': the root has the embedding
         assert seen.host_share < 0.7  # it has not waited for the device
@@ -50,7 +50,7 @@ def test_the_device_computes_while_shards_come_and_gradients_go(ranks):
 
 @pytest.fixture(scope="module")
 def weights(ranks):
-    return ranks.run(state_runs.weights)
+    return ranks.run(shard_runs.weights)
 
 
 def equal(found, expected):
@@ -60,7 +60,7 @@ def equal(found, expected):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_checkpoints_of_dcp_need_no_device(ranks, weights, tmp_path, asynchronous):
     for (found, moved), expected in zip(
-        ranks.run(state_runs.checkpoint, str(tmp_path), asynchronous), weights, strict=True
+        ranks.run(shard_runs.checkpoint, str(tmp_path), asynchronous), weights, strict=True
     ):
         assert equal(found, expected)
         assert moved == 0
@@ -69,11 +69,11 @@ def test_checkpoints_of_dcp_need_no_device(ranks, weights, tmp_path, asynchronou
 @pytest.mark.parametrize(
     ("run", "options"),
     [
-        (state_runs.sharded_state, ()),
-        (state_runs.whole_state, (False,)),
-        (state_runs.whole_state, (True,)),
-        (state_runs.pickled, ()),
-        (state_runs.moved_to_its_device, ()),
+        (shard_runs.sharded_state, ()),
+        (shard_runs.whole_state, (False,)),
+        (shard_runs.whole_state, (True,)),
+        (shard_runs.pickled, ()),
+        (shard_runs.moved_to_its_device, ()),
     ],
 )
 def test_state_comes_and_goes_as_with_any_tensor(ranks, weights, run, options):
@@ -81,10 +81,10 @@ def test_state_comes_and_goes_as_with_any_tensor(ranks, weights, run, options):
 
 
 def test_weights_are_drawn_as_on_the_device(ranks):
-    assert all(map(equal, ranks.run(state_runs.drawn, True), ranks.run(state_runs.drawn, False)))
+    assert all(map(equal, ranks.run(shard_runs.drawn, True), ranks.run(shard_runs.drawn, False)))
 
 
 def test_a_model_without_memory_gets_its_weights_on_the_host(ranks, weights):
-    for (found, same), expected in zip(ranks.run(state_runs.from_meta), weights, strict=True):
+    for (found, same), expected in zip(ranks.run(shard_runs.from_meta), weights, strict=True):
         assert equal(found, expected)
         assert all(same)
