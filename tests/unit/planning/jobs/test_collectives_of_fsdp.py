@@ -16,8 +16,8 @@ from tests.models import TinyTransformer
 
 
 def model_of_uneven_shards():
-    """Return a model whose parameters cannot be cut evenly over four or eight ranks; some of them are frozen."""
-    model = TinyTransformer(width=12)
+    """Return a model whose parameters cannot be cut evenly over four or eight ranks; some are frozen, two are tied."""
+    model = TinyTransformer(width=12, tied=True)
     for frozen in (model.unused.weight, model.unused.bias, *(block.out.bias for block in model.blocks)):
         frozen.requires_grad_(False)
     return model
@@ -66,6 +66,8 @@ def test_the_volume_of_a_step_is_what_fsdp_asks_for(ranks, num_micro_batches, no
     units = [(f"blocks.{index}", block) for index, block in enumerate(model.blocks)]
     itemsize = None if reduce_dtype is None else reduce_dtype.itemsize
     groups = groups_of(model, units, ranks, reduce_itemsize=itemsize)
+    assert [group.name for group in groups] == [*(name for name, _ in units), ""], "the last one has the rest"
+    assert [group.name for group in groups_of(model, [("all", model)], ranks)] == ["all"]
     for _, block in units:
         fully_shard(block, **options)
     fully_shard(model, **options)

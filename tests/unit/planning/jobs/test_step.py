@@ -5,11 +5,9 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 from footprint import PUBLISHED, split_masters, zero_offload
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from lightning_cxl.errors import ConfigError, TierNotFoundError
 from lightning_cxl.inventory.tensors import Mesh
@@ -24,7 +22,6 @@ from lightning_cxl.planning.job import (
     StepModel,
     UnitShards,
     exchanges,
-    groups_of,
     predict_step,
 )
 
@@ -294,6 +291,16 @@ def test_no_phase_is_faster_than_any_of_its_resources_and_overlap_never_takes_lo
     assert time.seconds <= alone.seconds * (1 + 1e-9)
 
 
+@given(machines(), jobs(), st.floats(0, 1), st.data())
+def test_seconds_are_convex_in_the_splits(machine, job, part, data):
+    model = StepModel(job, machine)
+    one, other = (draw_splits(data, job, machine) for _ in range(2))
+    between = {
+        role: {name: part * one[role][name] + (1 - part) * other[role][name] for name in machine.names} for role in one
+    }
+    assert model.seconds(between) <= (part * model.seconds(one) + (1 - part) * model.seconds(other)) * (1 + 1e-9)
+
+
 def test_the_order_of_classes_changes_not_even_the_last_bit():
     """A policy compares seconds: what differs in the last bit would choose another plan."""
     parts = [(role, Move("update", "cpu", nbytes)) for role, nbytes in ((R.MOMENTUM, 0.1), (R.VARIANCE, 0.2))]
@@ -320,21 +327,6 @@ def test_a_step_takes_no_less_than_reads_or_writes_and_no_more_than_all_in_turn(
 
 
 UNITS = [UnitShards(f"unit {index}", 10, 20) for index in range(3)]
-
-
-def test_groups_of_a_model():
-    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 6)).to(torch.bfloat16)
-    model[1].weight.requires_grad_(False)
-    model[2].weight = model[0].weight  # tied: it belongs to the first
-    units = [("0", model[0]), ("1", model[1])]
-    half = Mesh(num_devices=2)
-    assert groups_of(model, units, half) == [
-        UnitShards("0", 2 * (12 + 2), 2 * (12 + 2)),
-        UnitShards("1", 2 * 8, 0),
-        UnitShards("", 2 * 3, 2 * 3),
-    ]
-    assert groups_of(model, units, half, reduce_itemsize=4)[0].reduced_bytes == 4 * 14
-    assert [group.name for group in groups_of(model, [("all", model)], half)] == ["all"]
 
 
 def test_exchanges_between_devices_and_between_machines():
