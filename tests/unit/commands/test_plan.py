@@ -375,6 +375,13 @@ def test_what_cannot_be_is_refused(ranks, arguments, message):
         ranks(*arguments)
 
 
+def test_links_that_are_not_known(ranks):
+    text = " ".join(ranks(more="")[1].split())
+    assert "links between devices are not known: what they exchange is counted as going through host memory" in text
+    with pytest.raises(ConfigError, match="machines exchange data, and machine `test machine` does not say how fast"):
+        ranks("--num-nodes", "2", more="")
+
+
 def test_what_does_not_fit_may_be_cut_over_the_machines(ranks):
     needed = ranks("--num-nodes", "2", "--between-nodes", "replicate")[2]["host_bytes"]
     status, _, data = ranks("--num-nodes", "2", "--between-nodes", "replicate", dram=f"{needed * 3 // 4}B")

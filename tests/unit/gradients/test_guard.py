@@ -135,6 +135,11 @@ def test_odd_tensors(name):
         assert not math.isfinite(GradientMeter().sums([spoiled])[0])
 
 
+def test_large_finite_gradients_of_float64_are_finite():
+    (total,) = GradientMeter().sums([torch.full((1000,), 1e300, dtype=torch.float64)])
+    assert math.isfinite(total) and total > 1e70
+
+
 def test_changed_values_of_a_sparse_gradient_are_noticed():
     indices, values = torch.tensor([[1, 3]]), torch.tensor([3.0, 4.0])
     grad = torch.sparse_coo_tensor(indices, values, (5,), check_invariants=True).coalesce()
