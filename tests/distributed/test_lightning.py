@@ -1,10 +1,12 @@
 """Several processes under Lightning: as one process, with checkpoints that any number of processes goes on from."""
 
 import os
+import warnings
 from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
@@ -74,6 +76,21 @@ def test_one_process_saves_where_several_have_saved(ranks, tmp_path):
     saved = run(ranks, 1, 4, resume=str(path), save=str(path))
     assert path.is_file() and os.listdir(tmp_path) == ["last.ckpt"]
     assert_identical(run(ranks, 1, 4, resume=str(path)), {**saved, "losses": []})
+
+
+def told_with(plugin):
+    """Save with a plug-in for files; return what was said of it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lightning_runs.fit(1, trainer={"plugins": [plugin]})
+    return [str(each.message) for each in caught if "writes no checkpoints here" in str(each.message)]
+
+
+def test_a_plug_in_that_is_not_asked_is_named(ranks):
+    first, second = ranks.of(2).run(told_with, AsyncCheckpointIO(TorchCheckpointIO()))
+    assert len(first) == 1 and first[0].startswith("TorchCheckpointIO writes no checkpoints here: 2 processes")
+    assert second == []
+    assert ranks.of(2).run(told_with, AsyncCheckpointIO()) == [[], []]
 
 
 # -- folders of plain Lightning's `ModelParallelStrategy`

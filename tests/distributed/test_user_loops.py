@@ -3,16 +3,19 @@
 import os
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from lightning.fabric import Fabric
+from safetensors.torch import save_file
 from torch import nn
 
 from lightning_cxl import CXLFabricStrategy
 from lightning_cxl.accelerate import CXLAccelerator
+from lightning_cxl.integrations.accelerate import load_whole
 from tests.distributed.lightning_runs import BATCH, LENGTH, VOCAB, rows
 from tests.distributed.ranks import gone_on, of_rank_0
 from tests.distributed.test_volume import Traffic
@@ -284,6 +287,27 @@ def test_hooks_get_all_models(ranks, tmp_path, own):
         assert back == [not own, True], "whose weights a hook has taken it loads itself"
     files = sorted(path for path in os.listdir(tmp_path) if "model" in path)
     assert files == ["sharded_model_0", "sharded_model_1"]
+
+
+def load_what_was_compiled(folder: str) -> bool:
+    """Return whether weights that one process has saved of a compiled model come back."""
+    model = TinyTransformer(dropout=0.0)
+    expected = {name: each.detach().clone() for name, each in model.named_parameters()}
+    if place()[0] == 0:
+        named = {f"_orig_mod.{name}": value for name, value in model.state_dict().items()}
+        save_file(named, Path(folder) / "model.safetensors")
+    accelerator = accelerator_of()
+    try:
+        model = accelerator.prepare(model)
+        zero(model)
+        load_whole(Path(folder), 0, model)
+        return has(model, expected)
+    finally:
+        accelerator.free_memory()
+
+
+def test_what_one_process_has_saved_of_a_compiled_model_is_loaded(ranks, tmp_path):
+    assert ranks.of(2).run(load_what_was_compiled, str(tmp_path)) == [True, True]
 
 
 def generate() -> tuple[int, bool]:

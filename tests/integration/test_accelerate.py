@@ -224,6 +224,28 @@ def test_what_is_clipped(kind):
     compare(run, STREAMED)
 
 
+def test_the_schedule_of_one_optimizer_does_not_wait_for_another():
+    """Accelerate leaves a scheduler's step out where its own optimizer's was left out."""
+    accelerator = make_accelerator({}, mixed_precision="fp16")
+    generator, critic, of_generator, of_critic = adversaries()
+    schedules = warm(of_generator), warm(of_critic)
+    generator, critic, of_generator, of_critic = accelerator.prepare(generator, critic, of_generator, of_critic)
+    schedules = accelerator.prepare(*schedules)
+    x = torch.ones(2, 16, device=accelerator.device)
+    accelerator.backward(generator(x).mean())
+    of_generator.step()
+    schedules[0].step()
+    accelerator.backward(critic(x).mean() * float("inf"))
+    with pytest.warns(LightningCXLWarning, match="left out"):
+        of_critic.step()
+    schedules[1].step()
+    assert (of_generator.step_was_skipped, of_critic.step_was_skipped) == (False, True)
+    accelerator.backward(generator(x).mean())
+    of_generator.step()
+    schedules[0].step()
+    assert schedules[0].scheduler.last_epoch == 2 and schedules[1].scheduler.last_epoch == 0
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -273,6 +295,7 @@ def a_model_that_shares_a_part(accelerator):
 SHARES = r"shares 6 parameters, such as `\S+`, with Headed"
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("prepare", "options", "text"),
     [

@@ -86,6 +86,15 @@ def test_parameters_that_a_module_makes_when_it_moves_are_trained(strategies):
     assert {name for name, value in now.items() if torch.equal(value, before[name])} == {"unused.weight", "unused.bias"}
 
 
+def test_several_devices_need_a_launch(strategies):
+    strategy = strategies()
+    make_fabric(strategy)
+    strategy.parallel_devices = [training_device.current] * 2
+    with pytest.raises(RuntimeError, match="launch"):
+        strategy.setup_module(TinyTransformer())
+    strategy.parallel_devices = [training_device.current]
+
+
 def test_a_module_is_created_on_its_tier(strategies):
     strategy = strategies(stream_weights=True)
     with make_fabric(strategy).init_module():

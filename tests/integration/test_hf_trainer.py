@@ -248,6 +248,22 @@ def test_who_looks_before_the_step_sees_clipped_gradients(tmp_path):
     assert ours.norms == pytest.approx(plain.norms, rel=1e-5)
 
 
+@pytest.mark.skipif(training_device.chosen.type == "cpu", reason="updates overlap where the device is apart")
+def test_the_step_returns_before_units_are_updated(tmp_path, slow_updates):
+    under_way = []
+
+    class Watches(CXLTrainerMixin, Trainer):
+        def compute_loss(self, *arguments, **keywords):
+            run = self.accelerator.offload.session.run
+            under_way.append(any(unit.is_updating() for unit in run._streamer._units))
+            return super().compute_loss(*arguments, **keywords)
+
+    plain = train(tmp_path)
+    ours = train(tmp_path, STREAMED, ours=Watches)
+    assert under_way[0] is False and all(under_way[1:])
+    assert_close(plain, ours)
+
+
 @pytest.mark.parametrize(
     ("how", "options"),
     every_value(["cpu", "a part", "meta", "after the trainer"], [STREAMED, {"stream_weights": False}]),

@@ -18,7 +18,7 @@ from torch import nn
 
 import lightning_cxl
 from tests.cases import every_value
-from tests.integration.training import assert_equal, make_trainer, run
+from tests.integration.training import assert_equal, make_trainer, offload, run
 from tests.models import Task, TinyTransformer, no_dropout, token_data
 
 on_cpu = pytest.mark.on_cpu
@@ -61,6 +61,15 @@ def test_validate_test_and_predict_without_fit(make):
 
 
 @on_cpu
+@pytest.mark.every_case
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_unsupported_adam_options_name_the_way_out(option):
+    with pytest.raises(lightning_cxl.UnsupportedError, match=f"{option}.*cpu_adam=False"):
+        run({}, lambda: Task(TinyTransformer(), **{option: True}), 1)
+    run({"cpu_adam": False}, lambda: Task(TinyTransformer(), **{option: True}), 1)
+
+
+@on_cpu
 def test_float64_parameters_train_with_torchs_adam():
     class Double(Task):
         def loss(self, batch):
@@ -68,6 +77,11 @@ def test_float64_parameters_train_with_torchs_adam():
 
     plain, ours = (run(each, lambda: Double(no_dropout().double()), 4, precision="64-true")[0] for each in ("auto", {}))
     assert ours.losses == plain.losses
+
+
+def test_a_strategy_that_is_not_set_up_is_printed():
+    assert repr(offload(num_threads=3)) == "CXLOffloadStrategy(num_threads=3)"
+    assert "not set up" in str(offload())
 
 
 class Cli(Task):

@@ -185,6 +185,16 @@ def test_a_session_that_trains_again_counts_from_there():
         loop.close()
 
 
+def test_the_page_stays_that_of_the_training_when_it_validates_afterwards(tmp_path):
+    _, trainer = run({"report": str(tmp_path)}, lambda: Task(TinyTransformer(dropout=0.0)), 4)
+    page = (tmp_path / "run.html").read_text()
+    trainer.strategy.teardown()
+    trainer.strategy.report().save(tmp_path / "again.html")
+    assert ["step_s"] in [row[:1] for row in rows_of((tmp_path / "again.html").read_text())]
+    trainer.validate(trainer.lightning_module, token_data(2), verbose=False)
+    assert (tmp_path / "run.html").read_text() == page
+
+
 def test_torchs_profiler_shows_what_a_step_does():
     threads = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=threads) as profiler:

@@ -154,6 +154,19 @@ def test_views_of_one_storage_are_left_together():
     assert any("shared storage" in note for note in module.report["notes"])
 
 
+def test_zero_size_parameters_train():
+    class WithEmpty(TinyTransformer):
+        def __init__(self):
+            super().__init__()
+            self.nothing = nn.Parameter(torch.empty(0, 32))
+
+        def forward(self, tokens):
+            return super().forward(tokens) + self.nothing.sum()
+
+    module = run("cxl_offload", WithEmpty())
+    assert module.model.nothing.shape == (0, 32)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_that_are_made_in_configure_model_take_what_was_planned(tied):
     class MadeLate(LlamaTask):
