@@ -18,7 +18,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_cxl
 from lightning_cxl.__main__ import main
-from lightning_cxl.commands import convert
+from lightning_cxl.commands import convert, verify
 from lightning_cxl.commands.parsers import COMMANDS
 from lightning_cxl.machine.speeds import load_machine
 from tests.test_architecture import arrows, folder_of, home_of
@@ -205,6 +205,12 @@ def goes_on(names, _):
     assert "lightning_cxl" in torch.load("out/checkpoint-2/optimizer.pt")
 
 
+def verifies(names, said):
+    assert callable(names["model"])
+    Path("file.py").write_text("\n".join(code_blocks(EXAMPLES / "guides" / "support.md", "python")))
+    assert verify.main(["--script", "file.py"]) == 0
+
+
 SHOWN = {
     "README.md": trains_and_reports,
     "examples/guides/accelerate.md": accelerates,
@@ -213,6 +219,7 @@ SHOWN = {
     "examples/guides/fabric.md": loops,
     "examples/guides/long_contexts.md": packs,
     "examples/guides/policies.md": places,
+    "examples/guides/support.md": verifies,
     "examples/guides/transformers.md": goes_on,
 }
 """What the Python code of a document must have done, where more than to run."""

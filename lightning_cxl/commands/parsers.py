@@ -5,6 +5,7 @@ import difflib
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -178,24 +179,39 @@ an error, 2 for options that are none.""",
     return parser
 
 
+SCRIPT = (
+    "The file of --script defines model(), which returns a new model (few blocks, same code), and batch(number), which "
+    "returns what micro-batch `number` trains on. It may define loss(model, batch), which returns the loss; without it "
+    "the loss is what training_step(batch, number) of a LightningModule returns, else model(*batch), or model(**batch) "
+    "for a dict: the loss itself, or an object or dict that has `loss`. Seeds are the same in each run"
+)
+OF_MODEL: Mapping[str, int | None] = {"blocks": 4, "batch": 2, "seq": 32, "lora": None}
+"""Options of `verify` that only a model of transformers has, and their defaults."""
+
+
 def verify() -> argparse.ArgumentParser:
     parser = _parser(
         "verify",
-        """\
-Trains a copy of a model that has few blocks and random weights, with and without offload, and compares every output,
-gradient and weight bit by bit; the first module that differs is named. Asks the kernel where pages are, and measures
-the update. Exit status: 0 if all is equal, 1 if not.""",
+        f"""\
+Trains a small copy of a model that has random weights, with and without offload, and compares every output, gradient
+and weight bit by bit; the first module that differs is named. Asks the kernel where pages are, and measures the update.
+Exit status: 0 if all is equal, 1 if not.
+
+{textwrap.fill(SCRIPT + ". The optimizer is AdamW.", 118)}""",
         " --model folder --precision bf16-true --lora 8",
     )
     add: Any = parser.add_argument
-    add("--model", default="llama-3.2-1b", help="folder with a config.json, hub id, or a shape (%(default)s)")
-    add("--precision", choices=("32-true", "bf16-true", "bf16-mixed"), default="bf16-true", help="(%(default)s)")
-    add("--blocks", type=int, default=4, metavar="N", help="of the model, at most (%(default)s)")
-    add("--batch", type=int, default=2, help="sequences per micro-batch (%(default)s)")
-    add("--seq", dest="sequence", type=int, default=32, help="tokens per sequence (%(default)s)")
+    which: Any = parser.add_mutually_exclusive_group().add_argument
+    which("--model", default="llama-3.2-1b", help="folder with a config.json, hub id, or a shape (%(default)s)")
+    which("--script", type=Path, metavar="FILE", help="Python that makes any other model, as above")
+    add("--precision", choices=("32-true", "bf16-true", "bf16-mixed"), help="(bf16-true; of --script: its own)")
+    add("--units", nargs="+", default="auto", metavar="NAME", help="patterns or classes of blocks (%(default)s)")
+    add("--blocks", type=int, metavar="N", help=f"of --model, at most ({OF_MODEL['blocks']})")
+    add("--batch", type=int, help=f"of --model: sequences per micro-batch ({OF_MODEL['batch']})")
+    add("--seq", type=int, help=f"of --model: tokens per sequence ({OF_MODEL['seq']})")
     add("--accumulate-grad-batches", type=int, default=2, metavar="N", help="micro-batches per step (%(default)s)")
     add("--clip", type=float, default=1.0, metavar="NORM", help="of gradients; 0: none (%(default)s)")
-    add("--lora", type=int, metavar="R", help="train adapters of this rank on all linear layers")
+    add("--lora", type=int, metavar="R", help="of --model: train adapters of this rank on all linear layers")
     add("--json", type=Path, metavar="FILE", help="write the verdicts there; -: to stdout")
     return parser
 

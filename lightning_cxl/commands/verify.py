@@ -9,7 +9,9 @@ differs is the operation that is wrong.
 import argparse
 import copy
 import gc
+import importlib.util
 import json
+import random
 import statistics
 import sys
 import time
@@ -19,8 +21,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
@@ -35,15 +39,17 @@ from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.parameter_state import plain
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop
+from lightning_cxl.streaming.units import find_units
 from lightning_cxl.text import format_bytes
+from lightning_cxl.torch_private import tree_map
 from lightning_cxl.weights.hf import model_on_meta, with_adapters
 
 _STEPS, _RESUMED_AT = 4, 2
 _SEED = 0
 _OUTPUT = ": output of "
-# relative, of losses with `CPUAdam`, which rounds square roots otherwise than torch; in bfloat16 weights may then round
+# relative, of losses with `CPUAdam`, which rounds square roots otherwise than torch; in 16 bits weights may then round
 # to their other neighbours
-_CLOSE = {"32-true": 1e-4, "bf16-mixed": 1e-2, "bf16-true": 1e-2}
+_CLOSE, _CLOSE_IN_16_BITS = 1e-4, 1e-2
 _ADAM_ELEMENTS, _ADAM_ROUNDS = 1 << 24, 5
 
 Noted = list[tuple[str, int]]
@@ -68,52 +74,117 @@ class Trained:
     notes_outputs: bool = False
 
 
+class Script(NamedTuple):
+    """What to train: what a file of the user defines, or the same for a model of transformers."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    loss: Callable[[nn.Module, Any], Any] | None = None
+
+
+def script_of_transformers(options: argparse.Namespace) -> Script:
+    """Return a script of the model with few blocks and little vocabulary, and random tokens to learn."""
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(model_on_meta(options.model).config)
+    text = config.get_text_config()
+    for name, most in (("num_hidden_layers", options.blocks), ("vocab_size", 512)):
+        setattr(text, name, min(getattr(text, name), most))
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[: text.num_hidden_layers]
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(text, name, None)
+
+    def model() -> nn.Module:
+        dtype = torch.bfloat16 if options.precision == "bf16-true" else torch.float32
+        made: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if options.lora is not None:
+            made = with_adapters(made, {"r": options.lora, "target_modules": "all-linear"})
+            for name, parameter in made.named_parameters():
+                if "lora_B" in name:  # zeros, which hide what is wrong with the other adapters
+                    nn.init.normal_(parameter, std=0.02)
+        return made
+
+    def batch(number: int) -> dict[str, Any]:
+        tokens = torch.randint(text.vocab_size, (options.batch, options.seq))
+        return {"input_ids": tokens, "labels": tokens, "use_cache": False}
+
+    return Script(model, batch)
+
+
+def script_of_file(path: Path) -> Script:
+    if not path.is_file() or path.suffix != ".py":
+        raise ConfigError(f"--script: {path} is no Python file. {parsers.SCRIPT}")
+    sys.path.insert(0, str(path.absolute().parent))  # as for `python FILE`
+    spec: Any = importlib.util.spec_from_file_location("lightning_cxl_script", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    own = {name: each for name, each in vars(module).items() if callable(each) and not name.startswith("_")}
+    if missing := " and ".join(f"{name}()" for name in ("model", "batch") if name not in own):
+        there = ", ".join(own) or "no function"
+        raise ConfigError(f"{path} does not define {missing}; it defines {there}. {parsers.SCRIPT}")
+    return Script(own["model"], own["batch"], own.get("loss"))
+
+
+def seed(number: int) -> None:
+    for each in (torch.manual_seed, random.seed, np.random.seed):
+        each(number)
+
+
 class Job:
-    """One short training: the model with few blocks and little vocabulary, and random tokens to learn."""
+    """One short training."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.options, self.device = options, device
-        self.config = copy.deepcopy(model_on_meta(options.model).config)
-        text = self.config.get_text_config()
-        for name, most in (("num_hidden_layers", options.blocks), ("vocab_size", 512)):
-            setattr(text, name, min(getattr(text, name), most))
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[: text.num_hidden_layers]
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            setattr(text, name, None)
         self.mixed = options.precision == "bf16-mixed"
-        self.dtype = torch.bfloat16 if options.precision == "bf16-true" else torch.float32
+        self.dtype = {"bf16-true": torch.bfloat16, None: None}.get(options.precision, torch.float32)
+        self.script = script_of_transformers(options) if options.script is None else script_of_file(options.script)
+        model = self.make_model()
+        self.units = [name for name, _ in find_units(model, options.units)]
+        if not self.units:
+            raise ConfigError(
+                f"{type(model).__name__} has no list of blocks of one class to offload. Name its blocks by --units, as "
+                f"module names or classes: {', '.join(sorted({type(each).__name__ for each in model.modules()}))}"
+            )
+        dtypes = {p.dtype for p in model.parameters()}
+        self.precision = options.precision or ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))
+        self.close = _CLOSE_IN_16_BITS if self.mixed or min(each.itemsize for each in dtypes) < 4 else _CLOSE
 
     def make_model(self) -> Any:
-        from transformers import AutoModelForCausalLM
+        seed(_SEED)
+        model: Any = self.script.model()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model() must return an nn.Module, got {model!r:.60}. {parsers.SCRIPT}")
+        return model.train() if self.options.script is None else model.to(dtype=self.dtype)
 
-        torch.manual_seed(_SEED)
-        model = AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
-        if self.options.lora is not None:
-            model = with_adapters(model, {"r": self.options.lora, "target_modules": "all-linear"})
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:  # zeros, which hide what is wrong with the other adapters
-                    nn.init.normal_(parameter, std=0.02)
-        return model.train()
+    def numbers(self, step: int) -> range:
+        """Return the numbers of the micro-batches of a step."""
+        count = self.options.accumulate_grad_batches
+        return range(step * count, (step + 1) * count)
 
-    def batches(self) -> list[list[Tensor]]:
-        """Return the micro-batches of each step."""
-        generator = torch.Generator().manual_seed(_SEED)
-        vocabulary, size = self.config.get_text_config().vocab_size, (self.options.batch, self.options.sequence)
-        return [
-            [torch.randint(vocabulary, size, generator=generator) for _ in range(self.options.accumulate_grad_batches)]
-            for _ in range(_STEPS)
-        ]
+    def loss_of(self, model: Any, number: int, trained: Trained) -> Any:
+        def placed(x: Any) -> Any:
+            return x.to(self.device, self.dtype if x.is_floating_point() else None) if isinstance(x, Tensor) else x
 
-    def loss_of(self, model: Any, tokens: Tensor, number: int, trained: Trained) -> Any:
-        tokens = tokens.to(self.device)
-        torch.manual_seed(number)  # of dropout
+        seed(number)  # of the batch, and of dropout
+        batch = tree_map(placed, self.script.batch(number))
         notes = noting_outputs(model, f"micro-batch {number}{_OUTPUT}", trained.noted)
         with (
             notes if trained.notes_outputs else nullcontext(),
             torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed),
         ):
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            if self.script.loss is not None:
+                loss = self.script.loss(model, batch)
+            elif hasattr(model, "training_step"):
+                loss = model.training_step(batch, number)
+            elif isinstance(batch, Mapping):
+                loss = model(**batch)
+            else:
+                loss = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+            loss = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", loss)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = f"a tensor of shape {[*loss.shape]}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(f"the loss must be one number that has a gradient, got {what}. {parsers.SCRIPT}")
         trained.losses.append(float(loss.detach()))
         trained.noted.append((f"micro-batch {number}: loss", checksum(loss)))
         return loss / self.options.accumulate_grad_batches
@@ -137,30 +208,38 @@ def noting_outputs(model: nn.Module, what: str, noted: Noted) -> Iterator[None]:
         yield
 
 
+def widened(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32))
+
+
 def note_tensors(what: str, tensors: Mapping[str, Tensor], noted: Noted) -> None:
     noted += [(f"{what}`{name}`", checksum(tensor)) for name, tensor in reversed([*tensors.items()])]
+
+
+def note_model(step: int, model: nn.Module, noted: Noted) -> None:
+    note_tensors(f"step {step}: weight ", {name: p for name, p in model.named_parameters() if p.requires_grad}, noted)
+    note_tensors(f"step {step}: buffer ", dict(model.named_buffers()), noted)
 
 
 def by_torch(job: Job) -> Trained:
     """Train by torch: the model on the device; sums of gradients, clipping and AdamW in float32 on the CPU."""
     trained, model = Trained(notes_outputs=True), job.make_model().to(job.device)
     own = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    masters = {name: nn.Parameter(p.detach().to("cpu", torch.float32, copy=True)) for name, p in own.items()}
+    masters = {name: nn.Parameter(widened(p).clone()) for name, p in own.items()}
     optimizer = torch.optim.AdamW(masters.values(), lr=1e-3)
-    for step, batches in enumerate(job.batches()):
-        for index, tokens in enumerate(batches):
-            job.loss_of(model, tokens, step * len(batches) + index, trained).backward()
+    for step in range(_STEPS):
+        for number in job.numbers(step):
+            job.loss_of(model, number, trained).backward()
             for name, parameter in own.items():
                 if (grad := parameter.grad) is not None:
-                    whole = grad.to("cpu", torch.float32)
-                    master = masters[name]
+                    whole, master = widened(grad), masters[name]
                     master.grad = whole if master.grad is None else master.grad + whole
                     parameter.grad = None
         finish_step(job, step, masters, optimizer, trained)
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(masters[name])
-        note_tensors(f"step {step}: weight ", {name: p.detach() for name, p in own.items()}, trained.noted)
+        note_model(step, model, trained.noted)
     return trained
 
 
@@ -168,7 +247,7 @@ def finish_step(
     job: Job, step: int, masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, trained: Trained
 ) -> None:
     # that of one backward may be kept in bfloat16, which is as exact
-    grads = {name: p.grad.float() for name, p in masters.items() if p.grad is not None}
+    grads = {name: widened(p.grad) for name, p in masters.items() if p.grad is not None}
     note_tensors(f"step {step}: gradient of ", grads, trained.noted)
     if job.options.clip:
         clip_grad_norm_(masters.values(), job.options.clip)
@@ -197,25 +276,21 @@ def by_us(
     look: Callable[[Session, Any, Any], None] | None = None,
 ) -> Trained:
     """Train with offload; with `state`, from `_RESUMED_AT` on. `look` gets session, model and optimizer at the end."""
-    session = Session(**options)
+    session = Session(**options, units=job.options.units)
     with offloaded(job, session) as (model, optimizer, loop):
         if state is not None:
             model.load_state_dict(state[0])
             optimizer.load_state_dict(state[1])
         names = [name for name, p in model.named_parameters() if p.requires_grad]
-        for step, batches in enumerate(job.batches()):
-            if state is not None and step < _RESUMED_AT:
-                continue
+        for step in range(0 if state is None else _RESUMED_AT, _STEPS):
             if step == _RESUMED_AT:
                 trained.state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-            for index, tokens in enumerate(batches):
-                number = step * len(batches) + index
-                with loop.backward(is_last=index == len(batches) - 1):
-                    job.loss_of(model, tokens, number, trained).backward()
+            for number in job.numbers(step):
+                with loop.backward(is_last=number == job.numbers(step)[-1]):
+                    job.loss_of(model, number, trained).backward()
             holders = [p for group in optimizer.param_groups for p in plain(group["params"])]
             finish_step(job, step, dict(zip(names, holders, strict=True)), optimizer, trained)
-            weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            note_tensors(f"step {step}: weight ", weights, trained.noted)
+            note_model(step, model, trained.noted)
         if look is not None:
             look(session, model, optimizer)
     return trained
@@ -249,7 +324,7 @@ def compared(name: str, train: Callable[[Trained], object], theirs: Noted) -> tu
 
 def since(step: int, noted: Noted, job: Job) -> Noted:
     """Return what was noted from a step on."""
-    first = f"micro-batch {step * job.options.accumulate_grad_batches}:"
+    first = f"micro-batch {job.numbers(step)[0]}:"
     return noted[next(i for i, (name, _) in enumerate(noted) if name.startswith(first)) :]
 
 
@@ -302,6 +377,12 @@ def measure_adam() -> Check:
 
 def checks(job: Job) -> Iterator[Check]:
     reference, exact = by_torch(job), {"cpu_adam": False}
+    if job.options.script and (different := first_difference(by_torch(job).noted, reference.noted)):
+        raise ConfigError(
+            f"{job.options.script} does not train twice the same without offload, so there is nothing to compare. The "
+            f"first that differs: {different}. model() must return a new model each time; a generator of your own must "
+            "be seeded in batch(number) and model(); a device may need torch.use_deterministic_algorithms(True)"
+        )
     pages: list[Check] = []
     metrics: dict[str, float] = {}
 
@@ -322,9 +403,10 @@ def checks(job: Job) -> Iterator[Check]:
     name = "CPUAdam, updates behind the training"
     try:
         by_us(job, {}, adam, look=lambda session, *_: metrics.update(session.metrics()))
-        off = [abs(a - b) / abs(b) for a, b in zip(adam.losses, reference.losses, strict=True)]
+        most = max(map(abs, reference.losses)) or 1.0
+        off = [abs(a - b) / most for a, b in zip(adam.losses, reference.losses, strict=True)]
         worst = float(torch.tensor(off).max())  # NaN if one is
-        verdict: Verdict = "ok" if worst <= _CLOSE[job.options.precision] else "WRONG"
+        verdict: Verdict = "ok" if worst <= job.close else "WRONG"
         yield Check(name, verdict, f"losses differ by {worst:.1e} at most")
     except Exception as error:
         yield Check(name, "WRONG", repr(error).splitlines()[0])
@@ -339,15 +421,21 @@ def checks(job: Job) -> Iterator[Check]:
 def main(arguments: Sequence[str]) -> int:
     options = parsers.verify().parse_args(arguments)
     parsers.check_target(options.json)
-    for name in ("blocks", "batch", "sequence", "accumulate_grad_batches"):
+    for name, default in parsers.OF_MODEL.items():
+        given = getattr(options, name)
+        if options.script is not None and given is not None:
+            raise ConfigError(f"--{name} is of --model; with --script, the file says it: {parsers.SCRIPT}")
+        setattr(options, name, default if given is None else given)
+    for name in ("blocks", "batch", "seq", "accumulate_grad_batches"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    options.precision = options.precision or (None if options.script else "bf16-true")
     device = next((each.device for each in devices_apart()), torch.device("cpu"))
     job, out = Job(options, device), sys.stderr if options.json == parsers.TO_STDOUT else sys.stdout
-    text = job.config.get_text_config()
+    name = str(options.script or options.model)
     print(
-        f"{options.model} with {text.num_hidden_layers} blocks on `{device}`, {options.precision}, {_STEPS} steps of "
-        f"{options.accumulate_grad_batches} micro-batches; torch {torch.__version__}",
+        f"{name} with {len(job.units)} units (`{job.units[0]}` to `{job.units[-1]}`) on `{device}`, {job.precision}, "
+        f"{_STEPS} steps of {options.accumulate_grad_batches} micro-batches; torch {torch.__version__}",
         file=out,
         flush=True,
     )
@@ -361,12 +449,7 @@ def main(arguments: Sequence[str]) -> int:
     is_right = all(check.verdict != "WRONG" for check in found)
     print("all is equal" if is_right else "something is WRONG: please report it with the output of --json", file=out)
     if options.json is not None:
-        data = {
-            "model": options.model,
-            "device": str(device),
-            "torch": torch.__version__,
-            "precision": options.precision,
-        }
+        data = {"model": name, "device": str(device), "torch": torch.__version__, "precision": job.precision}
         data |= {"is_right": is_right, "checks": [check._asdict() for check in found]}
         parsers.write_text(options.json, json.dumps(data, indent=1) + "\n")
     return 0 if is_right else 1

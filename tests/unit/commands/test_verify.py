@@ -1,20 +1,28 @@
 """`verify`: a model that trains as without offload is equal; whatever goes wrong is found, and the place is named."""
 
 import json
+import re
+import sys
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from lightning_cxl.commands import verify
+from lightning_cxl.errors import ConfigError
 from lightning_cxl.gradients.guard import GradientMeter
 from lightning_cxl.optim import cpu_adam
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.run import user_loop
 from lightning_cxl.streaming import activations
 from lightning_cxl.streaming.activations import UnitInput
+from lightning_cxl.streaming.replay import ModuleState
 from lightning_cxl.streaming.unit_weights import Place, Slot
 from lightning_cxl.weights.hf import with_adapters
+
+SCRIPTS = {path.stem: path for path in (Path(__file__).parents[2] / "fixtures" / "scripts").glob("*.py")}
 
 
 @pytest.fixture
@@ -26,8 +34,12 @@ def ask(tmp_path, on_device, capsys):
     with_adapters(LlamaForCausalLM(LlamaConfig(**shape)), {"r": 1, "target_modules": "all-linear"})
 
     def run(*options, model="llama"):
-        AutoConfig.for_model(model, **shape).save_pretrained(tmp_path)
-        given = ["--model", str(tmp_path), "--blocks", "4", "--seq", "8", "--json", str(tmp_path / "found.json")]
+        given = ["--json", str(tmp_path / "found.json")]
+        if model in SCRIPTS:
+            given += ["--script", str(SCRIPTS[model])]
+        else:
+            AutoConfig.for_model(model, **shape).save_pretrained(tmp_path)
+            given += ["--model", str(tmp_path), "--blocks", "4", "--seq", "8"]
         status = verify.main([*given, *options])
         found = json.loads((tmp_path / "found.json").read_text())
         assert ("WRONG" in capsys.readouterr().out) is not found["is_right"]
@@ -40,6 +52,7 @@ def ask(tmp_path, on_device, capsys):
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     monkeypatch.setattr(verify, "_ADAM_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # which --script adds a folder to
 
 
 @pytest.mark.parametrize(
@@ -57,6 +70,37 @@ def test_a_model_is_equal_with_offload(ask, options):
     assert status == 0
     assert [verdict for verdict, _ in found.values()] == ["ok"] * 5 + ["measured"] * 2
     assert {"weights stream", "weights stay on the device", "resumed in the middle"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("contrast", ["--accumulate-grad-batches", "1"]),
+        ("conv", []),
+        ("encoder", ["--precision", "bf16-true"]),
+        ("experts", ["--clip", "0"]),
+        ("module", ["--precision", "bf16-mixed", "--units", "BasicBlock"]),
+        ("tied", []),
+        *(
+            pytest.param(name, ["--precision", precision, "--units", *units], marks=pytest.mark.full)
+            for name, units in [
+                ("conv", ["layer1", "layer2"]),
+                ("encoder", ["TransformerEncoderLayer"]),
+                ("experts", ["blocks.*.experts.*"]),
+                ("module", ["middle"]),
+                ("tied", ["Block"]),
+            ]
+            for precision in ("32-true", "bf16-true", "bf16-mixed")
+            if (name, precision) not in [("conv", "bf16-true"), ("module", "bf16-true")]  # no such kernel there
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_a_model_of_a_script_is_equal_with_offload(ask, name, options):
+    status, found = ask(*options, model=name)
+    assert status == 0
+    assert [verdict for verdict, _ in found.values()] == ["ok"] * 5 + ["measured"] * 2
+    assert float(re.search(r"h2d (\S+) GB/s", found["overlap"][1])[1]) > 0  # weights did stream
 
 
 def drops_a_sum(patch):
@@ -251,6 +295,83 @@ def test_what_goes_wrong_is_found_and_named(ask, fault, model, monkeypatch):
     check, place = FAULTS[fault]
     assert status == 1
     assert found[check][0] == "WRONG" and place in found[check][1], found
+
+
+def forgets_what_blocks_count(patch):
+    """Batch norm counts a batch twice, in the forward and in the recompute."""
+    patch.setattr(ModuleState, "replay", lambda self: nullcontext())
+
+
+IN_SCRIPTS = {
+    drops_a_sum: ("conv", "weights stream", "step 0: gradient of `"),
+    computes_with_old_weights: ("conv", "weights stream", "micro-batch 2: output of `layer2.0."),
+    loses_an_input: ("encoder", "weights stream", "step 0: gradient of `encoder.layers."),
+    recomputes_with_other_random_numbers: ("encoder", "weights stream", "step 0: gradient of `encoder.layers."),
+    shifts_a_unit: ("tied", "weights stream", "micro-batch 0: output of `blocks."),
+    adds_twice: ("experts", "weights stream", "step 0: gradient of `"),
+    loads_no_state: ("tied", "resumed in the middle", "step 2: weight `"),
+    shows_another_place: ("tied", "weights stream", "micro-batch 0: output of `blocks."),
+    leaves_a_weight_out: ("module", "weights stay on the device", "step 0: weight `"),
+    takes_another_rate: ("module", "CPUAdam, updates behind the training", "losses differ"),
+    forgets_what_blocks_count: ("conv", "weights stream", "step 0: buffer `layer2."),
+    rounds_weights_on_the_device: ("conv", "weights stay on the device", "step 0: weight `"),
+}
+
+
+@pytest.mark.parametrize("fault", IN_SCRIPTS, ids=lambda fault: fault.__name__)
+def test_what_goes_wrong_with_the_model_of_a_script_is_found_and_named(ask, fault, monkeypatch):
+    fault(monkeypatch)
+    model, check, place = IN_SCRIPTS[fault]
+    status, found = ask(*(["--units", "BasicBlock"] if model == "module" else []), model=model)
+    assert status == 1
+    assert found[check][0] == "WRONG" and place in found[check][1], found
+
+
+GOOD = {
+    "import": "import torch; from torch import nn",
+    "model": "def model(): return nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2)))",
+    "batch": "def batch(number): return torch.rand(3, 2)",
+    "loss": "def loss(model, batch): return model(batch).sum()",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "says"),
+    [
+        ({}, [], None),
+        ({"batch": "", "model": ""}, [], r"file.py does not define model\(\) and batch\(\); it defines loss"),
+        ({"model": "def model(): return 3"}, [], r"model\(\) must return an nn.Module, got 3"),
+        (
+            {"model": "def model(): return nn.Linear(2, 2)"},
+            [],
+            r"Linear has no list of blocks .* or classes: Linear$",
+        ),
+        ({"loss": ""}, [], r"must be one number that has a gradient, got a tensor of shape \[3, 2\]"),
+        ({"loss": "def loss(model, batch): return model(batch).sum().item()"}, [], "got float"),
+        ({"model": GOOD["model"] + "\nit = model()\ndef model(): return it"}, [], "twice the same .* output of `0.0`"),
+        ({}, ["--blocks", "4"], "--blocks is of --model"),
+        ({}, ["--lora", "1"], "--lora is of --model"),
+        ({}, ["--units", "Conv2d"], "units: `Conv2d` matches no module name and no class"),
+    ],
+)
+def test_what_a_script_lacks_is_said_before_anything_is_compared(tmp_path, on_device, capsys, change, options, says):
+    file = tmp_path / "file.py"
+    file.write_text("\n".join((GOOD | change).values()))
+    if says is None:
+        assert verify.main(["--script", str(file), *options]) == 0
+        return
+    with pytest.raises(ConfigError, match=says):
+        verify.main(["--script", str(file), *options])
+    sys.modules.pop("lightning_cxl_script", None)  # it may have a model
+    assert " ok " not in capsys.readouterr().out
+
+
+def test_a_script_that_is_none_is_refused(tmp_path):
+    for path in (tmp_path / "none.py", tmp_path):
+        with pytest.raises(ConfigError, match=r"is no Python file\. The file of --script defines model\(\)"):
+            verify.main(["--script", str(path)])
+    with pytest.raises(SystemExit):
+        verify.main(["--script", "a.py", "--model", "gpt2"])
 
 
 def test_a_difference_is_named_where_it_begins():
