@@ -1,6 +1,7 @@
 """`Report`: what a run planned, used and did, as a dict, and as a page that needs nothing from elsewhere."""
 
 import json
+import pickle
 import platform
 import re
 import sys
@@ -61,7 +62,10 @@ class Report(dict[str, Any]):
         self._per_step, self._last_step, self._samples = per_step, last_step, samples
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a page, and beside it the last step as ``.trace.json``, for Perfetto or ``chrome://tracing``."""
+        """Write a page, and beside it the last step as ``.trace.json``, for Perfetto or ``chrome://tracing``.
+
+        ``.memory.pickle`` has host memory, for ``torch.cuda._memory_viz`` and https://docs.pytorch.org/memory_viz.
+        """
         path = Path(path)
         path.write_text(self._page(), encoding="utf-8", errors="replace")
         events = [
@@ -69,6 +73,27 @@ class Report(dict[str, Any]):
             for name, thread, begin, end in self._last_step
         ]
         path.with_suffix(".trace.json").write_text(json.dumps({"traceEvents": events}))
+        # the page of memory_viz reads no newer protocol
+        path.with_suffix(".memory.pickle").write_bytes(pickle.dumps(self._snapshot(), protocol=4))
+
+    def _snapshot(self) -> dict[str, Any]:
+        """Return what ``torch.cuda.memory._snapshot`` would: segments as large as roles were at most on a tier."""
+        segments, at = [], 0  # addresses are invented
+        for role, tiers in self["peak_roles"].items():
+            for tier, peak in tiers.items():
+                own = {"stream": 0, "frames": [{"filename": "", "line": 0, "name": f"{tier}:{role}"}]}
+                used = self["roles"].get(role, {}).get(tier, 0)
+                parts = [(at, used, "active_allocated"), (at + used, peak - used, "inactive")]
+                blocks = [
+                    {"address": begin, "size": size, "requested_size": size, "state": state, **own}
+                    for begin, size, state in parts
+                    if size
+                ]
+                sizes = {"total_size": peak, "allocated_size": used, "active_size": used, "requested_size": used}
+                segments.append({"address": at, "device": 0, "segment_type": f"{tier}:{role}", "blocks": blocks})
+                segments[-1] |= {**own, **sizes}
+                at += peak
+        return {"segments": [each for each in segments if each["total_size"]], "device_traces": [[]]}
 
     def _page(self) -> str:
         parts = [

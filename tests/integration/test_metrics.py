@@ -4,6 +4,8 @@ import csv
 import gc
 import html
 import json
+import pickle
+import pickletools
 import re
 import time
 
@@ -13,6 +15,7 @@ from accelerate.tracking import GeneralTracker
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from torch._C._profiler import _ExperimentalConfig
+from torch.cuda import _memory_viz
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
@@ -229,6 +232,37 @@ def test_a_page_about_the_run_has_the_numbers_of_its_report(tmp_path):
         assert {f"{what} model.blocks.{index}" for index in range(3)} <= set(names)
     assert len(names) < 8192 and names.count("step") == 1 and all(event["dur"] >= 0 for event in events)
     json.dumps(report)
+    check_snapshot((tmp_path / "pages/run.memory.pickle").read_bytes(), report)
+
+
+READ_BY_THE_PAGE = {
+    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "BININT", "BININT1", "BININT2", "LONG1"),
+    *("EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "APPEND", "APPENDS", "SHORT_BINUNICODE", "BINUNICODE"),
+}
+
+
+def check_snapshot(pickled, report):
+    """The functions of torch read it, and add up what the report has."""
+    opcodes = [(opcode.name, argument) for opcode, argument, _ in pickletools.genops(pickled)]
+    assert opcodes[0] == ("PROTO", 4) and {name for name, _ in opcodes} <= READ_BY_THE_PAGE
+    snapshot = pickle.loads(pickled)
+    used, peak = (
+        {f"{tier}:{role}": size for role, tiers in report[key].items() for tier, size in tiers.items() if size}
+        for key in ("roles", "peak_roles")
+    )
+    assert {"dram:momentum", "dram:variance"} <= used.keys() and "dram:activations" in peak.keys() - used.keys()
+    assert {each["segment_type"]: each["total_size"] for each in snapshot["segments"]} == peak
+    said = _memory_viz.segsum(snapshot)  # which checks that blocks fill segments
+    for name, sizes in (("allocated", used), ("reserved", peak)):
+        assert f"total_{name}: {_memory_viz.Bytes(sum(sizes.values()))}\n" in said
+    lines = [line.rpartition(" ") for line in _memory_viz.memory(snapshot, str).splitlines()]
+    assert {f: int(n) for f, _, n in lines if ";active" in f} == {
+        f"stream_0;active_allocated;:0:{name}": size for name, size in used.items()
+    }
+    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
+        assert "snapshot.pickle" in plot(snapshot)
+    ends = [each["address"] + each["total_size"] for each in snapshot["segments"]]
+    assert [each["address"] for each in snapshot["segments"]] == [0, *ends[:-1]]
 
 
 def test_a_page_can_be_written_at_any_time_and_a_folder_that_cannot_be_written_ends_no_run(tmp_path, caplog):
