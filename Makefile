@@ -88,9 +88,11 @@ faults: $(VENV)/installed
 fuzz: $(VENV)/installed
 	$(BIN)/python tests/fuzz.py
 
-# the native code under AddressSanitizer and UndefinedBehaviorSanitizer; needs GCC and its runtimes
+# the native code under AddressSanitizer and UndefinedBehaviorSanitizer, and its threads under ThreadSanitizer; needs
+# GCC and its runtimes
 sanitize: $(VENV)/installed
 	$(BIN)/python tests/sanitize.py
+	$(BIN)/python tests/sanitize.py --threads
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check lightning_cxl tests examples

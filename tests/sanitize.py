@@ -1,6 +1,10 @@
 """Build the native modules with AddressSanitizer and UndefinedBehaviorSanitizer; run fuzz and numerics tests with them.
 
-    python tests/sanitize.py [PYTEST_ARGUMENT ...]
+    python tests/sanitize.py [--threads] [PYTEST_ARGUMENT ...]
+
+``--threads``: with ThreadSanitizer, those tests of numerics that are about threads. It does not see how OpenMP's
+threads wait for each other, and would report each use of them. So the tests run beside the main thread, where kernels
+have threads of their own. What torch and Python do is not looked at.
 
 The modules go to ``build/sanitize``, beside links to the Python files of the package; the normal build stays as it is.
 Any finding ends the process that has it. Before the tests, one of each kind is provoked, to see that it is noticed.
@@ -12,15 +16,18 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build" / "sanitize"
+OF_THREADS = "--threads" in sys.argv
+BUILD = ROOT / "build" / ("sanitize-threads" if OF_THREADS else "sanitize")
 PACKAGE = BUILD / "lightning_cxl"
-FLAGS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+KIND = "thread" if OF_THREADS else "address,undefined"
+FLAGS = ["-O1", "-g", f"-fsanitize={KIND}", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
 COMPILER = "gcc"
 
 PAST_THE_END = """
@@ -32,7 +39,20 @@ table = array.array("Q", [w, 0, 0, g, m, v, 0, 0, 0, 1001, 0, 0, 0, 0])
 _adam.update(table, array.array("f", [1] * 9), 1, "baseline")
 """
 MISALIGNED = PAST_THE_END.replace("1001, 0", "999, 0").replace("[w, 0, 0, g,", "[w, 0, 0, g + 1,")
-SELF_TESTS = ((PAST_THE_END, "heap-buffer-overflow"), (MISALIGNED, "runtime error: load of misaligned address"))
+RACE = (
+    PAST_THE_END.replace("1000", "300000").replace("1001, 0", "300000, 0").replace("_adam.", "def update():\n  _adam.")
+)
+RACE += """
+import threading
+others = [threading.Thread(target=lambda: [update() for _ in range(20)]) for _ in range(2)]
+for other in others: other.start()
+for other in others: other.join()
+"""
+SELF_TESTS = (
+    ((RACE, "ThreadSanitizer: data race"),)
+    if OF_THREADS
+    else ((PAST_THE_END, "heap-buffer-overflow"), (MISALIGNED, "runtime error: load of misaligned address"))
+)
 
 
 def extensions() -> list[dict[str, Any]]:
@@ -67,7 +87,7 @@ def environment() -> dict[str, str]:
     """Return the environment in which Python runs with the sanitizers' runtimes, and takes its memory from them."""
     libraries = []
     # libstdc++ too: the runtime looks for the function that throws C++ exceptions once, when the process starts
-    for name in ("libasan.so", "libubsan.so", "libstdc++.so"):
+    for name in ("libtsan.so",) if OF_THREADS else ("libasan.so", "libubsan.so", "libstdc++.so"):
         path = subprocess.run([COMPILER, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
         if not Path(path.strip()).is_absolute():
             raise SystemExit(f"{COMPILER} has no {name}: install its sanitizer runtimes")
@@ -76,6 +96,7 @@ def environment() -> dict[str, str]:
         "LD_PRELOAD": " ".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
+        "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=1",
         "PYTHONMALLOC": "malloc",
         "PYTHONPATH": os.pathsep.join(
             [
@@ -104,7 +125,7 @@ class CheckModules:
             module = importlib.import_module(extension["name"])
             file = Path(str(module.__file__))
             assert file.parent == PACKAGE / "native", file
-            assert b"__asan_init" in file.read_bytes(), file
+            assert (b"__tsan_init" if OF_THREADS else b"__asan_init") in file.read_bytes(), file
 
 
 def run_tests(arguments: list[str]) -> int:
@@ -113,19 +134,30 @@ def run_tests(arguments: list[str]) -> int:
     # capture=sys: what a sanitizer writes to file descriptor 2 before it ends the process is seen
     options = ["-m", "not slow", "--hypothesis-profile=few", "--capture=sys", "-p", "no:cacheprovider"]
     paths = ["-o", "pythonpath=", str(ROOT / "tests" / "numerics")]
-    return int(pytest.main([*options, *paths, *arguments], plugins=[CheckModules()]))
+    if not OF_THREADS:
+        return int(pytest.main([*options, *paths, *arguments], plugins=[CheckModules()]))
+    status: list[int] = []
+    arguments = ["-k", "thread or chunk", "-o", "timeout=0", *arguments]
+    beside = threading.Thread(
+        target=lambda: status.append(int(pytest.main([*options, *paths, *arguments], plugins=[CheckModules()])))
+    )
+    beside.start()
+    beside.join()
+    return status[0]
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--run"]:
-        return run_tests(sys.argv[2:])
+    arguments = [each for each in sys.argv[1:] if each != "--threads"]
+    if arguments[:1] == ["--run"]:
+        return run_tests(arguments[1:])
     link_python_files()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(build, extensions()))
     env = environment()
     check_that_findings_are_noticed(env)
     fuzz = [sys.executable, str(ROOT / "tests" / "fuzz.py"), "--only", "native", "--cases", "10000"]
-    for command in (fuzz, [sys.executable, __file__, "--run", *sys.argv[1:]]):
+    tests = [sys.executable, __file__, "--run", *sys.argv[1:]]
+    for command in (tests,) if OF_THREADS else (fuzz, tests):
         if status := subprocess.run(command, env=env, cwd=ROOT).returncode:
             return status
     return 0
