@@ -150,6 +150,24 @@ def test_attention_keeps_no_score_matrix():
     assert causal.backward_flops == 2 * causal.forward_flops
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_autocast_that_the_model_switches_itself(own):
+    class Switches(nn.Linear):
+        def forward(self, x):
+            with torch.autocast(device_type=x.device.type, enabled=own, dtype=torch.bfloat16):
+                return super().forward(x)
+
+    layer = Switches(256, 128, bias=False, device="meta")
+    x = torch.empty(64, 256, device="meta")
+    types = []
+    layer.register_forward_hook(lambda *values: types.append(values[-1].dtype))
+    for mixed in (False, True):
+        assert dry_run(layer, [], lambda: layer(x).float().sum(), min_bytes=MIN_BYTES, mixed=mixed).forward_flops
+    assert types == [torch.bfloat16 if own else torch.float32] * 2
+    with pytest.raises(RuntimeError):  # torch has it no longer when the dry run is over
+        layer(x)
+
+
 @pytest.mark.parametrize(("chosen", "of"), [("num_experts_per_tok", "num_experts"), ("moe_topk", "n_routed_experts")])
 def test_an_estimate_counts_the_experts_that_a_router_chooses(chosen, of):
     class Routed(nn.Module):
