@@ -14,6 +14,7 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.policies import POLICIES
+from lightning_cxl.weights.hf import model_on_meta
 from tests.integration.llama import tiny_llama
 
 MACHINE = """
@@ -196,6 +197,17 @@ def test_several_changes_where_no_single_one_helps(plan):
     assert any('lora={"r": 16}' in each for each in texts(data)[1:])
 
 
+@pytest.mark.parametrize("is_host", ["false", "true"])
+def test_auto_is_what_a_run_takes(plan, is_host):
+    assert plan("--policy", "auto", is_host=is_host)[2]["policy"] == "bandwidth"
+    data = plan("--policy", "by_role", is_host=is_host)[2]
+    on = {role: set(tiers) for role, tiers in data["policies"]["by_role"]["bytes"].items()}
+    assert on["momentum"] == {"dram0"} and on["compute_weights"] == {"dram0" if is_host == "true" else "cxl0"}
+    room = f"{data['roles']['momentum'] // 2}B"
+    on = plan("--policy", "by_role", dram=room, is_host="false")[2]["policies"]["by_role"]["bytes"]
+    assert sum(tiers.get("dram0", 0) for tiers in on.values()) == pytest.approx(int(room[:-1]), abs=20)
+
+
 def test_the_cpu_as_device(plan):
     status, text, data = plan(is_host="true")
     assert status == 0
@@ -318,6 +330,13 @@ def test_tiers_of_this_machine_that_share_memory_hold_it_once(unknown_speeds):
         # a control group's limit counts once, not for every tier
         status, text, _ = unknown_speeds(topology=Topology.fake(("1GiB",), ("1GiB",)), together=room)
         assert status == expected and "together" in text
+
+
+def test_a_published_shape_has_the_published_number_of_parameters():
+    """The safetensors metadata of mistral-7b on the hub; sizes of others are in tests/unit/lab/test_pools.py."""
+    model = model_on_meta("MISTRAL-7B")
+    assert sum(parameter.numel() for parameter in model.parameters()) == 7_248_023_552
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def test_state_is_held_once_by_all_ranks_of_a_machine_and_inputs_by_each(ranks):

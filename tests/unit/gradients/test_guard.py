@@ -438,6 +438,14 @@ def test_gradients_that_are_not_finite_end_as_with_torch(bad):
     assert any(p.isnan().any() for p in ours)
 
 
+def test_factor():
+    assert clip_factor([9.0, 16.0], 10.0, 1.0) == (5.0, 1.0)
+    assert clip_factor([9.0, 16.0], 1.0, 1.0) == (5.0, 1.0 / (5.0 + 1e-6))
+    assert clip_factor([9.0, 16.0], 1.0, 0.1)[1] == 1.0, "scaled, the norm is 0.5"
+    assert clip_factor([math.inf, 1.0], 1.0, 1.0) == (math.inf, 0.0)
+    assert math.isnan(clip_factor([math.nan, 1.0], 1.0, 1.0)[1])
+
+
 class Wrapper:
     """As a framework's: passes attributes on, keeps what is set on it."""
 
