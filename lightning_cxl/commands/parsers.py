@@ -20,9 +20,7 @@ TO_STDOUT = Path("-")
 
 def env() -> argparse.ArgumentParser:
     parser = _parser(
-        "env",
-        "Show this machine's memory, limits and devices as this package sees them, and what to change.",
-        "",
+        "env", "Show this machine's memory, limits and devices as this package sees them, and what to change.", ""
     )
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
     parser.add_argument("--last", action="store_true", help="say instead what the training held that was killed last")
@@ -310,8 +308,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "convert": Command("a configuration of DeepSpeed as options of this package", "lightning_cxl.commands.convert"),
     "plan": Command(
-        "what a job holds where, whether it fits, seconds per step; loads no weights",
-        "lightning_cxl.commands.plan",
+        "what a job holds where, whether it fits, seconds per step; loads no weights", "lightning_cxl.commands.plan"
     ),
     "verify": Command(
         "train a small copy of a model with and without offload, and compare all bits", "lightning_cxl.commands.verify"

@@ -50,11 +50,7 @@ NO_ROOM = "does not fit in memory"
 
 
 def settle_state(
-    plan: Plan,
-    memory_bytes: int,
-    ssd: MachineSsd,
-    on_tier_full: OnTierFull,
-    left_free: float = MEMORY_LEFT_FREE,
+    plan: Plan, memory_bytes: int, ssd: MachineSsd, on_tier_full: OnTierFull, left_free: float = MEMORY_LEFT_FREE
 ) -> Plan:
     """Return the plan with state and weights on the tier `ssd` as they will be in the run."""
     left, refused = ssd.capacity_bytes, []
@@ -334,11 +330,7 @@ class RunPolicy:
 
 
 def decide(
-    plan: Plan,
-    policy: RunPolicy,
-    memory: HostMemory,
-    on_tier_full: OnTierFull,
-    ssd: MachineSsd | None = None,
+    plan: Plan, policy: RunPolicy, memory: HostMemory, on_tier_full: OnTierFull, ssd: MachineSsd | None = None
 ) -> Plan:
     """Return the plan with a placer that answers for each of its tensors."""
     free = free_for(plan.model, memory)

@@ -67,11 +67,7 @@ def entry_of(optimizers: Iterable[Optimizer], masters: MasterWeights, num_receiv
         groups = [[masters.name_of(p) for p in group["params"]] for group in optimizer.param_groups]
         names = [name for group in groups for name in group]
         usable.append(groups if len(names) == len(set(names)) else None)
-    return {
-        "optimizer_param_names": usable,
-        "master_weights": masters.named_masters(),
-        "num_gradients": num_received,
-    }
+    return {"optimizer_param_names": usable, "master_weights": masters.named_masters(), "num_gradients": num_received}
 
 
 @contextmanager

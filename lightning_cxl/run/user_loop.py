@@ -32,14 +32,7 @@ from lightning_cxl.run.session import Session, follow
 from lightning_cxl.run.state_on_ssd import KEY, check_together
 from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.streaming.unit_weights import peek
-from lightning_cxl.torch_private import (
-    MOVE,
-    UNSCALE,
-    mark_as_called,
-    set_compiler,
-    skip_compiling,
-    step_hooks,
-)
+from lightning_cxl.torch_private import MOVE, UNSCALE, mark_as_called, set_compiler, skip_compiling, step_hooks
 
 log = logging.getLogger(__name__)
 

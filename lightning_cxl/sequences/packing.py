@@ -54,10 +54,7 @@ def fit_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 
 def pack_sequences(
-    input_ids: Sequence[Sequence[int]],
-    row_tokens: int,
-    *,
-    labels: Sequence[Sequence[int]] | None = None,
+    input_ids: Sequence[Sequence[int]], row_tokens: int, *, labels: Sequence[Sequence[int]] | None = None
 ) -> dict[str, list[list[int]]]:
     """Return sequences packed into rows of at most `row_tokens` tokens. See [Note: Packed rows].
 
