@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.text import parse_bytes
 
-# ----------------------------------------------------------------------------------------------------
 # `SsdOptions`: what a user says about the tier `ssd`, whose bytes lie in files and not in memory.
 
 SSD = "ssd"
@@ -363,7 +362,6 @@ def _read_environment(name: str) -> object:
     return True if text.lower() in _TRUE else False if text.lower() in _FALSE else text
 
 
-# ----------------------------------------------------------------------------------------------------
 # The folder of our caches: texts, tokenizers, and what was measured on this machine.
 
 

@@ -5,7 +5,6 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
-# ----------------------------------------------------------------------------------------------------
 # Byte sizes as people write and read them: ``"64GiB"`` to an int and back.
 
 _FACTORS = {
@@ -45,7 +44,6 @@ def format_bytes(num_bytes: int | float) -> str:
     return f"{value / 1024:.1f} TiB"
 
 
-# ----------------------------------------------------------------------------------------------------
 # Tables and sentences as lines of plain text: the same in a terminal, a pipe and a file, without colours.
 
 _SMALLEST_WIDTH = 100

@@ -33,7 +33,6 @@ from lightning_cxl.weights.hf import FileNames, build_model, in_peft_model, with
 from lightning_cxl.weights.load import empty_weights, match_names, model_weights, refuse_mismatch, weight_beside
 from lightning_cxl.weights.save import LaterValues, named_tensors, save_tensors
 
-# ----------------------------------------------------------------------------------------------------
 # Contents of a checkpoint of any front end: weights that are read when they are written, and files.
 #
 # | front end | what is there |

@@ -23,7 +23,6 @@ from lightning_cxl.optim.kernels import GRAD_FORMATS, chosen_isa, same_layout, t
 from lightning_cxl.shards import first_over_processes, local
 from lightning_cxl.torch_private import hooks_after_accumulation, unscale
 
-# ----------------------------------------------------------------------------------------------------
 # `GradientMeter`: sums of squares of gradients, taken in the sweep that moves them and kept with them.
 #
 # [Note: Measured gradients]
@@ -34,7 +33,6 @@ from lightning_cxl.torch_private import hooks_after_accumulation, unscale
 # through ``.data`` leave the version as it is: where user code may do that, `trusts_versions` is off, and the number of
 # a parameter that has hooks of the user is not used.
 
-# ----------------------------------------------------------------------------------------------------
 # Hooks around autograd's accumulation into one leaf parameter.
 #
 # [Note: Which hooks stay]
@@ -344,7 +342,6 @@ class OverflowGuard:
         return f"the gradient of `{self._name_of(parameter)}` has elements that are infinite or not a number"
 
 
-# ----------------------------------------------------------------------------------------------------
 # A loss scaler, perhaps on a device, and gradients on the host.
 
 
@@ -386,7 +383,6 @@ class HostUnscale(ReplacedMethod):
         return {torch.device("cpu"): found.fill_(0.0 if bad is None else 1.0)}
 
 
-# ----------------------------------------------------------------------------------------------------
 # Clipping of gradients by their norm, folded into the optimizer's own sweep.
 
 

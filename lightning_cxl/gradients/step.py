@@ -30,7 +30,6 @@ from lightning_cxl.streaming.units import Compiler, StandIn, call_under
 from lightning_cxl.timing import timed
 from lightning_cxl.torch_private import keeps_mark, mark_as_called, orthogonalising_by, step_hooks
 
-# ----------------------------------------------------------------------------------------------------
 # `Updates`: all parameters at once, or streamed units one after the other, behind what the device does.
 #
 # [Note: Overlapped updates]
@@ -382,7 +381,6 @@ def why_after_backward(objection: str | None, optimizers: Sequence[Optimizer]) -
     return objection
 
 
-# ----------------------------------------------------------------------------------------------------
 # `HostStep`: what happens at a step of an adopted optimizer: gradients in, checks, update, new weights out.
 #
 # [Note: A step]
@@ -540,7 +538,6 @@ class _StepLeftOut(Exception):
         self.loss = loss
 
 
-# ----------------------------------------------------------------------------------------------------
 # `Adoption`: turns the user's optimizers into host optimizers: same groups, same schedulers, same hyper-parameters.
 #
 # [Note: Adoption]
@@ -552,7 +549,6 @@ class _StepLeftOut(Exception):
 # groups (``optimizer.param_groups = ...``), at the next batch or before a checkpoint is written or read
 # (`adopt_joined`). `Adoption.release` undoes what was put on optimizer objects.
 
-# ----------------------------------------------------------------------------------------------------
 # `CPUAdam` under the names of torch's classes, for whoever asks an adopted optimizer who it is.
 #
 # Learning-rate monitors, loggers and profilers name values after the optimizer's class, and user code asks with

@@ -35,7 +35,6 @@ from lightning_cxl.sharding.fsdp import is_cut
 from lightning_cxl.streaming.unit_weights import peek
 from lightning_cxl.timing import timed
 
-# ----------------------------------------------------------------------------------------------------
 # `TrainerAccelerator`: the accelerator inside of a Trainer of transformers.
 
 
@@ -102,7 +101,6 @@ def _folder(checkpoint: str) -> Path:
     return Path(checkpoint) / "sharded_optimizer"
 
 
-# ----------------------------------------------------------------------------------------------------
 # `loop_of`: what a Trainer of transformers, its callbacks and its subclasses do around a step.
 
 _KNOWN = ("transformers", "trl", "lightning_cxl")

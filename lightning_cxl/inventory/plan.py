@@ -49,7 +49,6 @@ from lightning_cxl.shards import is_sharded, local
 from lightning_cxl.streaming.unit_weights import piece_nbytes, tensors_by_parameter
 from lightning_cxl.streaming.units import NamedUnits, find_units, streamable
 
-# ----------------------------------------------------------------------------------------------------
 # `AskedTiers`: the tiers that decorators and rules ask for, for the parameters and units of one model.
 
 _PARAMETER_ROLES = [role for role in TensorRole if role not in (TensorRole.ACTIVATIONS, TensorRole.STAGING)]
@@ -113,7 +112,6 @@ class AskedTiers:
         )
 
 
-# ----------------------------------------------------------------------------------------------------
 # `state_tensors`: masters, gradients and optimizer state of every parameter that an optimizer updates.
 
 _ONE, _TWO = (Adagrad, ASGD, Muon), (Adadelta, Adamax, NAdam, RAdam, Rprop)

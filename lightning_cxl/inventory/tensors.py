@@ -22,7 +22,6 @@ from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.streaming.on_ssd import NUM_INPUT_SLOTS
 from lightning_cxl.streaming.units import NamedUnits
 
-# ----------------------------------------------------------------------------------------------------
 # The work of a step: batch, ranks (`Mesh`), and the habits of the training loop (`Loop`).
 
 

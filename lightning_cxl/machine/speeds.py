@@ -28,7 +28,6 @@ from lightning_cxl.machine.topology import Tier, TierKind, Topology, drive_of, e
 from lightning_cxl.native import _cpu
 from lightning_cxl.text import format_bytes, parse_bytes
 
-# ----------------------------------------------------------------------------------------------------
 # What plans need to know of a machine: `Machine`, and its YAML files. Every speed is that of streaming
 # work in the steady state, not a data sheet's peak.
 #

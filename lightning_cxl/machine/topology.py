@@ -16,7 +16,6 @@ from lightning_cxl.config import SSD, SsdOptions
 from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundError
 from lightning_cxl.text import format_bytes, parse_bytes
 
-# ----------------------------------------------------------------------------------------------------
 # The machine's NUMA nodes, CPUs and memory limits, as the kernel describes them under ``/sys`` and ``/proc``.
 
 _NODES = "sys/devices/system/node"
@@ -219,7 +218,6 @@ def cgroup_limits(root: Path) -> tuple[MemoryLimit, ...]:
     return tuple(limits)
 
 
-# ----------------------------------------------------------------------------------------------------
 # How much the tier `ssd` may hold: its budget, or what is free on its drives.
 
 log = logging.getLogger(__name__)

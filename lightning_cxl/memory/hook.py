@@ -218,7 +218,6 @@ def _shares_memory(result: Tensor, args: tuple[Any, ...]) -> bool:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
 # Which host memory `lightning_cxl.empty` and `host_allocation` use: the innermost active one, else a default.
 
 
@@ -273,7 +272,6 @@ def _default(pid: int) -> Scope:
     return Scope(memory, Placer(topology, memory.free_bytes), pid)
 
 
-# ----------------------------------------------------------------------------------------------------
 # `new_weight`: memory for a weight that was not made when its module was.
 
 
@@ -292,7 +290,6 @@ def new_weight(like: torch.Tensor, dtype: torch.dtype, spec: TierSpec | None) ->
             return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=device)
 
 
-# ----------------------------------------------------------------------------------------------------
 # The public interface: `host_allocation`, `empty` and `residency`, on the host memory in use (see `scope`).
 
 

@@ -46,7 +46,6 @@ from lightning_cxl.memory.resource import (
 from lightning_cxl.native._numa import NOWHERE, page_nodes
 from lightning_cxl.text import format_bytes
 
-# ----------------------------------------------------------------------------------------------------
 # `Ledger`: the living buffers of a `HostMemory`, counted by tensor role and tier.
 
 SplitKey = tuple[tuple[str, float], ...]
@@ -133,7 +132,6 @@ class Ledger(MemoryResource):
             self._count(self._entries.pop(address), -1)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Pools: what serves the requests on one tier, or on one split of several.
 
 _FREE_MAX_AGE_S = 0.5  # reading /proc for every placement would cost more than the allocation
@@ -231,8 +229,6 @@ def make_pinner(topology: Topology, *, required: bool = False) -> Pinner:
         where=page_nodes if num_nodes(topology) > 1 else None,
     )
 
-
-# ----------------------------------------------------------------------------------------------------
 
 _SHARE_DIGITS = 4  # splits that differ less share their pools
 
@@ -486,7 +482,6 @@ def _fractions(shares: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())
 
 
-# ----------------------------------------------------------------------------------------------------
 # `residency`: where a tensor's bytes really are, asked from the kernel.
 
 UNBACKED = "unbacked"
@@ -530,7 +525,6 @@ def _runs(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
             yield from _runs(part)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Host tensors that mirror a parameter: same shape and memory layout, on memory of ours.
 
 FlatAllocate = Callable[[int, torch.dtype], torch.Tensor]
@@ -586,7 +580,6 @@ def copy_bytes(source: Buffer, destination: Buffer) -> None:
     into.copy_(source.tensor((source.nbytes,), torch.uint8))
 
 
-# ----------------------------------------------------------------------------------------------------
 # `anonymous_bytes`: what tensors in ordinary memory hold that is free again without them, by node.
 
 
@@ -624,7 +617,6 @@ def anonymous_bytes(tensors: Iterable[torch.Tensor], default_node: int) -> dict[
     return found
 
 
-# ----------------------------------------------------------------------------------------------------
 # Give the C library's free memory back to the OS between forward and backward.
 #
 # glibc often cannot reuse the aligned blocks that torch frees: for such a block it cuts a larger one, and keeps the
@@ -695,7 +687,6 @@ def large_blocks_apart() -> Iterator[None]:
         count(-1)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Whether somebody has written to a window: the kernel has made private pages of what was written.
 
 _PAGEMAP = "/proc/self/pagemap"

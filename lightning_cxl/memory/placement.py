@@ -93,7 +93,6 @@ def preferred_kinds(role: TensorRole, *, cpu_computes: bool) -> tuple[TierKind, 
     return (TierKind.CXL, TierKind.DRAM) if cxl_first else (TierKind.DRAM, TierKind.CXL)
 
 
-# ----------------------------------------------------------------------------------------------------
 # The `tier` decorator: says on a module class or instance where its tensors live. Imports no torch.
 #
 # [Note: Constructing a Decorated Class]
@@ -262,7 +261,6 @@ def _cannot_lie_on_ssd(what: str, source: str) -> UnsupportedError:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
 # Tiers that the modules of a model ask for: instances, `tier_rules`, decorated classes, in that precedence.
 
 _Choice = tuple[str, str]  # tier name, who asked for it
@@ -364,7 +362,6 @@ def _show(name: str, module: object) -> str:
     return f"{name!r}" if name else f"the whole {type(module).__name__}"
 
 
-# ----------------------------------------------------------------------------------------------------
 # `Placer`: answers where a tensor goes, for the allocator hook, the run and the user.
 
 

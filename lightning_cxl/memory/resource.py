@@ -121,7 +121,6 @@ def pages_of_file(fd: int, nbytes: int) -> Buffer:
     return Buffer(mapping.address, nbytes, (), None, mapping)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Sources of pages: memory of the OS, on nodes that are asked for.
 
 
@@ -445,7 +444,6 @@ class BudgetResource(PageSource):
         self._budget.credit(sum(whole_pages(span.nbytes) for span in spans))
 
 
-# ----------------------------------------------------------------------------------------------------
 # Page-lock memory and register it with the device's driver, so that copies can run beside compute.
 #
 # Pin after placing: see [Note: Placing Pages Safely]. A long-term pin moves pages out of a zone of movable memory,
@@ -521,7 +519,6 @@ class PinnedResource(MemoryResource):
         return buffer
 
 
-# ----------------------------------------------------------------------------------------------------
 # Pools, and which parts of their address ranges are free.
 
 _GRANULE_BYTES = 64  # a cache line; without it gaps of a few bytes would pile up between blocks

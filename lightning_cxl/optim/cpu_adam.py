@@ -59,7 +59,6 @@ from lightning_cxl.storage.swap import Swappable
 from lightning_cxl.timing import timed
 from lightning_cxl.torch_private import keeps_mark, loading_hooks, mark_as_called, share_hooks
 
-# ----------------------------------------------------------------------------------------------------
 # `AdamStep`: one step, for all parameters at once or for some after others. The kernel is given rows of numbers: one or
 # more for each parameter, and the scalars that they refer to.
 
@@ -322,7 +321,6 @@ def written_by(updates: Sequence[Update]) -> list[torch.Tensor]:
     return [each for update in updates for each in update.written]
 
 
-# ----------------------------------------------------------------------------------------------------
 # Clipping by the total norm: sums of squares of gradients, and the factor that the step applies.
 
 SumsOf = Callable[[Iterable[torch.Tensor]], list[float]]
@@ -745,7 +743,6 @@ class CPUAdam(Optimizer):
         self.exit_run()
 
 
-# ----------------------------------------------------------------------------------------------------
 # `Precisions`: in which precision masters and moments of each parameter are kept, known before any of them exists.
 
 log = logging.getLogger(__name__)

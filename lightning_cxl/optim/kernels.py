@@ -17,7 +17,6 @@ from lightning_cxl.memory.host_memory import is_dense, laid_out_as
 from lightning_cxl.memory.resource import node_at
 from lightning_cxl.native import _adam, _cpu
 
-# ----------------------------------------------------------------------------------------------------
 # Number formats of host tensors: the codes that kernels take for them, split master weights, keys of random bits.
 #
 # ``cython_ext/include/number_formats.h`` does the same in C, bit for bit. Bit patterns are int64 tensors here, because
@@ -81,7 +80,6 @@ def _to_bits16(bits: torch.Tensor) -> torch.Tensor:
     return torch.where(bits >= 1 << 15, bits - (1 << 16), bits).short()
 
 
-# ----------------------------------------------------------------------------------------------------
 # 8-bit numbers in the format of bitsandbytes: coded, decoded, and the map that both sides agree on.
 #
 # A block of 256 elements shares a scale, its largest magnitude; an element is a code for its share of that. The
@@ -144,7 +142,6 @@ def _numpy(tensor: torch.Tensor) -> Any:
     return tensor.detach().numpy()
 
 
-# ----------------------------------------------------------------------------------------------------
 # Which tensors the kernels take: host memory without gaps, all in the order of the parameter.
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
@@ -227,7 +224,6 @@ def check_compute_weights(compute: torch.Tensor | None, parameter: torch.Tensor,
     _check_memory(compute, f"the compute weights of {name}")
 
 
-# ----------------------------------------------------------------------------------------------------
 # Threads of the kernels: how many, with which instructions, and on machines with several nodes which update what.
 #
 # A *team* is the threads of one node with CPUs. It first updates what lies on that node, or on memory-only nodes near

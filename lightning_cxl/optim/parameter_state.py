@@ -33,7 +33,6 @@ from lightning_cxl.optim.kernels import (
 from lightning_cxl.optim.swapped_state import At, OnSsd, StateRecord, StateSwapper
 from lightning_cxl.shards import first_element, is_sharded, local, shard_of, sharded_like
 
-# ----------------------------------------------------------------------------------------------------
 # Options and hyper-parameters: what CPUAdam accepts, and the numbers of one step made from them.
 
 
@@ -97,7 +96,6 @@ def as_number(value: object) -> float:
         return math.nan
 
 
-# ----------------------------------------------------------------------------------------------------
 # `AwaitedParams`: the list of a group's parameters, which waits for what runs behind before it is read.
 #
 # A loop over ``optimizer.param_groups`` gets at weights past the modules, which wait too
@@ -130,7 +128,6 @@ def plain(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(list.__iter__(parameters)) if isinstance(parameters, AwaitedParams) else list(parameters)
 
 
-# ----------------------------------------------------------------------------------------------------
 # `Moment`: momentum or variance of one parameter, in float32, bfloat16 or 8 bit, in memory that stays where it is.
 
 AllocateState = Callable[[torch.Tensor, TensorRole, torch.dtype, int], torch.Tensor]
@@ -456,7 +453,6 @@ class ParameterStates:
             own.come_to_memory(views[record], states.get(parameter, {}))
 
 
-# ----------------------------------------------------------------------------------------------------
 # Saved state: which entry belongs to which parameter, is it sound, and what torch's optimizers read of it.
 
 _MOMENTS = tuple(keys.values for keys in MOMENT_KEYS)

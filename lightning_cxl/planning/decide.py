@@ -28,7 +28,6 @@ from lightning_cxl.shards import local
 from lightning_cxl.streaming.unit_weights import tensors_by_parameter
 from lightning_cxl.text import format_bytes
 
-# ----------------------------------------------------------------------------------------------------
 # `settle_state`: which state and weights lie on the tier `ssd`, settled in the plan before any policy decides.
 #
 # State that decorators and rules ask for is there already. Where memory cannot hold the rest, more state goes there:

@@ -373,7 +373,6 @@ def _parts_of_rank(plan: Plan) -> dict[str, int]:
     return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
 
-# ----------------------------------------------------------------------------------------------------
 # Predicted seconds: of an Adam update on the host, of a copy, and of one optimizer step (`predict_step`).
 #
 # Work that is split over tiers uses them side by side: the slowest one decides. With ``n`` elements, or ``N`` bytes, of

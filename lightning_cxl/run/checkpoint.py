@@ -260,7 +260,6 @@ def restore_masters(
                 local(pair.master).copy_(value)
 
 
-# ----------------------------------------------------------------------------------------------------
 # The file of one process, or the folder of several: unfinished under a name of its own, then at once under its name.
 #
 # [Note: Unfinished folders]

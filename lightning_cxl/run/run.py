@@ -80,7 +80,6 @@ from lightning_cxl.streaming.quantised import (
 from lightning_cxl.streaming.unit_weights import HostCopy, InMemory, ParamStreamer, UnitWeights, peek
 from lightning_cxl.streaming.units import owners_in
 
-# ----------------------------------------------------------------------------------------------------
 # `PlacedMemory`: host memory for the tensors of one model, each where the plan says.
 
 _TRIM_BYTES = 64 * 2**20  # of state that has moved
@@ -233,7 +232,6 @@ class PlacedMemory:
         return is_ordinary(tensor) and self.memory.is_placed(tensor.data_ptr(), placement)
 
 
-# ----------------------------------------------------------------------------------------------------
 # `Host`: the machine as one run uses it: tiers with budgets, the policy, and copies to the device.
 
 
@@ -348,7 +346,6 @@ def _warn_of_weights_that_stay(plan: Plan) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------------
 # Where a model's compute weights live.
 #
 # [Note: Placement of compute weights]

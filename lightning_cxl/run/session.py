@@ -43,7 +43,6 @@ from lightning_cxl.weights.load import refuse_unready
 
 log = logging.getLogger(__name__)
 
-# ----------------------------------------------------------------------------------------------------
 # Planned and measured bytes per tier and role: the dict behind `strategy.report()` and its one-screen text.
 
 _WIDTH = 110
@@ -346,7 +345,6 @@ def _added(before: Any, more: Any, *, twice: bool = False) -> Any:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
 # For front ends that train a model in several processes: cut it, follow it with optimizers, gather whole weights.
 
 

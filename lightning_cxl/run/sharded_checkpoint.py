@@ -134,7 +134,6 @@ def tensors_of_folder(
     return tensors
 
 
-# ----------------------------------------------------------------------------------------------------
 # `AsyncSaves`: several processes write a checkpoint together while they train on.
 #
 # [Note: Saves behind the training]
@@ -222,7 +221,6 @@ def _copied(tensors: Mapping[str, Any]) -> Any:
         return copy.deepcopy(tensors, known)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Pickles in a checkpoint folder of DCP: what they hold is read, and nothing that they ask for is run.
 #
 # torch reads both kinds with an unpickler that does whatever a file says: the list of tensors (``.metadata``), and each

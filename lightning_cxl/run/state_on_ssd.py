@@ -212,7 +212,6 @@ def check_together(on_ssd: StateOnSsd | None, *, state: bool = True) -> None:
     on_all_ranks(check)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Checkpoints that refer to state on SSD instead of copying it.
 #
 # [Note: Referring checkpoints]

@@ -36,7 +36,6 @@ from lightning_cxl.torch_private import MOVE, UNSCALE, mark_as_called, set_compi
 
 log = logging.getLogger(__name__)
 
-# ----------------------------------------------------------------------------------------------------
 # `state_dict` and `load_state_dict` of adopted optimizers, for frameworks that write a file for each optimizer.
 #
 # [Note: Optimizer files]

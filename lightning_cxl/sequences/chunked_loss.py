@@ -27,7 +27,6 @@ def tell_once(text: str) -> None:
         log.info(text)
 
 
-# ----------------------------------------------------------------------------------------------------
 # `chunked_cross_entropy`: the loss of an output layer, from its inputs, a few tokens' logits at a time.
 #
 # [Note: Loss in chunks]
@@ -203,7 +202,6 @@ def _of_chunk(
     return summed, gradient
 
 
-# ----------------------------------------------------------------------------------------------------
 # `DeferredLogits`: logits that are not made yet, and what a model does with each of them.
 #
 # [Note: Deferred logits]
@@ -334,7 +332,6 @@ class DeferredLogits(Tensor):
         return DeferredLogits(logits.layer, logits.forward_of_layer, logits.hidden, logits.shape[-1], steps, dtype)
 
 
-# ----------------------------------------------------------------------------------------------------
 # `chunked_loss`: where a model's own loss and output layer are replaced.
 
 

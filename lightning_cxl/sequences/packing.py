@@ -109,7 +109,6 @@ def lengths_of(position_ids: Tensor) -> Tensor:
     return torch.diff(starts, append=starts.new_tensor([len(flat)]))
 
 
-# ----------------------------------------------------------------------------------------------------
 # `packed_arguments`: what a model of transformers is given so that packed sequences do not attend to each other.
 #
 # [Note: Boundaries of packed sequences]

@@ -208,7 +208,6 @@ def _move(what: str, path: Path, call: Callable[..., int], fd: int, view: memory
         view = view[moved:]
 
 
-# ----------------------------------------------------------------------------------------------------
 # A folder that one store has for itself: its lock, and small files that are replaced as a whole.
 
 MANIFEST = "lightning_cxl-manifest.json"
@@ -308,7 +307,6 @@ def make_parents(paths: Sequence[Path]) -> None:
             System().make_folder(path.parent)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Reads and writes that run beside the caller, several at a time on every drive.
 #
 # [Note: Transfers of storage]

@@ -42,7 +42,6 @@ WHAT_TO_DO = (
     "whole with `torch.save(lightning_cxl.plain_checkpoint(torch.load(CHECKPOINT)), NEW_FILE)`."
 )
 
-# ----------------------------------------------------------------------------------------------------
 # The manifest: a small JSON file that says which versions of which records belong to a generation.
 
 FORMAT = 2
@@ -117,7 +116,6 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
 # Address ranges that show what lies on drives, without memory of their own.
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -269,7 +267,6 @@ def is_in(window: Buffer, address: int) -> bool:
     return 0 <= address - window.address < window.nbytes
 
 
-# ----------------------------------------------------------------------------------------------------
 # The store.
 #
 # [Note: Generations]
@@ -651,7 +648,6 @@ def _numbers(generations: Sequence[Generation]) -> str:
     return " and ".join(str(each.number) for each in generations)
 
 
-# ----------------------------------------------------------------------------------------------------
 # `Area`: space on the drives of a store for records that come and go.
 
 

@@ -69,9 +69,6 @@ def uninterrupted(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return call
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
 class BufferPool:
     """Cuts buffers of exact sizes from one piece of memory. Not thread-safe.
 

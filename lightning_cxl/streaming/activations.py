@@ -54,7 +54,6 @@ from lightning_cxl.torch_private import (
     let_parametrizations_write_nothing,
 )
 
-# ----------------------------------------------------------------------------------------------------
 # The tensors that a unit's forward was given, kept until its recompute: on a host tier, or by reference.
 #
 # [Note: Life of a saved input]
@@ -245,7 +244,6 @@ def can_store(tensor: torch.Tensor, device: torch.device, min_bytes: int) -> boo
     return 0 < nbytes >= min_bytes and storage_extent(tensor) <= 2 * tensor.numel()
 
 
-# ----------------------------------------------------------------------------------------------------
 # Models that checkpoint their blocks themselves: switched off while units are recomputed anyway.
 #
 # [Note: A model's own checkpointing]

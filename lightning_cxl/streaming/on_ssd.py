@@ -52,8 +52,6 @@ from lightning_cxl.storage.swap import Swapper, uninterrupted
 from lightning_cxl.timing import timed
 from lightning_cxl.torch_private import gather_groups, put_shard
 
-# ----------------------------------------------------------------------------------------------------
-
 
 class Fetch:
     """A copy of a record to the device, which has been requested; a job of a swapper, and a `Transfer`."""
@@ -130,9 +128,6 @@ class Fetch:
             raise self._error.anew() if isinstance(self._error, StorageError) else self._error
 
 
-# ----------------------------------------------------------------------------------------------------
-
-
 class WeightRecord:
     """The weights of one unit as one record."""
 
@@ -205,8 +200,6 @@ class WeightsOnSsd:
         record = self.store.reserve(name, nbytes, keeps=False)  # weights are in the files of checkpoints
         return WeightRecord(self, record, self.store.window(record))
 
-
-# ----------------------------------------------------------------------------------------------------
 
 NUM_INPUT_SLOTS = 2
 """Inputs of units in memory at a time: one is copied to or from the device, one is written or read."""
@@ -315,7 +308,6 @@ class _Offload:
             image.write_has_begun.set()
 
 
-# ----------------------------------------------------------------------------------------------------
 # `ShardsOnSsd`: shards of one unit lie on SSD, and go to the device together when FSDP2 gathers them.
 #
 # [Note: Shards on SSD]

@@ -43,7 +43,6 @@ from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.streaming.unit_weights import peek, peek_at_own
 from lightning_cxl.torch_private import PYTREE_NODES
 
-# ----------------------------------------------------------------------------------------------------
 # Versions of tensors: torch counts writes in place.
 
 
@@ -60,7 +59,6 @@ def stale_error(what: str, version: int | None, expected: int | None) -> Runtime
     )
 
 
-# ----------------------------------------------------------------------------------------------------
 # The state of a unit's modules, see [Note: Replaying module state].
 
 _SMALL_NUMEL = 1 << 14
@@ -250,7 +248,6 @@ def _bind(module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]
     module._buffers.update(buffers)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Containers and key/value caches among the arguments of a unit, kept as they were when its forward began.
 #
 # [Note: Containers among the arguments]

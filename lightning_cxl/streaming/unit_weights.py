@@ -32,7 +32,6 @@ from lightning_cxl.torch_private import (
     tree_leaves,
 )
 
-# ----------------------------------------------------------------------------------------------------
 # `AwaitedParameters`: tells when the user's code accesses a module's parameters, and lets it wait for an update.
 #
 # [Note: Awaited parameters]
@@ -446,7 +445,6 @@ def tensors_by_parameter(module: nn.Module) -> dict[int, list[torch.Tensor]]:
     return {id(p): list(tensors_of(module_of[id(p)], p).values()) for p in module.parameters()}
 
 
-# ----------------------------------------------------------------------------------------------------
 # Weights of units lie on the host, and are fetched to the device ahead of the unit that computes next.
 #
 # [Note: Residency of a unit]

@@ -96,7 +96,6 @@ def _outermost(units: NamedUnits) -> NamedUnits:
     return [(name, module) for name, module in units if id(module) not in inner]
 
 
-# ----------------------------------------------------------------------------------------------------
 # `streamable`: which parameters of units can stream.
 
 
@@ -142,7 +141,6 @@ def _storage_of(tensor: torch.Tensor) -> int:
     return storage_key(storage) if tensor.is_meta else storage.data_ptr()
 
 
-# ----------------------------------------------------------------------------------------------------
 # `StandIn`: takes the place of a module's forward, outside of whatever the user compiles.
 #
 # [Note: Compiled units]

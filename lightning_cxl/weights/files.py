@@ -29,7 +29,6 @@ from lightning_cxl.memory.resource import Buffer, pages_of_file
 from lightning_cxl.sharding.host_shard import SHAPE_ALONE, made_like, shape_of
 from lightning_cxl.torch_private import make_wrapper, no_torch_function, tree_leaves, tree_map, written_by
 
-# ----------------------------------------------------------------------------------------------------
 # Several processes defer the reading of weights until the model is cut, so that each reads its part alone.
 #
 # [Note: Deferred reading]
@@ -155,7 +154,6 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [UnreadWeight(view, weight.dtype, partial(read, index), weight.device) for index, view in enumerate(views)]
 
 
-# ----------------------------------------------------------------------------------------------------
 # Tensors as bytes, in chunks of bounded size: what files are read into and written from.
 
 CHUNK_BYTES = 16 * 2**20
@@ -210,7 +208,6 @@ class Staging:
         return self._memory[: chunk.numel() * dtype.itemsize].view(dtype).view(chunk.shape)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Sources of weights: one tensor of a file, or several that make up a weight.
 
 
@@ -328,7 +325,6 @@ class MergedTensor(WeightSource):
         return (lambda: self._compute(list(parts))) if len(parts) == len(pages) else None
 
 
-# ----------------------------------------------------------------------------------------------------
 # Safetensors files.
 #
 # A file is eight bytes (the header's length, little-endian), a JSON object (name -> dtype, shape, offsets) padded with
@@ -485,7 +481,6 @@ def _write(fd: int, memory: memoryview) -> None:
         done += os.write(fd, memory[done : done + CHUNK_BYTES])
 
 
-# ----------------------------------------------------------------------------------------------------
 # Which files hold the weights of a model: one file, a list, or a folder as Hugging Face tools write it.
 
 Source = str | PathLike[str] | Sequence[str | PathLike[str]]

@@ -36,7 +36,6 @@ from lightning_cxl.weights.load import (
 )
 from lightning_cxl.weights.save import named_tensors, save_tensors
 
-# ----------------------------------------------------------------------------------------------------
 # `Quantizer`: transformers' own preparation of a model for weights that bitsandbytes quantises, or has quantised.
 
 _KINDS = ("Params4bit", "Int8Params")
@@ -160,7 +159,6 @@ def _quantised_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
     yield from ((name, each) for name, each in model.named_parameters() if type(each).__name__ in _KINDS)
 
 
-# ----------------------------------------------------------------------------------------------------
 # A quantised base and adapters on top, as options name them: peft makes the adapters, bitsandbytes quantises.
 
 
@@ -499,7 +497,6 @@ def _complete(model: Any, report: LoadReport) -> None:
     model.initialize_weights()
 
 
-# ----------------------------------------------------------------------------------------------------
 # Published model architectures by name: the fields of their config that shape weights, to plan without any files.
 
 
@@ -558,7 +555,6 @@ def nearest(name: str) -> list[str]:
     return difflib.get_close_matches(name.lower().rpartition("/")[2], SHAPES, n=3, cutoff=0.7)
 
 
-# ----------------------------------------------------------------------------------------------------
 # `require_model`: whether a model can be had under a name, before anything else is done with it.
 
 _HUB_SECONDS = 5.0
@@ -625,7 +621,6 @@ def _ask_hub(name: str) -> str | None:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
 # Models on the meta device, for plans: of a folder, of the hub, or of a published shape.
 
 

@@ -40,7 +40,6 @@ from lightning_cxl.weights.files import (
     tensors_of,
 )
 
-# ----------------------------------------------------------------------------------------------------
 # `empty_weights`: modules are built with parameters that have a shape but no memory.
 
 
@@ -95,7 +94,6 @@ def refuse_unready(model: nn.Module) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------------
 # The weights of a model, tied ones as one with all their names: what is loaded and saved once.
 
 
@@ -165,7 +163,6 @@ def _paths(
             yield from _paths(child, f"{path}{name}.", modules)
 
 
-# ----------------------------------------------------------------------------------------------------
 # Which tensor of the files goes to which weight: decided from headers and names, before a byte is loaded.
 
 _SHOWN = 8
@@ -264,7 +261,6 @@ def _joined(texts: Sequence[str], separator: str) -> str:
     return separator.join(texts[:_SHOWN]) + (f"{separator}..." if len(texts) > _SHOWN else "")
 
 
-# ----------------------------------------------------------------------------------------------------
 # Weights that bitsandbytes quantises while they are read: the full-precision weight never exists.
 #
 # [Note: Quantising while loading]
@@ -380,7 +376,6 @@ def _fill_8bit(parameter: Any, source: WeightSource, dtype: torch.dtype) -> None
         begin += len(rows)
 
 
-# ----------------------------------------------------------------------------------------------------
 # `SavedQuantised`: a weight that files hold quantised by bitsandbytes, with the tensors beside it.
 
 _BESIDE = re.compile(
