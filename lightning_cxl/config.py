@@ -140,8 +140,6 @@ class OffloadConfig:
         on_tier_full: When a tier's budget or memory is used up: go on with the next tier and warn once, or refuse.
         pin_memory: Page-lock host memory that a device copies to or from; ``"auto"``: where the device has memory of
             its own.
-        share_weights: Removed; False alone is accepted. FSDP2 gathers weights from the shards of all processes, of
-            which a machine holds each once.
         replicate_machines: With several machines: every machine holds all of the training state, sharded over its
             ranks, so weights are gathered inside it and only gradients cross between machines. False: the state is
             sharded over all ranks.
@@ -169,7 +167,6 @@ class OffloadConfig:
     on_missing_tier: Literal["fallback", "error"] = "fallback"
     on_tier_full: OnTierFull = "spill"
     pin_memory: bool | Literal["auto"] = "auto"
-    share_weights: bool | Literal["auto"] = False
     replicate_machines: bool = False
     report: str | None = None
 
@@ -190,13 +187,8 @@ class OffloadConfig:
         for name, what in (("machine", "a YAML file"), ("report", "a folder")):
             if (path := getattr(self, name)) is not None and not isinstance(path, str):
                 raise ConfigError(f"{name} must be the path of {what} or None, got {short(path)}")
-        if self.share_weights not in (False, None):
-            raise ConfigError(
-                f"share_weights={self.share_weights!r}: this option was removed. FSDP2 gathers the weights of several "
-                "processes from their shards, and a machine holds one copy of them as before. Leave the option out"
-            )
         for name, hint in get_type_hints(type(self)).items():
-            if name != "share_weights" and (choices := _choices(hint)):
+            if choices := _choices(hint):
                 value = getattr(self, name)  # compares types, too: 1 == True
                 if not any(value == choice and type(value) is type(choice) for choice in choices):
                     raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {short(value)}")

@@ -104,8 +104,6 @@ QUICK = Options(rounds=3, node_bytes=64 << 20, copy_bytes=32 << 20, block_second
 
 def main(arguments: Sequence[str]) -> None:
     args = parsers.calibrate().parse_args(arguments)
-    if args.json is not None:
-        raise ConfigError("--json was removed: the file that is named at the end has what was measured, as JSON")
     parsers.check_target(args.output)
     for folder in args.ssd:
         check_ssd(folder)

@@ -43,7 +43,6 @@ used by plans; `python -m lightning_cxl env` shows them. Nothing else should run
         "--ssd", type=Path, metavar="DIR", action="append", default=[], help="a folder on a drive for the tier ssd"
     )
     parser.add_argument("--quick", action="store_true", help="seconds instead of a minute, and less exact")
-    parser.add_argument("--json", help=argparse.SUPPRESS)  # removed: an error says what to do instead
     return parser
 
 
@@ -172,8 +171,6 @@ an error, 2 for options that are none.""",
         add(more.pop("flag", "--" + each.name.replace("_", "-")), dest=each.name, default=each.default, **more)
     add("--devices", type=int, metavar="N", help="of each machine, a rank for each (all that the machine has)")
     add("--json", type=Path, metavar="FILE", help="write everything there; -: to stdout, and the text to stderr")
-    add("--plot", help=argparse.SUPPRESS)  # removed: an error says what to do instead
-    add("--weights", choices=["auto", "gathered", "shared"], help=argparse.SUPPRESS)  # the last one was removed
     return parser
 
 

@@ -215,10 +215,6 @@ class Findings:
 
 def main(arguments: Sequence[str]) -> int:
     options = parsers.plan().parse_args(arguments)
-    if options.plot is not None:
-        raise ConfigError("--plot was removed: write the plan with --json FILE, and draw it with a tool of your choice")
-    if options.weights == "shared":
-        raise ConfigError("--weights shared was removed, as `share_weights`: devices gather weights. Leave it out")
     parsers.check_target(options.json)
     settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__})
     machine = _machine(options)

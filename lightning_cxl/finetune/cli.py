@@ -46,9 +46,7 @@ class FitSummary(Callback):
     (``num_sanity_val_steps=-1``); a resumed run shows the one of its first start.
     """
 
-    def __init__(self, prompt: None = None, max_new_tokens: int = 64) -> None:
-        if prompt is not None:
-            raise ConfigError("FitSummary(prompt): this option was removed. Use module.generate_tokens(tokens) instead")
+    def __init__(self, max_new_tokens: int = 64) -> None:
         self.max_new_tokens = max_new_tokens
         self.before: float | None = None
         self.after, self.sample = "not measured", ""

@@ -166,9 +166,6 @@ class CausalLM(LightningModule):
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def generate_text(self, *_: object, **__: object) -> str:
-        raise UnsupportedError("generate_text was removed: use tokenizer.decode(module.generate_tokens(tokens))")
-
     def generate_tokens(self, prompt: Tensor, *, max_new_tokens: int = 64, seed: int = 0) -> Tensor:
         """Return a prompt continued by sampling: int64 ``(prompt and new tokens,)`` for ``(prompt tokens,)``.
 

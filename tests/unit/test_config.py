@@ -56,7 +56,6 @@ def test_budgets_in_both_forms_and_the_tier_ssd_which_is_no_budget_of_memory(mon
         ({"on_missing_tier": "warn"}, "on_missing_tier must be one of 'fallback', 'error'"),
         ({"numa_binding": True}, "numa_binding must be one of 'auto', False, 'node'"),
         ({"pin_memory": 1}, "pin_memory must be one of True, False, 'auto'"),
-        ({"share_weights": "False"}, "this option was removed"),
         ({"budget": "1GiB"}, "unknown option 'budget'; the options are: tiers, tier_rules"),
         ({"stream_weight": True}, r"unknown option 'stream_weight': did you mean stream_weights\?"),
     ],
@@ -98,7 +97,6 @@ def test_environment(monkeypatch, name, text, value):
         ("tiers", "cxl", "name=value,name=value or JSON"),
         ("cpu_adam", "perhaps", "cpu_adam must be one of True, False, got 'perhaps'"),
         ("states", "bf16", r"LIGHTNING_CXL_STATES is no option: did you mean LIGHTNING_CXL_STATE\?"),
-        ("share_weights", "true", "share_weights=True: this option was removed"),
     ],
 )
 def test_bad_environment(monkeypatch, name, text, message):
@@ -141,7 +139,7 @@ def test_dir_of_the_package_is_what_is_public():
 
 
 def test_front_ends_without_a_command_line_take_a_config():
-    config = OffloadConfig(state="bf16", tiers={"dram": "1GiB"}, share_weights=False)
+    config = OffloadConfig(state="bf16", tiers={"dram": "1GiB"}, replicate_machines=False)
     found, origins = OffloadConfig.resolve(**read_options(config))
     assert found == config == copy.deepcopy(config) == pickle.loads(pickle.dumps(config))
     assert (origins["state"], origins["units"]) == ("argument", "default")

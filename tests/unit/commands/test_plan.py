@@ -377,13 +377,11 @@ def test_gradients_that_wait_on_the_devices_are_reduced_once(ranks):
     [
         (["--devices", "5"], "has 4 x test gpu, got 5 devices: choose 1 to 4 .*, write `count: 5` under `device`"),
         (["--devices", "0"], r"got 0 devices: choose 1 to 4 of each machine, .* \(--num-nodes\)$"),
-        (["--plot", "plan.png"], "--plot was removed: write the plan with --json"),
         (["--ssd", "."], "--ssd is a folder of this machine"),
         (["--seq", "100000"], "has positions for .* tokens .*give --seq "),
         (["--seq", "0"], "sequence must be at least 1"),
         (["--tiers", "none.yaml"], "cannot read the machine file"),
         (["--policy", "fastest"], "no policy 'fastest'"),
-        (["--weights", "shared"], "--weights shared was removed"),
         (["--num-nodes", "0"], "num_nodes must be at least 1, got 0"),
         (["--lora", "4", "--quantize", "4bit"], "count its compute weights once for each"),
         (["--no-stream-weights"], "several devices keep their shards of weights on the host"),

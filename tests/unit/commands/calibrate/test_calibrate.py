@@ -276,8 +276,6 @@ def run(monkeypatch):
 
 def test_everything_is_measured_shown_kept_and_written(run, tmp_path, cache, capsys):
     output = tmp_path / "machine.yaml"
-    with pytest.raises(SystemExit, match="--json was removed: the file"):
-        run("--json", "rows.json")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run("--quick", "--ssd", tmp_path, "--output", output)
