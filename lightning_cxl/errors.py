@@ -3,6 +3,7 @@
 A message says what failed with its values, what is available, and what to do.
 """
 
+import warnings
 from pathlib import Path
 
 
@@ -90,3 +91,8 @@ class MissingTierWarning(LightningCXLWarning):
 
 class SpillWarning(LightningCXLWarning):
     """Bytes went to another tier than the first choice."""
+
+
+def warn(text: str, category: type[Warning] = LightningCXLWarning) -> None:
+    """Warn at the line that calls the function that warns."""
+    warnings.warn(text, category, stacklevel=3)

@@ -87,8 +87,7 @@ def mapping_files_with(show: Callable[[str, int], torch.UntypedStorage]) -> Iter
     """
 
     def from_file(filename: str, shared: bool = False, nbytes: int = 0) -> torch.UntypedStorage:
-        storage: torch.UntypedStorage = _map_file(filename, shared, nbytes) if shared else show(filename, nbytes)
-        return storage
+        return _map_file(filename, shared, nbytes) if shared else show(filename, nbytes)
 
     with _maps:
         torch.UntypedStorage.from_file = staticmethod(from_file)  # type: ignore[method-assign]
@@ -212,8 +211,7 @@ def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return torch's own object behind a storage: what tells storages without bytes apart, as long as they live."""
-    key: int = _storage_object.__get__(storage)
-    return key
+    return _storage_object.__get__(storage)
 
 
 # --- trees of arguments and results
@@ -250,8 +248,7 @@ _hooks_of_all_backwards = tuple(
 
 
 def wrapper_tensor(cls: type[_T], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _T:
-    made: _T = make_wrapper(cls, shape, dtype=dtype, device=device)
-    return made
+    return make_wrapper(cls, shape, dtype=dtype, device=device)
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
@@ -431,8 +428,7 @@ def put_shard(managed: Any, shard: Tensor, memory: Tensor) -> None:
 
 
 def padded_size(fsdp_param: Any) -> torch.Size:
-    size: torch.Size = fsdp_param.padded_sharded_param_size
-    return size
+    return fsdp_param.padded_sharded_param_size
 
 
 def move_shard(shard: Any, flat: Tensor) -> None:

@@ -9,7 +9,6 @@ written, and loses it afterwards.
 import json
 import re
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cxl.commands import parsers
-from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError, warn
 from lightning_cxl.optim.parameter_state import joined
 from lightning_cxl.run.checkpoint import TIED, is_sharded_checkpoint, load_file, masters_in
 from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint
@@ -173,19 +172,16 @@ def _files_in(path: Path, loaded: Mapping[str, Any]) -> dict[str, bytes]:
         raise CheckpointError(f"`{path}` is damaged or crafted: its `{FILES_KEY}` are not texts by the names of files")
     left_out = found.keys() - {*MODEL_FILES, *TOKENIZER_FILES, ADAPTER_CONFIG}
     if left_out:
-        warnings.warn(
+        warn(
             f"`{path}` has files that are neither config nor tokenizer, and are not written: "
-            f"{', '.join(map(repr, sorted(left_out)))}",
-            LightningCXLWarning,
-            stacklevel=2,
+            f"{', '.join(map(repr, sorted(left_out)))}"
         )
     return {name: text.encode() for name, text in found.items() if name not in left_out}
 
 
 def _state_dict(path: Path, loaded: dict[str, Any]) -> dict[str, Any]:
     if "state_dict" in loaded:
-        state: dict[str, Any] = loaded["state_dict"]
-        return state
+        return loaded["state_dict"]
     if _holds_tensors(loaded):
         return loaded
     found = [key for key, value in loaded.items() if isinstance(value, Mapping) and _holds_tensors(value)]
@@ -537,8 +533,7 @@ class _Weights:
                 own = self._base_value(f"{name}.{each}").clone()  # `merge` writes into it
                 base._parameters[each] = nn.Parameter(own, requires_grad=False)
             layer.merge()
-            merged: Tensor = base._parameters[key].data
-            return merged
+            return base._parameters[key].data
         finally:
             base._parameters.update(before)
             layer.merged_adapters.clear()

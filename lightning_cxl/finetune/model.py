@@ -120,8 +120,7 @@ class CausalLM(LightningModule):
 
     def forward(self, input_ids: Tensor, **arguments: Any) -> Tensor:
         """Return logits ``(batch, seq, vocab)`` for token ids ``(batch, seq)``; `arguments` are for the model."""
-        logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **arguments).logits
-        return logits
+        return self.model(input_ids=input_ids, use_cache=False, **arguments).logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self._loss(batch)
@@ -139,8 +138,7 @@ class CausalLM(LightningModule):
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the most likely next token at every position, ``(batch, seq)``."""
         packed = packed_arguments(self.model, batch["position_ids"]) if "position_ids" in batch else None
-        best: Tensor = self(batch["input_ids"], **(packed or {})).argmax(dim=-1)
-        return best
+        return self(batch["input_ids"], **(packed or {})).argmax(dim=-1)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self._batch_began = time.perf_counter()

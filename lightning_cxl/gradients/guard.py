@@ -2,7 +2,6 @@
 
 import logging
 import math
-import warnings
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_cxl.errors import GradientOverflowError, LightningCXLWarning
+from lightning_cxl.errors import GradientOverflowError, warn
 from lightning_cxl.memory.host_memory import is_dense
 from lightning_cxl.native import _grads
 from lightning_cxl.optim.cpu_adam import CPUAdam, gradients, kernel_can_read, sums_of_squares
@@ -333,9 +332,7 @@ class OverflowGuard:
         if streak >= self._limit:
             raise GradientOverflowError(f"{found}, in {streak} steps in a row (`max_overflows`). {_ADVICE}")
         if streak == 1:
-            warnings.warn(
-                f"{found}: this step is left out, weights stay as they are.", LightningCXLWarning, stacklevel=2
-            )
+            warn(f"{found}: this step is left out, weights stay as they are.")
         log.info(f"{found}: step left out, {streak} in a row, {self.num_skipped} in all")
 
     def _found(self, parameter: torch.Tensor) -> str:

@@ -276,7 +276,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the weights of a model; with several processes whole and on the first one, empty on the others."""
         if not is_cut(model):
-            return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
+            return super().get_state_dict(model, unwrap)
         if self._stand_ins is not None and not unwrap:
             self._stand_ins.append({})
             return self._stand_ins[-1]
@@ -352,8 +352,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
                     load_whole(Path(folder), index, model)
 
     def _plain(self, model: nn.Module) -> nn.Module:
-        unwrapped: nn.Module = self.unwrap_model(model, keep_torch_compile=False)
-        return unwrapped
+        return self.unwrap_model(model, keep_torch_compile=False)
 
     def free_memory(self, *objects: Any) -> Any:
         """Let go of all that was prepared; models are plain again, on the host. See Accelerate's `free_memory`."""

@@ -205,8 +205,7 @@ class CXLTrainerMixin:
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if not training:  # an evaluation, perhaps before any training
             self.accelerator.place(self.model)
-        wrapped: nn.Module = super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
-        return wrapped
+        return super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Let a model compute when TRL's preference trainers are made: without its adapters it is the reference."""
@@ -246,7 +245,7 @@ class CXLTrainerMixin:
         plain = super().floating_point_ops  # type: ignore[misc]
         name = getattr(self.model, "main_input_name", "input_ids")
         if plain.__func__ is not Trainer.floating_point_ops or name not in inputs:  # those of TRL may give a list
-            return plain(inputs)  # type: ignore[no-any-return]
+            return plain(inputs)
         if self._num_parameters is None:
             count = getattr(self.model, "num_parameters", None)
             self._num_parameters = 0 if count is None else count(exclude_embeddings=True)

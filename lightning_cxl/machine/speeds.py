@@ -10,7 +10,6 @@ import json
 import math
 import os
 import platform
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
@@ -23,7 +22,7 @@ import yaml
 
 from lightning_cxl.config import SSD, cache_folder
 from lightning_cxl.devices.transfer import devices_apart
-from lightning_cxl.errors import ConfigError, LightningCXLWarning, TierFullError, TierNotFoundError
+from lightning_cxl.errors import ConfigError, TierFullError, TierNotFoundError, warn
 from lightning_cxl.machine.topology import Tier, TierKind, Topology, drive_of, existing_folder, read_text, usable_cpus
 from lightning_cxl.native import _cpu
 from lightning_cxl.text import format_bytes, parse_bytes
@@ -568,11 +567,9 @@ def load_calibration(topology: Topology, devices: Sequence[str]) -> Calibration 
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        warnings.warn(
+        warn(
             f"the measured speeds in {path} are not used ({type(error).__name__}: {error}). Measure again: `python -m "
-            "lightning_cxl calibrate`.",
-            LightningCXLWarning,
-            stacklevel=2,
+            "lightning_cxl calibrate`."
         )
         return None
 

@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from lightning_cxl.config import SSD, SsdOptions
-from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundError
+from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundError, warn
 from lightning_cxl.text import format_bytes, parse_bytes
 
 # The machine's NUMA nodes, CPUs and memory limits, as the kernel describes them under ``/sys`` and ``/proc``.
@@ -475,11 +474,10 @@ class Topology:
             if _CXL in self.names:  # another thread was faster
                 return added
             object.__setattr__(self, "tiers", (*self.tiers, added))
-        warnings.warn(
+        warn(
             f"there is no CXL memory ({self._why_no_cxl()}): tier 'cxl' is backed by DRAM on node "
             f"{', '.join(map(str, backing.node_ids))}. Set on_missing_tier='error' to refuse instead.",
             MissingTierWarning,
-            stacklevel=2,
         )
         return added
 

@@ -125,12 +125,10 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         """Answer ``clone``, ``.to`` or ``pin_memory``; the copy is complete on return, whatever ``non_blocking`` is."""
         if func is TO_COPY:
             if not _makes_host_tensor(source, kwargs):
-                result: Tensor = func(*args, **kwargs)
-                return result
+                return func(*args, **kwargs)
             like = func(source, **{**kwargs, "device": "meta", "pin_memory": False})
         elif source.device.type != "cpu":
-            result = func(*args, **kwargs)
-            return result
+            return func(*args, **kwargs)
         else:
             memory_format = kwargs.get("memory_format") or torch.preserve_format
             like = torch.empty_like(source, device="meta", memory_format=memory_format)

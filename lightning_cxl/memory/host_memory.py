@@ -6,7 +6,6 @@ import mmap
 import os
 import threading
 import time
-import warnings
 from bisect import bisect_right, insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_cxl import timing
 from lightning_cxl.devices.transfer import process_device_type
-from lightning_cxl.errors import LightningCXLError, SpillWarning, StorageError, TierFullError, UnsupportedError
+from lightning_cxl.errors import LightningCXLError, SpillWarning, StorageError, TierFullError, UnsupportedError, warn
 from lightning_cxl.machine.topology import Tier, TierKind, Topology
 from lightning_cxl.memory.placement import Placement, TensorRole
 from lightning_cxl.memory.resource import (
@@ -463,12 +462,11 @@ class HostMemory:
         split = f"{_fractions(got)} instead of {_fractions(dict(wanted))}"
         went = f"tier `{next(iter(got))}`" if len(wanted) == 1 else split
         tiers = ", ".join(f"`{name}` has {self._room_text(name)}" for name in names)
-        warnings.warn(
+        warn(
             f"{role.value} ({format_bytes(buffer.nbytes)}) went to {went}: {tiers}. More may follow without a warning, "
             f"the memory report counts them. Raise the budget of {' and '.join(f'`{name}`' for name in names)}, or set "
             f"on_tier_full='error' to refuse instead.",
             SpillWarning,
-            stacklevel=4,
         )
 
     def _room_text(self, name: str) -> str:

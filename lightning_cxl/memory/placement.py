@@ -214,8 +214,7 @@ def class_spec(cls: type) -> TierSpec | None:
 
 def instance_spec(module: object) -> TierSpec | None:
     """Return what `tier` says about this one object, not about its class; None when it was not decorated."""
-    spec: TierSpec | None = getattr(module, "__dict__", {}).get(_MARK)
-    return spec
+    return getattr(module, "__dict__", {}).get(_MARK)
 
 
 def owner_spec(module_path: Sequence[object]) -> TierSpec | None:

@@ -21,7 +21,6 @@ import mmap
 import os
 import sys
 import threading
-import warnings
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from operator import attrgetter
 import torch
 
 from lightning_cxl import timing
-from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError, PlacementError, TierFullError
+from lightning_cxl.errors import PinnedMemoryError, PlacementError, TierFullError, warn
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.native._numa import NOWHERE, Mapping, Range, gather_pages, page_nodes
 from lightning_cxl.text import format_bytes
@@ -484,9 +483,7 @@ class PinnedResource(MemoryResource):
                 if self._required:
                     raise
                 self.failure = str(error)
-            warnings.warn(
-                f"{self.failure} Memory stays pageable: copies to and from it wait.", LightningCXLWarning, stacklevel=2
-            )
+            warn(f"{self.failure} Memory stays pageable: copies to and from it wait.")
         return self._upstream.allocate(nbytes, alignment=alignment)
 
     def deallocate(self, buffer: Buffer) -> None:

@@ -1,7 +1,6 @@
 """Arguments of the compiled kernels: number formats, layouts of tensors, threads and instructions."""
 
 import operator
-import warnings
 from array import array
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -11,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError, warn
 from lightning_cxl.machine.topology import nearest_cpu_nodes, usable_cpus
 from lightning_cxl.memory.host_memory import is_dense, laid_out_as
 from lightning_cxl.memory.resource import node_at
@@ -306,11 +305,9 @@ class ThreadTeams:
             except OSError as error:
                 self._where = None
                 self.cpus = array("q")  # with all work in one team, its CPUs would get all threads
-                warnings.warn(
+                warn(
                     f"the kernel refuses to say where pages are ({error}): threads of the optimizer step run anywhere, "
-                    "which is slower on a machine with several nodes. In a container allow the system call move_pages",
-                    LightningCXLWarning,
-                    stacklevel=2,
+                    "which is slower on a machine with several nodes. In a container allow the system call move_pages"
                 )
                 return self.stretches(flat)
             team = 0 if node is None else self._team_of_node.get(self._nearest.get(node, node), 0)

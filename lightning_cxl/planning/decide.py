@@ -6,7 +6,6 @@ that. A run that does not fit is refused here.
 
 import logging
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_cxl.config import SSD, OffloadConfig, OnTierFull
-from lightning_cxl.errors import ConfigError, LightningCXLWarning, SpillWarning, TierFullError
+from lightning_cxl.errors import ConfigError, SpillWarning, TierFullError, warn
 from lightning_cxl.inventory.plan import Plan
 from lightning_cxl.inventory.tensors import PlannedRecord, gradients_at_once, records_of, slot_bytes, with_slots
 from lightning_cxl.machine.speeds import MachineSsd, check_split, machine_of, machine_without_speeds, with_new_tiers
@@ -63,12 +62,11 @@ def settle_state(
                 left -= record.stored_bytes(ssd)
     if refused:
         kinds = {"weights" if r.is_weights else "activations" if r.is_inputs else "optimizer state" for r in refused}
-        warnings.warn(
+        warn(
             f"{' and '.join(sorted(kinds))} of {len(refused)} of {len(plan.ssd_records)} records stays in memory "
             f"({format_bytes(sum(record.nbytes for record in refused))}): tier `ssd` has "
             f"{format_bytes(ssd.capacity_bytes)}. Raise its budget, or set on_tier_full='error' to refuse instead.",
             SpillWarning,
-            stacklevel=2,
         )
         plan = _placed(plan, refused, None, "tier ssd is full", ssd.num_drives)
     chosen = _without_room(plan, memory_bytes, ssd, left_free)
@@ -278,11 +276,9 @@ class RunPolicy:
             by_role = True
             log.info("every kind of tensor has its home: speeds are not known, see `python -m lightning_cxl calibrate`")
         if by_role and config.machine is not None:
-            warnings.warn(
+            warn(
                 f"`machine={config.machine!r}` has no effect: {'with it' if several else 'there is one kind of memory'}"
-                f"{'' if several else ', where'} nothing is planned by speed. Choose a policy such as 'bandwidth'.",
-                LightningCXLWarning,
-                stacklevel=2,
+                f"{'' if several else ', where'} nothing is planned by speed. Choose a policy such as 'bandwidth'."
             )
         self.name = "by role" if by_role else "bandwidth" if wanted is None and named == "auto" else named
         self._planning = None if by_role else get_policy(self.name) if wanted is None else wanted

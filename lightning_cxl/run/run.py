@@ -11,7 +11,6 @@ those objects are. A later checkpoint needs its `FinishedRun` alone.
 
 import logging
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_cxl.config import SSD, OffloadConfig
 from lightning_cxl.devices.transfer import TransferEngine, device_type_of, make_engine
-from lightning_cxl.errors import LightningCXLError, LightningCXLWarning, SpillWarning, TierFullError
+from lightning_cxl.errors import LightningCXLError, SpillWarning, TierFullError, warn
 from lightning_cxl.gradients.guard import GradientMeter, OverflowGuard
 from lightning_cxl.gradients.offload import GradientOffload, HostWorker, attach_zero_grad, detach_zero_grad
 from lightning_cxl.gradients.step import (
@@ -166,7 +165,7 @@ class PlacedMemory:
             if not self._warned_of_ssd:
                 self._warned_of_ssd = True
                 text = f"an input of `{unit}` stays in memory, and others may: tier `ssd` is full ({error})"
-                warnings.warn(text, SpillWarning, stacklevel=2)
+                warn(text, SpillWarning)
             return None
 
     def piece(self, nbytes: int, parameters: Sequence[nn.Parameter]) -> HostCopy:
@@ -338,11 +337,9 @@ def _warn_of_weights_that_stay(plan: Plan) -> None:
     wishes = (rows.get(id(p)) or plan.asked.lookup(p, role) for p in plan.model.parameters())
     why = next((why for tier, why in wishes if tier is None and why), None)
     if why is not None:
-        warnings.warn(
+        warn(
             f"no weights lie on tier `ssd`: {why}. Set stream_weights=True, train with torch's Adam or AdamW, or ask "
-            f"for weights inside of units",
-            LightningCXLWarning,
-            stacklevel=2,
+            f"for weights inside of units"
         )
 
 

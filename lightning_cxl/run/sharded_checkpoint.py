@@ -299,8 +299,7 @@ class ShardedCheckpoint:
         """The path of each name: keys, which may have dots, and places in lists."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        value: torch.Tensor = self.read({name: None})[name]
-        return value
+        return self.read({name: None})[name]
 
     def is_tensor(self, name: str) -> bool:
         return isinstance(self._metadata.state_dict_metadata.get(name), TensorStorageMetadata)
@@ -430,8 +429,7 @@ class ShardedCheckpoint:
         for group, own in zip(found, names, strict=False):  # DCP has no entry for an empty list
             group.setdefault("params", own)
         saved = [list(group.get("params", ())) for group in found]
-        ordered: list[dict[str, Any]] = by_name({"param_groups": found}, saved, names)["param_groups"]
-        return ordered
+        return by_name({"param_groups": found}, saved, names)["param_groups"]
 
     def _entry(self, paths: Mapping[str, _Path], parameter: torch.Tensor) -> dict[str, Any]:
         tensors: dict[str, torch.Tensor] = {}

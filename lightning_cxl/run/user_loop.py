@@ -9,7 +9,6 @@ after each backward, clipping and unscaling change it in place.
 """
 
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.errors import ConfigError, UnsupportedError, warn
 from lightning_cxl.gradients.guard import HostUnscale, ReplacedMethod
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.optim.cpu_adam import CPUAdam
@@ -197,12 +196,10 @@ class UserLoop:
             run.finish_backward(is_last=is_last)
         for each in self._prepared.values():
             if not each.run.optimizers and any(p.grad is not None for p in peek(each.model)):
-                warnings.warn(
+                warn(
                     f"{type(each.model).__name__} gets gradients and was prepared without an optimizer: they stay "
                     "where torch makes them, and so does the state of an optimizer that steps with them. Give the "
-                    "optimizer to the same call, or call `model.requires_grad_(False)`",
-                    LightningCXLWarning,
-                    stacklevel=2,
+                    "optimizer to the same call, or call `model.requires_grad_(False)`"
                 )
 
     def holders(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
@@ -387,11 +384,9 @@ class _Move(ReplacedMethod):
         there = fn(here).device
         if there != here.device:
             loop.end_run(model)
-            warnings.warn(
+            warn(
                 f"{type(model).__name__} was moved to `{there}`, which ends its run: all of it is plain again. "
-                "To train it on with offload, call `prepare`, Fabric's `setup` or `trainer.train` again",
-                LightningCXLWarning,
-                stacklevel=3,
+                "To train it on with offload, call `prepare`, Fabric's `setup` or `trainer.train` again"
             )
         return self._plain(fn, *args, **keywords)
 

@@ -86,8 +86,7 @@ def chunked_cross_entropy(
     ):
         differentiate = torch.is_grad_enabled()
         plain: Any = _PlainLayer.apply
-        loss: Tensor = plain(hidden, layer.weight, layer.bias, labels, trained, scores, count, tokens, differentiate)
-        return loss
+        return plain(hidden, layer.weight, layer.bias, labels, trained, scores, count, tokens, differentiate)
 
     def sum_of(part: Tensor, targets: Tensor) -> Tensor:
         logits = forward(part)

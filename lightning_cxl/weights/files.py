@@ -79,8 +79,7 @@ class UnreadWeight(Tensor):
     @property
     def data(self) -> Tensor:
         """The weight without autograd; what is set in its place is the values from now on, as for any tensor."""
-        detached: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        return detached
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, values: Tensor) -> None:
@@ -148,8 +147,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return UnreadWeight(views, weight.dtype, lambda: func(whole(), *rest, **kwargs), weight.device)
 
     def read(index: int) -> Tensor:
-        part: Tensor = func(whole(), *rest, **kwargs)[index]
-        return part
+        return func(whole(), *rest, **kwargs)[index]
 
     return [UnreadWeight(view, weight.dtype, partial(read, index), weight.device) for index, view in enumerate(views)]
 

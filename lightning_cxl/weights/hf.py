@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError, warn
 from lightning_cxl.memory.hook import new_weight
 from lightning_cxl.memory.host_memory import large_blocks_apart
 from lightning_cxl.streaming.quantised import warn_of_wide_experts
@@ -346,11 +346,9 @@ def with_original_names(model: Any, tensors: list[NamedTensor]) -> list[NamedTen
     names = {id(tensor): name for name, tensor in revert_weight_conversion(model, dict(empty)).items()}
     merged = [name for name, tensor in empty.items() if id(tensor) not in names]
     if merged:
-        warnings.warn(
+        warn(
             f"{len(merged)} tensors of {type(model).__name__} are merged from several, such as `{merged[0]}`, and are "
-            "saved so: transformers 5 and `lightning_cxl.from_pretrained` load these files, other tools do not.",
-            LightningCXLWarning,
-            stacklevel=3,
+            "saved so: transformers 5 and `lightning_cxl.from_pretrained` load these files, other tools do not."
         )
     return [item._replace(name=names.get(id(empty[item.name]), item.name)) for item in tensors]
 
@@ -390,8 +388,7 @@ def _config(model_class: Any, path: Path, overrides: dict[str, Any]) -> Any:
 def _dtype(config: Any, path: Path) -> torch.dtype:
     named = getattr(config, "dtype", None)
     if named is not None:
-        dtype: torch.dtype = getattr(torch, named) if isinstance(named, str) else named
-        return dtype
+        return getattr(torch, named) if isinstance(named, str) else named
     with open_weights(path) as files:
         found = (entry.dtype for file in files for entry in file.entries.values() if entry.dtype.is_floating_point)
         return next(found, torch.get_default_dtype())
@@ -474,11 +471,9 @@ class FileNames:
 def _complete(model: Any, report: LoadReport) -> None:
     """Initialise weights that no file holds as transformers does, and say what did not fit."""
     if report.missing_keys or report.unexpected_keys:
-        warnings.warn(
+        warn(
             f"{type(model).__name__}: newly initialised, because no file holds them: {report.missing_keys or 'none'}. "
-            f"In the files but not in the model: {report.unexpected_keys or 'none'}.",
-            LightningCXLWarning,
-            stacklevel=3,
+            f"In the files but not in the model: {report.unexpected_keys or 'none'}."
         )
     weights = distinct(model_weights(model))
     missing = set(report.missing_keys) | {weight.names[0] for weight in weights if weight.tensor.is_meta}

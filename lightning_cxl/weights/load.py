@@ -68,8 +68,7 @@ def empty_weights() -> Iterator[None]:
             twin = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             twin.__dict__.update(parameter.__dict__)
             twins[parameter] = twin
-        result: nn.Parameter = twins[parameter]
-        return result
+        return twins[parameter]
 
     hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # its annotation is wrong
     try:
@@ -323,7 +322,7 @@ def _quantised(source: WeightSource, meta: Any, dtype: torch.dtype, spec: TierSp
                 _fill_8bit(parameter, source, dtype)
             else:
                 _fill_4bit(parameter, source, dtype)
-    return parameter  # type: ignore[no-any-return]
+    return parameter
 
 
 @contextmanager

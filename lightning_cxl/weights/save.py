@@ -9,7 +9,6 @@ crash in between leaves a folder that does not load, not one that loads a mixtur
 import json
 import os
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from os import PathLike, fspath
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
+from lightning_cxl.errors import CheckpointError, ConfigError, warn
 from lightning_cxl.memory.hook import ordinary_memory
 from lightning_cxl.storage.drive import sync_folder
 from lightning_cxl.text import format_bytes, parse_bytes
@@ -168,7 +167,7 @@ def _warn_of_other_state(model: nn.Module, state: Set[str], written: Set[str]) -
         if names
     ]
     if other:
-        warnings.warn(f"{type(model).__name__}: {'; '.join(other)}.", LightningCXLWarning, stacklevel=4)
+        warn(f"{type(model).__name__}: {'; '.join(other)}.")
 
 
 def _partial(final: Path) -> Path:

@@ -15,7 +15,6 @@ collect gradients; ``post_backward`` waits for them if they may be read next), c
 
 import logging
 import os
-import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -32,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_cxl.config import OffloadConfig, show_options
 from lightning_cxl.devices.transfer import device_type_of
-from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.errors import ConfigError, UnsupportedError, warn
 from lightning_cxl.gradients.guard import HostClip, HostUnscale, ReplacedMethod
 from lightning_cxl.gradients.step import repoint_scheduler
 from lightning_cxl.integrations.lightning.lightning_api import (
@@ -360,11 +359,9 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
             given = self.checkpoint_io  # `AsyncCheckpointIO` asks for what `_open_saves` does: the plug-in in it writes
             io = given.checkpoint_io if isinstance(given, AsyncCheckpointIO) else given
             if self.is_global_zero and not isinstance(io, CXLCheckpointIO):
-                warnings.warn(
+                warn(
                     f"{type(io).__name__} writes no checkpoints here: {self.world_size} processes write each its part "
-                    "of a folder. It reads files of one process. Leave it out, or train with devices=1",
-                    LightningCXLWarning,
-                    stacklevel=2,
+                    "of a folder. It reads files of one process. Leave it out, or train with devices=1"
                 )
             root = self.model if getattr(self.model, "automatic_optimization", False) else None
             self._root = cut_for(self._session, self.model, self.device_mesh, self.root_device, root)
@@ -583,7 +580,7 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         except Exception as error:
             if not after_error:
                 raise
-            warnings.warn(str(error), LightningCXLWarning, stacklevel=2)
+            warn(str(error))
 
     def teardown(self) -> None:
         """Free everything but the model's weights and the optimizers' state, which belong to the user."""
@@ -658,11 +655,9 @@ def warn_of_hidden_gradients(trainer: Trainer) -> None:
     hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
     own = methods_of_others(module, hooks, _KNOWN)
     if own:
-        warnings.warn(
+        warn(
             f"{type(module).__name__} overrides {', '.join(sorted(own))}: gradients are on the parameters in "
-            "`optimizer.param_groups`, on the host; `p.grad` of the model's own parameters is None there.",
-            LightningCXLWarning,
-            stacklevel=2,
+            "`optimizer.param_groups`, on the host; `p.grad` of the model's own parameters is None there."
         )
 
 
