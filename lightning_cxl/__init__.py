@@ -26,8 +26,7 @@ from lightning_cxl.errors import (
     UnsupportedError,
 )
 from lightning_cxl.integrations.fabric import CXLFabricStrategy
-from lightning_cxl.integrations.lightning.lightning_api import STRATEGY_REGISTRY, StrategyRegistry
-from lightning_cxl.integrations.lightning.strategy import CXLOffloadStrategy
+from lightning_cxl.integrations.lightning import STRATEGY_REGISTRY, CXLOffloadStrategy, StrategyRegistry
 from lightning_cxl.machine.speeds import Machine, MachineTier, load_machine
 from lightning_cxl.machine.topology import Node, Tier, TierKind, Topology
 from lightning_cxl.memory.hook import empty, host_allocation, residency

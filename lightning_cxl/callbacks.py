@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 
 from lightning_cxl import timing
-from lightning_cxl.integrations.lightning.lightning_api import LightningModule, RichProgressBar, Trainer
+from lightning_cxl.integrations.lightning import LightningModule, RichProgressBar, Trainer
 
 
 class OffloadProgressBar(RichProgressBar):

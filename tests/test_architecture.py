@@ -153,7 +153,7 @@ def test_cuda_and_frameworks_only_at_their_seams():
         packages = {name.split(".")[0] for name in names}
         uses = {
             "devices/transfer.py": "torch.cuda" in strip_docstrings(path.read_text()),
-            "integrations/lightning/lightning_api.py": bool(packages & LIGHTNING),
+            "integrations/lightning.py": bool(packages & LIGHTNING),
             "integrations/accelerate.py": "accelerate" in packages,
             "integrations/transformers.py": any(name.startswith("transformers.Trainer") for name in names),
         }
@@ -162,7 +162,7 @@ def test_cuda_and_frameworks_only_at_their_seams():
 
 
 # the command line and its main job are Lightning's; what others reach names Lightning where it has words of its own
-SAYS_LIGHTNING = ("integrations/lightning", "commands", "finetune")
+SAYS_LIGHTNING = ("integrations/lightning.py", "commands", "finetune")
 LIGHTNING_WORDS = re.compile(
     r"\bon_(after|before|train|validation|fit)_\w+|\bconfigure_[a-z]+|\b(training|validation)_step|gradient_clip|"
     r"\bTrainer\((?!s)|this strategy|LightningModule"
@@ -317,7 +317,7 @@ def test_versions_of_lightning_that_run_code_of_checkpoints_are_refused():
     ("words", "homes"),
     [
         ("weights_only=False", ()),
-        ("gradient_clip_val", ("integrations/lightning", "commands/convert.py")),  # it writes YAML for Lightning
+        ("gradient_clip_val", ("integrations/lightning.py", "commands/convert.py")),  # it writes YAML for Lightning
         ("max_grad_norm", ("integrations",)),
     ],
 )

@@ -21,7 +21,7 @@ from lightning_cxl.commands.parsers import COMMANDS, PROGRAM
 from lightning_cxl.errors import ConfigError, LightningCXLError
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.integrations.lightning.lightning_api import (
+from lightning_cxl.integrations.lightning import (
     Callback,
     LightningArgumentParser,
     LightningCLI,

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from lightning_cxl.config import private_folder
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
-from lightning_cxl.integrations.lightning.lightning_api import LightningDataModule
+from lightning_cxl.integrations.lightning import LightningDataModule
 from lightning_cxl.sequences.chunked_loss import IGNORED
 from lightning_cxl.sequences.packing import fit_rows, without_first
 from lightning_cxl.weights.hf import without_code

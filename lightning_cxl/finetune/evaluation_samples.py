@@ -3,7 +3,7 @@
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.integrations.lightning.lightning_api import Callback, LightningModule, Trainer
+from lightning_cxl.integrations.lightning import Callback, LightningModule, Trainer
 
 
 class EvaluationSamples(Callback):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.integrations.lightning.lightning_api import Callback, LightningModule, Trainer
+from lightning_cxl.integrations.lightning import Callback, LightningModule, Trainer
 from lightning_cxl.run.session import whole_state
 from lightning_cxl.sharding.fsdp import is_cut
 from lightning_cxl.weights.hf import save_pretrained

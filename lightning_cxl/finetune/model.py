@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerB
 
 from lightning_cxl.commands.export import FILES_KEY
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
-from lightning_cxl.integrations.lightning.lightning_api import LightningModule, OptimizerLRScheduler
+from lightning_cxl.integrations.lightning import LightningModule, OptimizerLRScheduler
 from lightning_cxl.sequences.chunked_loss import IGNORED, chunked_loss
 from lightning_cxl.sequences.packing import packed_arguments, separate
 from lightning_cxl.sharding.fsdp import gathered, is_cut

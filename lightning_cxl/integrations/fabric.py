@@ -21,14 +21,15 @@ from lightning_cxl.config import show_options
 from lightning_cxl.devices.transfer import device_type_of
 from lightning_cxl.errors import CheckpointError, UnsupportedError
 from lightning_cxl.gradients.step import repoint_scheduler
-from lightning_cxl.integrations.lightning.lightning_api import (
+from lightning_cxl.integrations.lightning import (
     Accelerator,
     CheckpointIO,
+    CommonStrategy,
+    CXLCheckpointIO,
     DataParallelStrategy,
     FabricLauncher,
     FabricParallelStrategy,
 )
-from lightning_cxl.integrations.lightning.strategy import CommonStrategy, CXLCheckpointIO
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.session import cut_for, cut_state

@@ -30,7 +30,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_cxl
-from lightning_cxl.integrations.lightning.strategy import CXLCheckpointIO, CXLOffloadStrategy
+from lightning_cxl.integrations.lightning import CXLCheckpointIO, CXLOffloadStrategy
 from lightning_cxl.storage.store import Store
 from tests import training_device
 from tests.integration.llama import LlamaTask, tiny_llama

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from lightning_cxl.integrations.lightning.strategy import CXLCheckpointIO
+from lightning_cxl.integrations.lightning import CXLCheckpointIO
 from lightning_cxl.storage.store import Store
 from tests.integration.test_state_on_ssd import REFERENCE, every_step, fit, on_ssd
 from tests.integration.training import offload

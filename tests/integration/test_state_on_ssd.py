@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
-from lightning_cxl.integrations.lightning.strategy import CXLCheckpointIO
+from lightning_cxl.integrations.lightning import CXLCheckpointIO
 from lightning_cxl.optim.swapped_state import StateSwapper
 from tests.integration import test_ssd_training as ssd_training
 from tests.integration.llama import LlamaInStep, tiny_llama

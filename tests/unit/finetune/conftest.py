@@ -6,7 +6,7 @@ import pytest
 
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.integrations.lightning.lightning_api import Trainer
+from lightning_cxl.integrations.lightning import Trainer
 
 SHAPE = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 32, "vocab_size": 300}
 

@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.model import CausalLM, cosine_factor
-from lightning_cxl.integrations.lightning.lightning_api import Callback, seed_everything
+from lightning_cxl.integrations.lightning import Callback, seed_everything
 from tests.unit.finetune.conftest import SHAPE
 
 

@@ -4,11 +4,11 @@ import sys
 import lightning.pytorch.strategies
 import pytest
 
-from lightning_cxl.integrations.lightning import lightning_api
+from lightning_cxl.integrations import lightning as ours
 
 
 def test_lightning_is_the_choice_when_nothing_else_was_imported():
-    assert issubclass(lightning_api.ParallelStrategy, lightning.pytorch.strategies.ParallelStrategy)
+    assert issubclass(ours.ParallelStrategy, lightning.pytorch.strategies.ParallelStrategy)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """`CXLOffloadStrategy`: the Lightning strategy. `CommonStrategy`: what it shares with that for Fabric.
 
+This is the one place that imports Lightning; others import its names from here.
+
 With one device there is one process, which is on its own whatever a cluster calls it: no group, no launcher. Several
 devices or machines have a process for each device, which start and meet as those of Lightning's `ModelParallelStrategy`
 do. Everything that trains lives in `Run`.
@@ -13,8 +15,10 @@ collect gradients; ``post_backward`` waits for them if they may be read next), c
 ``teardown``, also after an exception or Ctrl-C.
 """
 
+import importlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -34,21 +38,6 @@ from lightning_cxl.devices.transfer import device_type_of
 from lightning_cxl.errors import ConfigError, UnsupportedError, warn
 from lightning_cxl.gradients.guard import HostClip, HostUnscale, ReplacedMethod
 from lightning_cxl.gradients.step import repoint_scheduler
-from lightning_cxl.integrations.lightning.lightning_api import (
-    Accelerator,
-    AsyncCheckpointIO,
-    BaseFinetuning,
-    CheckpointIO,
-    LightningOptimizer,
-    ParallelStrategy,
-    Precision,
-    SubprocessScriptLauncher,
-    TorchCheckpointIO,
-    Trainer,
-    init_dist_connection,
-    rank_zero_only,
-    reset_seed,
-)
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.run import checkpoint as ckpt
@@ -62,8 +51,61 @@ from lightning_cxl.timing import timed
 from lightning_cxl.torch_private import UNSCALE, step_hooks
 from lightning_cxl.weights.load import refuse_unready
 
+# Lightning is published twice, as `lightning` and as `pytorch_lightning`; the two have separate base classes and
+# separate strategy registries, and objects of one are refused by the other. The package follows whichever the program
+# has imported already, and takes `lightning` when it has imported none or both.
+_OTHER_FIRST = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+
+if TYPE_CHECKING or not _OTHER_FIRST:
+    from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.fabric.strategies.dp import DataParallelStrategy
+    from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as FabricLauncher
+    from lightning.fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy
+    from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+    from lightning.fabric.utilities.seed import reset_seed
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.callbacks import BaseFinetuning, RichProgressBar
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.plugins import Precision
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+    from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
+    from lightning.pytorch.utilities import rank_zero_only
+    from lightning.pytorch.utilities.types import OptimizerLRScheduler
+else:
+    from lightning_fabric.plugins import CheckpointIO, TorchCheckpointIO
+    from lightning_fabric.strategies import STRATEGY_REGISTRY
+    from lightning_fabric.strategies.dp import DataParallelStrategy
+    from lightning_fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as FabricLauncher
+    from lightning_fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy
+    from lightning_fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+    from lightning_fabric.utilities.seed import reset_seed
+    from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+    from pytorch_lightning.accelerators import Accelerator
+    from pytorch_lightning.callbacks import BaseFinetuning, RichProgressBar
+    from pytorch_lightning.core.optimizer import LightningOptimizer
+    from pytorch_lightning.plugins import Precision
+    from pytorch_lightning.plugins.io import AsyncCheckpointIO
+    from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
+    from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
+    from pytorch_lightning.utilities import rank_zero_only
+    from pytorch_lightning.utilities.types import OptimizerLRScheduler
+
 if TYPE_CHECKING:
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
     from lightning_cxl.run.sharded_checkpoint import AsyncSaves  # imports torch's checkpoints
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import the command line, and jsonargparse with it, for the main job alone."""
+        if name in ("LightningArgumentParser", "LightningCLI"):
+            package = "pytorch_lightning" if _OTHER_FIRST else "lightning.pytorch"
+            return getattr(importlib.import_module(f"{package}.cli"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,0 @@
-"""The strategy for Lightning; the only importer of Lightning."""
