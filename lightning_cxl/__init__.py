@@ -38,8 +38,7 @@ from lightning_cxl.run.checkpoint import plain_checkpoint
 from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.sequences.packing import pack_sequences, packed_arguments
 from lightning_cxl.weights.hf import from_pretrained, save_pretrained
-from lightning_cxl.weights.load import LoadReport, empty_weights, load_weights
-from lightning_cxl.weights.save import save_weights
+from lightning_cxl.weights.models import LoadReport, empty_weights, load_weights, save_weights
 
 __version__ = VERSION
 

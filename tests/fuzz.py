@@ -43,8 +43,7 @@ from lightning_cxl.memory.placement import resolve
 from lightning_cxl.native import _adam, _cpu, _numa
 from lightning_cxl.run.checkpoint import load_file, plain_checkpoint
 from lightning_cxl.storage.store import FORMAT, decode
-from lightning_cxl.weights.load import load_weights
-from lightning_cxl.weights.save import save_weights
+from lightning_cxl.weights.models import load_weights, save_weights
 
 PATIENCE_S, MEMORY_BYTES = 10, 4 << 30
 CASES = 100_000

@@ -29,8 +29,16 @@ from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.text import format_bytes
 from lightning_cxl.weights.files import INDEX_FILE, SINGLE_FILE, WeightSource, open_weights, tensors_of
 from lightning_cxl.weights.hf import FileNames, build_model, in_peft_model, with_original_names, without_code
-from lightning_cxl.weights.load import empty_weights, match_names, model_weights, refuse_mismatch, weight_beside
-from lightning_cxl.weights.save import LaterValues, named_tensors, save_tensors
+from lightning_cxl.weights.models import (
+    LaterValues,
+    empty_weights,
+    match_names,
+    model_weights,
+    named_tensors,
+    refuse_mismatch,
+    save_tensors,
+    weight_beside,
+)
 
 # Contents of a checkpoint of any front end: weights that are read when they are written, and files.
 #

@@ -49,7 +49,7 @@ from lightning_cxl.run.user_loop import end_earlier_trainings, methods_of_others
 from lightning_cxl.sharding import processes
 from lightning_cxl.timing import timed
 from lightning_cxl.torch_private import UNSCALE, step_hooks
-from lightning_cxl.weights.load import refuse_unready
+from lightning_cxl.weights.models import refuse_unready
 
 # Lightning is published twice, as `lightning` and as `pytorch_lightning`; the two have separate base classes and
 # separate strategy registries, and objects of one are refused by the other. The package follows whichever the program

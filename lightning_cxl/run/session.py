@@ -39,7 +39,7 @@ from lightning_cxl.streaming.quantised import kept_whole, tensors_of
 from lightning_cxl.streaming.units import find_units, owners_in
 from lightning_cxl.text import format_bytes, table_lines
 from lightning_cxl.weights.files import UnreadWeight
-from lightning_cxl.weights.load import refuse_unready
+from lightning_cxl.weights.models import refuse_unready
 
 log = logging.getLogger(__name__)
 

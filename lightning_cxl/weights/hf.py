@@ -23,7 +23,7 @@ from lightning_cxl.memory.hook import new_weight
 from lightning_cxl.memory.host_memory import large_blocks_apart
 from lightning_cxl.streaming.quantised import warn_of_wide_experts
 from lightning_cxl.weights.files import FileTensor, MergedTensor, NamedTensor, Translate, WeightSource, open_weights
-from lightning_cxl.weights.load import (
+from lightning_cxl.weights.models import (
     LoadReport,
     SavedQuantised,
     default_dtype,
@@ -31,10 +31,11 @@ from lightning_cxl.weights.load import (
     empty_weights,
     load_translated,
     model_weights,
+    named_tensors,
     quantised_like,
+    save_tensors,
     weight_beside,
 )
-from lightning_cxl.weights.save import named_tensors, save_tensors
 
 # `Quantizer`: transformers' own preparation of a model for weights that bitsandbytes quantises, or has quantised.
 

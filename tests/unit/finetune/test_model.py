@@ -128,7 +128,7 @@ def test_name_or_path_takes_that_models_weights_for_training(gpt2_folder, data, 
 def test_weights_stay_in_their_files_where_that_is_asked_for_or_several_processes_read(
     gpt2_folder, monkeypatch, mapped, several, left
 ):
-    monkeypatch.setattr("lightning_cxl.weights.load.is_reading_deferred", lambda: several)
+    monkeypatch.setattr("lightning_cxl.weights.models.is_reading_deferred", lambda: several)
     module = CausalLM(str(gpt2_folder), mapped=mapped)
     module.configure_model()
     assert (str(gpt2_folder) in Path("/proc/self/maps").read_text()) is left

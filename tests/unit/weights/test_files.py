@@ -24,7 +24,7 @@ from lightning_cxl.weights.files import (
     open_weights,
     write_tensors,
 )
-from lightning_cxl.weights.load import load_weights
+from lightning_cxl.weights.models import load_weights
 from tests.models import TinyConvNet, TinyTransformer
 from tests.unit.weights.test_load import assert_loaded, built_empty, saved
 

@@ -10,7 +10,7 @@ from lightning_cxl import empty_weights, from_pretrained, load_weights, save_pre
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.weights import load as quantise
 from lightning_cxl.weights.files import FileTensor
-from lightning_cxl.weights.load import default_dtype
+from lightning_cxl.weights.models import default_dtype
 from tests.models import TINY_LLAMA
 from tests.unit.weights.test_hf import GPT2, rewrite
 

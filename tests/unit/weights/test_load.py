@@ -13,7 +13,7 @@ from lightning_cxl.errors import CheckpointError, ConfigError, TierFullError
 from lightning_cxl.memory import hook as scope
 from lightning_cxl.memory.placement import Placer, TensorRole
 from lightning_cxl.weights.files import FileTensor
-from lightning_cxl.weights.load import empty_weights, load_weights, refuse_unready
+from lightning_cxl.weights.models import empty_weights, load_weights, refuse_unready
 from tests.models import TinyConvNet, TinyTransformer
 from tests.unit.memory.host import Host
 

@@ -12,8 +12,7 @@ from torch import nn
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
 from lightning_cxl.weights import save as saving
 from lightning_cxl.weights.files import NamedTensor
-from lightning_cxl.weights.load import empty_weights
-from lightning_cxl.weights.save import save_weights
+from lightning_cxl.weights.models import empty_weights, save_weights
 from tests.models import TinyConvNet, TinyTransformer
 
 
