@@ -194,8 +194,7 @@ class OffloadConfig:
                     raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {short(value)}")
         if self.stream_weights is True and not self.activation_offload:
             raise ConfigError(
-                "stream_weights=True needs activation_offload=True: a unit whose weights have left the device must be "
-                "recomputed in backward"
+                "stream_weights=True needs activation_offload=True: a unit whose weights have left is recomputed"
             )
         if self.overlap_step is True and (self.stream_weights is False or not self.cpu_adam):
             raise ConfigError("overlap_step=True needs stream_weights and cpu_adam: it is for streamed units")
@@ -222,9 +221,7 @@ class OffloadConfig:
     def budgets(self) -> dict[str, int]:
         """Return the byte budget of every tier of memory that has one."""
         if not isinstance(self.tiers, Mapping):
-            raise ConfigError(
-                f'tiers must map tier names to budgets, such as {{"cxl": "64GiB"}}, got {short(self.tiers)}'
-            )
+            raise ConfigError(f'tiers must map names to budgets, such as {{"cxl": "64GiB"}}, got {short(self.tiers)}')
         return {name: _budget(name, value) for name, value in self.tiers.items() if name != SSD}
 
     def ssd(self) -> SsdOptions | None:
@@ -314,8 +311,7 @@ def _budget(name: object, value: object) -> int:
     if isinstance(value, Mapping):
         if set(value) != {"budget"}:
             raise ConfigError(
-                f'tiers: {name!r} takes the single option "budget", got {sorted(map(str, value))}. Only the tier "ssd" '
-                f"has a path"
+                f'tiers: {name!r} has one option, "budget", got {sorted(map(str, value))}. Only "ssd" has a path'
             )
         value = value["budget"]
     if not isinstance(value, (int, float, str)):

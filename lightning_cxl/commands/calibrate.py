@@ -123,10 +123,7 @@ def main(arguments: Sequence[str]) -> None:
         shown.append((name, f"{figure.value * scale:.2f}", shown_unit, f"{figure.spread:.0%}"))
     print("\n".join(table_lines(("", "", "", "spread"), shown, indent=2)))
     if calibration.doubtful:
-        print(
-            f"  doubtful: other processes took {calibration.others_fraction:.0%} of the CPU time meanwhile; measure "
-            "again without them"
-        )
+        print(f"  doubtful: others took {calibration.others_fraction:.0%} of the CPU time; measure again without them")
     kept = save_calibration(calibration, topology, [each.name for each in devices])
     print(f"\n{time.perf_counter() - start:.0f} s; kept in {kept}")
     if args.output:
@@ -135,8 +132,7 @@ def main(arguments: Sequence[str]) -> None:
         found = machine_of(described, devices[0].device.type if devices else "cpu")
         if found is None:
             raise LightningCXLError(
-                f"{args.output} was not written: not every node could be measured, see above. Free memory on the "
-                "others and measure again."
+                f"{args.output} was not written: not every node could be measured. Free memory, and measure again."
             )
         save_machine(found, args.output)
         print(f"written: {args.output}")
@@ -352,8 +348,7 @@ def measure_nodes(
             if nbytes < least // PAGE_BYTES * PAGE_BYTES:
                 raise TierFullError(
                     f"node {node_id} cannot be measured: {format_bytes(free)} are free, and {len(resources)} buffers "
-                    f"of at least {format_bytes(least)} are needed at a time, half of the memory left to others. Free "
-                    "memory on that node."
+                    f"of {format_bytes(least)} are needed, half of the memory left to others. Free memory there."
                 )
             memory = resource.allocate(nbytes).tensor((nbytes,), torch.uint8)
         except TierFullError as error:
@@ -479,9 +474,7 @@ def measure_ssd(folder: Path, nbytes: int) -> tuple[Figure, Figure, bool]:
     free = shutil.disk_usage(folder).free
     nbytes = min(nbytes, free // 2) // _BLOCK_BYTES * _BLOCK_BYTES
     if nbytes == 0:
-        raise ConfigError(
-            f"--ssd {folder}: {format_bytes(free)} are free, at least {2 * _BLOCK_BYTES >> 20} MiB needed"
-        )
+        raise ConfigError(f"--ssd {folder}: {format_bytes(free)} are free, {2 * _BLOCK_BYTES >> 20} MiB needed")
     try:
         # the file lives until it is closed, and no longer, whatever happens
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:

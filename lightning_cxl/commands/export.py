@@ -135,8 +135,7 @@ def open_checkpoint(path: Path, opened: ExitStack) -> Checkpoint:
     if (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file():
         if (path / "model_1.safetensors").is_file() and CONFIG not in files:
             raise CheckpointError(
-                f"`{path}` has several models. Put {SINGLE_FILE} (or another one under that name) in a folder of its "
-                "own and export that"
+                f"`{path}` has several models. Put the {SINGLE_FILE} to export in a folder of its own"
             )
         tensors = [
             CheckpointTensor(each.name, each.shape, each.dtype, partial(_pages_or_values, each), each.name)
@@ -357,16 +356,13 @@ def export_checkpoint(
             name = lora.get("base_model_name_or_path")
             if not name or not Path(name).is_dir():
                 raise ConfigError(
-                    f"the adapter in `{found.path}` was trained on {name!r}, which is no folder here: give the folder "
-                    "of that model with --base"
+                    f"the adapter in `{found.path}` was trained on {name!r}, which is no folder: give it with --base"
                 )
             source = Path(name)
         under = Checkpoint(found.path, [], {}) if source is None else open_checkpoint(source, opened)
         files = {**under.files, **found.files}
         if CONFIG not in files:
-            raise ConfigError(
-                f"`{found.path}` has no {CONFIG}: give the folder of the model that was trained with --base"
-            )
+            raise ConfigError(f"`{found.path}` has no {CONFIG}: give that of the model that was trained with --base")
         config = json_object(files[CONFIG], CONFIG)
         config.pop("quantization_config", None)
         files.pop(ADAPTER_CONFIG, None)
@@ -374,16 +370,13 @@ def export_checkpoint(
         adapters = [tensor for tensor in state if _ADAPTER.search(tensor.name)]
         if adapters and lora is None:
             raise ConfigError(
-                f"`{found.path}` has adapters, and does not say how they are scaled: give the {ADAPTER_CONFIG} that "
-                "they were trained with, with --adapter-config (peft: "
-                "model.peft_config['default'].save_pretrained(FOLDER))"
+                f"`{found.path}` has adapters, and does not say how they are scaled: give their {ADAPTER_CONFIG} with "
+                "--adapter-config (peft: model.peft_config['default'].save_pretrained(FOLDER))"
             )
         if not adapters and adapter_config is not None:
             raise ConfigError(f"`{found.path}` needs no --adapter-config: it has no adapters in its state dict")
         if only_adapter and not adapters:
-            raise ConfigError(
-                f"`{found.path}` has no adapter, or is a folder of an adapter already: leave out --only-adapter"
-            )
+            raise ConfigError(f"`{found.path}` has no adapter, or is an adapter's folder: leave out --only-adapter")
         if only_adapter and dtype is not None:
             raise ConfigError("an adapter alone keeps its dtype: leave out --dtype or --only-adapter")
         if adapters:
@@ -492,9 +485,7 @@ class _Weights:
         plain = sum(isinstance(each, CheckpointTensor) and each.is_dequantised for each in self._sources.values())
         found = [f"merged an adapter into {len(layers)} layers"] if layers else []
         if plain:
-            found.append(
-                f"dequantised {plain} weights of bitsandbytes: they have the numbers that training computed with"
-            )
+            found.append(f"dequantised {plain} weights of bitsandbytes: they have the numbers of the training")
         return found
 
     def merge(self, adapted: Any) -> None:
@@ -518,8 +509,7 @@ class _Weights:
                 self._merged |= {f"{name}.{key}": value.detach for key, value in saved.named_parameters()}
             elif isinstance(module, AuxiliaryTrainingWrapper):
                 raise UnsupportedError(
-                    f"`{name}` is trained through {type(module).__name__}, which export does not merge: export the "
-                    "adapter alone (--only-adapter)"
+                    f"`{name}` is trained through {type(module).__name__}, which is not merged: use --only-adapter"
                 )
             elif isinstance(module, BaseTunerLayer):
                 keys = [key for key, _ in module.get_base_layer().named_parameters(recurse=False)]
@@ -528,8 +518,7 @@ class _Weights:
         if tied is not None:
             raise UnsupportedError(
                 f"the adapter changes `{tied}`, which the model ties to another weight "
-                f"({', '.join(self._names[tied])}): merged, they would differ. Export the adapter alone "
-                "(--only-adapter)"
+                f"({', '.join(self._names[tied])}): merged, they would differ. Use --only-adapter"
             )
 
     @torch.no_grad()
@@ -629,9 +618,7 @@ def _refuse_mixture(folder: Path, names: Iterable[str], what: str) -> None:
     """Refuse a folder in which tools would find an adapter and another model, and put the one on the other."""
     found = next((name for name in names if (folder / name).exists()), None)
     if found is not None:
-        raise ConfigError(
-            f"`{folder}` has `{found}` of {what}, and would be read as both: give another folder, or empty this one"
-        )
+        raise ConfigError(f"`{folder}` has `{found}` of {what}, and would be read as both: give another folder")
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:

@@ -61,14 +61,11 @@ class Settings(parsers.PlanOptions):
     def config(self, machine: Machine) -> OffloadConfig:
         if self.mesh(machine).is_sharded:
             if self.stream_weights is False and not machine.device.is_host:
-                raise ConfigError(
-                    "several devices keep their shards of weights on the host: leave out --no-stream-weights"
-                )
+                raise ConfigError("several devices keep shards of weights on the host: leave out --no-stream-weights")
             if self.quantize is not None:
                 raise ConfigError(
-                    "a plan of several devices takes all weights for cut, and each device needs a whole quantised base "
-                    "in the memory of its machine: plan one device (--devices 1), and count its compute weights once "
-                    "for each"
+                    "a plan of several devices cuts all weights, and each device needs a whole quantised base: plan "
+                    "one device (--devices 1), and count its compute weights once for each"
                 )
             if machine.ssd is not None and machine.ssd.versions > 1:
                 raise ConfigError(
@@ -78,8 +75,7 @@ class Settings(parsers.PlanOptions):
         overlaps: Any = {"auto": "auto", "none": False}.get(self.overlap, True)
         if overlaps is True and not (self.streams(machine) and self.activation_offload):
             raise ConfigError(
-                f'overlap "{self.overlap}" needs weights that stream, and they do not: set stream weights, or '
-                'choose overlap "none"'
+                f'overlap "{self.overlap}" needs weights that stream: set stream weights, or choose overlap "none"'
             )
         same = ("activation_offload", "stream_weights", "units_on_device", "state", "master", "accumulate")
         given: dict[str, Any] = {name: getattr(self, name) for name in same}

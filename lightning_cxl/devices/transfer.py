@@ -108,9 +108,8 @@ def device_type_of(device: torch.device) -> CudaDevices:
     if device.type not in _known:
         names = ", ".join(f"`{name}`" for name in ("cpu", *_known))
         raise UnsupportedError(
-            f"weights and activations cannot be offloaded from `{device}`: this version knows {names}. "
-            "Use one of these: Lightning and Fabric have `accelerator=`, Accelerate and transformers `cpu=True` and "
-            "`use_cpu=True`."
+            f"weights and activations cannot be offloaded from `{device}`: this version knows {names}. Lightning and "
+            "Fabric have `accelerator=`, Accelerate and transformers `cpu=True` and `use_cpu=True`."
         )
     return _known[device.type]
 

@@ -184,7 +184,7 @@ class FinetuneCLI(LightningCLI):
                 f"  {PROGRAM} {self.subcommand} {_EXAMPLE}"
             )
         if name is not None:
-            require_model(name, weights_for=self.subcommand or "")
+            require_model(name, needs_weights=True)
             config.trainer.precision = config.trainer.precision or "bf16-true"
         if (config.trainer.max_epochs, config.trainer.max_steps, config.trainer.max_time) == (None, -1, None):
             config.trainer.max_epochs = 1

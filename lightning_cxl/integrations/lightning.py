@@ -384,9 +384,8 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         assert isinstance(self.model, nn.Module)
         if self.config.refers_to_ssd and not isinstance(self.checkpoint_io, CXLCheckpointIO):
             raise ConfigError(
-                f"checkpoint='reference' of tier 'ssd' needs checkpoints that are on the drive when saving returns, "
-                f"and {type(self.checkpoint_io).__name__} may write them later: leave `checkpoint_io` out, or set "
-                f"checkpoint='copy'"
+                "checkpoint='reference' of tier 'ssd' needs checkpoints that are on the drive when saving returns, and "
+                f"{type(self.checkpoint_io).__name__} may write later: leave it out, or set checkpoint='copy'"
             )
         self._session.start(self.model, optimizers, loop)
 
@@ -602,8 +601,7 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         if any(getattr(each, "save_last", None) == "link" for each in trainer.checkpoint_callbacks):
             raise ConfigError(
                 "ModelCheckpoint(save_last='link') links to a checkpoint at once, and with AsyncCheckpointIO it is "
-                "complete later: a run that is killed between would find no last one. Set save_last=True, or leave "
-                "AsyncCheckpointIO out"
+                "complete later: a run that is killed between would find none. Set save_last=True"
             )
         run = self._session.run
         if run is not None and run.on_ssd is not None and run.on_ssd.has_saved:

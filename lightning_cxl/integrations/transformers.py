@@ -378,9 +378,8 @@ def _take_over(trainer: Any, options: Options) -> None:
         )
     if args.save_on_each_node and args.world_size > 1:
         raise UnsupportedError(
-            "TrainingArguments(save_on_each_node=True) writes the files of each machine, and "
-            f"{args.world_size} processes write one checkpoint together: leave it out, and give `output_dir` on a "
-            "drive that all machines see"
+            f"TrainingArguments(save_on_each_node=True) writes the files of each machine, and {args.world_size} "
+            "processes write one checkpoint together: leave it out, with `output_dir` on a drive that all see"
         )
     for name in _GENERATE_APART:
         if getattr(args, name, False) and args.world_size > 1:

@@ -170,9 +170,7 @@ class MachineLinks(_Checked):
     def __post_init__(self) -> None:
         _Checked.__post_init__(self)
         if self.devices_per_port > 1 and self.port_bytes_per_s is None:
-            raise ConfigError(
-                f"{self.devices_per_port} devices share a port, and port_bytes_per_s does not say how fast it is"
-            )
+            raise ConfigError(f"{self.devices_per_port} devices share a port, and port_bytes_per_s is not given")
 
 
 Split = dict[str, float]

@@ -234,13 +234,10 @@ def ssd_capacity_bytes(options: SsdOptions) -> int:
         kind = filesystem_of(folder)
         if kind in _IN_MEMORY:
             raise ConfigError(
-                f'tiers: the path of "ssd" lies in memory: `{folder}` is on {kind}. Give a folder on a drive; `df -T` '
-                f"says what folders are on"
+                f'tiers: the path of "ssd" lies in memory: `{folder}` is on {kind}. Give a folder on a drive'
             )
         if kind.partition(".")[0] in _ON_NETWORK:
-            log.warning(
-                f"tier ssd: `{folder}` is on {kind}: all state goes through it in every step; use a local drive"
-            )
+            log.warning(f"tier ssd: `{folder}` is on {kind}: all state goes through it each step; use a local drive")
     if options.budget_bytes is not None:
         return options.budget_bytes
     drives, free = Counter(map(drive_of, folders)), [os.statvfs(folder) for folder in folders]

@@ -56,9 +56,7 @@ class Placement:
         shares = self.shares or (1.0,) + (0.0,) * (len(self.tiers) - 1)
         fits = len(shares) == len(self.tiers) and min(shares) >= 0
         if not fits or not math.isclose(sum(shares), 1, abs_tol=1e-6):
-            raise ValueError(
-                f"shares must be one fraction per tier, not negative and 1 together, got {shares} for {self.tiers}"
-            )
+            raise ValueError(f"shares must be a fraction per tier, 1 together, got {shares} for {self.tiers}")
 
     def split(self) -> dict[str, float]:
         if not self.shares:
@@ -327,9 +325,7 @@ def _check_rules(
         fields = dict.fromkeys(SPEC_FIELDS, wanted) if isinstance(wanted, str) else dict(wanted)
         for field in fields:
             if field not in SPEC_FIELDS:
-                raise ConfigError(
-                    f"tier_rules: {pattern!r} has an unknown field {field!r}; use {', '.join(SPEC_FIELDS)}"
-                )
+                raise ConfigError(f"tier_rules: {pattern!r} has no field {field!r}; use {', '.join(SPEC_FIELDS)}")
         specs[pattern] = TierSpec(**fields)
         _check_spec(specs[pattern], f"tier_rules: {pattern!r}", topology)
     return specs

@@ -92,9 +92,7 @@ class Buffer:
         num_elements = prod(shape)
         needed = num_elements * dtype.itemsize
         if needed > self.nbytes:
-            raise ValueError(
-                f"a tensor of shape {tuple(shape)} and {dtype} needs {needed} bytes, the buffer has {self.nbytes}"
-            )
+            raise ValueError(f"a tensor of shape {tuple(shape)} and {dtype} needs {needed} bytes of {self.nbytes}")
         if num_elements == 0:
             return torch.empty(tuple(shape), dtype=dtype)
         return torch.frombuffer(Range(self.address, needed, self), dtype=dtype, count=num_elements).view(tuple(shape))
@@ -204,8 +202,7 @@ class NumaResource(PageSource):
                 if not self._single_node:  # else a container without mbind: there is only one place the pages can go
                     raise PlacementError(
                         f"the kernel refused to place memory on node {self.node_id} of tier `{self.tier_name}` "
-                        f"({error}). In a container allow the system calls mbind and move_pages (CAP_SYS_NICE), and "
-                        "check the cpuset."
+                        f"({error}). In a container allow mbind and move_pages (CAP_SYS_NICE), and check the cpuset."
                     ) from error
             huge = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
             if huge:

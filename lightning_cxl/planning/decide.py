@@ -286,8 +286,7 @@ class RunPolicy:
             if getattr(self._planning, "needs_speeds", True):
                 raise ConfigError(
                     f"policy {self.name!r} needs the speeds of all tiers ({', '.join(topology.names)}), and they are "
-                    "not known. Run `python -m lightning_cxl calibrate`, or give a file with `machine=`, such as those "
-                    "in examples/machines."
+                    "not known. Run `python -m lightning_cxl calibrate`, or give a file with `machine=`."
                 )
             machine = machine_without_speeds(topology, device)
         # one process drives one of its devices

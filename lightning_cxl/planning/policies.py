@@ -97,9 +97,8 @@ class Room:
         if self.together < sum(self._left.values()):
             have += f", {format_bytes(self.together)} together"
         return TierFullError(
-            f"cannot place {what} ({format_bytes(nbytes)}) on tier `{tier}`: machine `{self.machine.name}` has "
-            f"left {have}. Add memory or a tier, raise the budget in `tiers`, or use a smaller model, batch "
-            f"or sequence."
+            f"cannot place {what} ({format_bytes(nbytes)}) on tier `{tier}`: machine `{self.machine.name}` has left "
+            f"{have}. Add memory or a tier, raise the budget in `tiers`, or use a smaller model, batch or sequence."
         )
 
 

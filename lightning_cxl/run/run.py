@@ -470,9 +470,7 @@ class Run:
     def __init__(self, host: Host, plan: Plan, loop: Loop) -> None:
         config, engine, model = host.config, host.engine, plan.model
         if config.activation_offload and not plan.units:
-            log.info(
-                "no repeated blocks found: activations are not offloaded; name the blocks in `units` if there are some"
-            )
+            log.info("no repeated blocks found: activations are not offloaded; name the blocks in `units`")
         self._host = host
         self._loop = loop
         self._ended_by_error = False

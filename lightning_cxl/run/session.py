@@ -54,9 +54,7 @@ def format_report(report: Mapping[str, Any]) -> str:
     lines = [f"CXL offload on {report['device']}, {report['state']}"]
     if (ranks := report.get("ranks")) is not None:
         lines[0] += ", rank {rank} of {num_ranks}, local rank {local_rank} of {num_local_ranks}".format_map(ranks)
-        lines.append(
-            "bytes are of this rank; capacities of memory are of the machine, and parameters of the whole model"
-        )
+        lines.append("bytes are of this rank; capacities are of the machine, parameters of the whole model")
     lines += table_lines(
         ("tier", "capacity", "budget", "used", "peak"),
         [

@@ -263,9 +263,7 @@ class PlainReader(FileSystemReader):
             raise pickle.UnpicklingError(f"its list of tensors is a {type(found).__name__}")
         for each in (found.storage_data or {}).values():
             if not _IS_DATA(each.relative_path):
-                raise pickle.UnpicklingError(
-                    f"its list of tensors names {each.relative_path!r}, no file of a checkpoint"
-                )
+                raise pickle.UnpicklingError(f"its list of tensors names {each.relative_path!r}, no checkpoint file")
         self.metadata: Metadata = found  # read once, not for every parameter
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -139,8 +139,7 @@ class StateOnSsd:
             if is_usual and own.intersection(files_shown_at(value.data_ptr())):
                 raise UnsupportedError(
                     f"the optimizer has state of an earlier run in `{self.folders[0]}`, which this run would "
-                    "overwrite: make a new optimizer and resume from that run's checkpoint, use another folder, or "
-                    "set checkpoint='copy'"
+                    "overwrite: resume from that run's checkpoint, use another folder, or set checkpoint='copy'"
                 )
 
     def restore(self, generation: int) -> None:
@@ -290,8 +289,7 @@ def restore(on_ssd: StateOnSsd | None, saved: Mapping[str, Any]) -> None:
         own = "none" if on_ssd is None else ", ".join(f"`{folder}`" for folder in on_ssd.folders)
         raise CheckpointError(
             f"the optimizer state of this checkpoint is {where}, and this run keeps state on SSD in {own}. Give it the "
-            f"same tiers['ssd'] and rules, or turn the checkpoint into a whole one with "
-            f"`lightning_cxl.plain_checkpoint`"
+            "same tiers['ssd'] and rules, or turn the checkpoint into a whole one with `lightning_cxl.plain_checkpoint`"
         )
     known = [each.number for each in on_ssd.store.generations()]
     if number not in known:

@@ -134,8 +134,7 @@ class UserLoop:
             if shared := [own[id(p)] for p in peek(other) if id(p) in own]:  # only one run can say where they are
                 raise UnsupportedError(
                     f"{type(model).__name__} shares {len(shared)} parameters, such as `{shared[0]}`, with "
-                    f"{type(other).__name__}, which is prepared already: make one module that has both as its parts, "
-                    "and prepare that with all optimizers"
+                    f"{type(other).__name__}, which is prepared already: prepare one module that has both"
                 )
         end_earlier_trainings(model, self)
         if before is not None:
@@ -237,9 +236,7 @@ class UserLoop:
         for run in self.session.runs:
             if any(each is optimizer for each in run.optimizers):
                 return run
-        raise ConfigError(
-            f"this {type(optimizer).__name__} was not prepared: give it to `prepare` or `setup` with its model"
-        )
+        raise ConfigError(f"this {type(optimizer).__name__} was not prepared: `prepare` or `setup` it with its model")
 
     # -- a folder for each model, written by several processes: [Note: Sharded checkpoints] --------------------------
 

@@ -141,9 +141,8 @@ def ranks_of_each(machines: Sequence[int]) -> int:
     num, rest = divmod(len(machines), max(machines) + 1)
     if rest or list(machines) != [rank // num for rank in range(len(machines))]:
         raise UnsupportedError(
-            "`replicate_machines` needs as many processes on each machine, numbered one after the other there, and "
-            f"the machines of the ranks are {list(machines)}: start them so (`srun --distribution=block`), or leave "
-            "the option out"
+            "`replicate_machines` needs as many processes on each machine, numbered one after the other there, and the "
+            f"machines of the ranks are {list(machines)}: start them so (`srun --distribution=block`)"
         )
     return num
 

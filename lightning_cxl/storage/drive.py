@@ -424,9 +424,7 @@ class Engine:
             if self._closed:
                 raise StorageError("the storage is closed: nothing can be read or written")
             if os.getpid() != self._pid:
-                raise StorageError(
-                    "a forked child cannot read or write storage: only its parent has the threads for it"
-                )
+                raise StorageError("a forked child cannot read or write storage: only its parent has threads for it")
             if not self._threads:
                 self._start_threads()
             self._open[transfer] = None

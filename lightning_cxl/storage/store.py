@@ -90,8 +90,7 @@ def decode(contents: bytes, path: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"the manifest `{path}` is damaged: {error}. Without it nothing in the folder can be read: put it back "
-            "from a backup, or use another folder and a checkpoint with checkpoint='copy'. Delete this one when none "
-            "refers to it"
+            "from a backup, or use another folder and checkpoint='copy'. Delete this one when none refers to it"
         ) from None
     if manifest is None:
         raise CheckpointError(
@@ -532,8 +531,7 @@ class Store:
             details = json.loads(json.dumps(details))  # what cannot be kept is refused before anything is done
             if len(self._manifest.generations) > 1:
                 raise StorageError(
-                    f"generations {_numbers(self._manifest.generations)} are both kept: settle one of them before the "
-                    f"next commit"
+                    f"generations {_numbers(self._manifest.generations)} are both kept: settle one of them before"
                 )
             self._engine.wait()
             for record in self._kept():
@@ -570,8 +568,7 @@ class Store:
             if version not in committed:
                 return version
         raise StorageError(
-            f"record `{record.name}` cannot be written: all its versions belong to generations {_numbers(protecting)}. "
-            f"Settle one of them first"
+            f"record `{record.name}` cannot be written: all its versions belong to generations {_numbers(protecting)}"
         )
 
     def _get(self, number: int) -> Generation:

@@ -73,8 +73,7 @@ class Quantizer:
         if config.quantization_method() is None:
             raise ConfigError(
                 f"bnb_4bit_quant_type={config.bnb_4bit_quant_type!r} with load_in_4bit={config.load_in_4bit} and "
-                f"load_in_8bit={config.load_in_8bit} quantises nothing: take load_in_8bit=True, or load_in_4bit=True "
-                'with "nf4" or "fp4"'
+                f"load_in_8bit={config.load_in_8bit} quantises nothing: take load_in_8bit=True or load_in_4bit=True"
             )
         try:
             self._own.validate_environment(device_map={"": "cpu"}, weights_only=True)
@@ -557,11 +556,10 @@ _HUB_SECONDS = 5.0
 _CONFIGS = ("config.json", "adapter_config.json")
 
 
-def require_model(name: str, nor: str = "", *, weights_for: str = "") -> None:
+def require_model(name: str, nor: str = "", *, needs_weights: bool = False) -> None:
     """Check that `name` is a folder with a model's config, or the id of a model that the hub or its cache has.
 
-    A model that is cached is not asked for. Else the hub is asked once, for a few seconds. `weights_for` is the command
-    that needs the model's weights; empty if none does.
+    A model that is cached is not asked for. Else the hub is asked once, for a few seconds.
     """
     if Path(name).is_dir():
         if not any((Path(name) / config).is_file() for config in _CONFIGS):
@@ -569,11 +567,8 @@ def require_model(name: str, nor: str = "", *, weights_for: str = "") -> None:
         return
     if is_cached(name):
         return
-    if weights_for and name.lower() in SHAPES:
-        raise ConfigError(
-            f"{name!r} is a shape that `plan` knows, without weights, and `{weights_for}` needs weights: use "
-            f"{SHAPES[name.lower()].hub_id}"
-        )
+    if needs_weights and name.lower() in SHAPES:
+        raise ConfigError(f"{name!r} is a shape that `plan` knows, without weights: use {SHAPES[name.lower()].hub_id}")
     problem = _ask_hub(name)
     if problem is not None:
         found = [f"{each} ({SHAPES[each].hub_id})" for each in nearest(name)]

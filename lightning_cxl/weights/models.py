@@ -452,14 +452,11 @@ class SavedQuantised(WeightSource):
         except (ValueError, KeyError, AssertionError, TypeError) as error:
             raise CheckpointError(
                 f"bitsandbytes does not understand what the files hold of the quantised weight `{self.name}` "
-                f"({type(error).__name__}: {error}). Complete the download, or save the model again with the version "
-                "that reads it."
+                f"({type(error).__name__}: {error}). Complete the download, or save the model again."
             ) from error
 
     def values(self, staging: Staging | None = None) -> Tensor:
-        raise CheckpointError(
-            f"`{self.name}` is quantised in the files; only a weight on the meta device can be loaded from there"
-        )
+        raise CheckpointError(f"`{self.name}` is quantised in the files: only a weight on the meta device is loaded")
 
     def holds(self, tensor: Tensor) -> bool:
         with ordinary_memory():
@@ -571,8 +568,7 @@ def _read_all(matches: Matches, dtype: torch.dtype | None, mapped: bool | None) 
                 if not is_same:
                     raise CheckpointError(
                         f"`{first.source.name}` and `{read.source.name}` are tied in the model and differ in the "
-                        "files. Build the model untied (of a transformers model: tie_word_embeddings=False in its "
-                        "config)."
+                        "files. Build the model untied (tie_word_embeddings=False in the config)."
                     )
                 continue
             before = read.weight.tensor

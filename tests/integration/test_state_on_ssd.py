@@ -193,5 +193,5 @@ def test_state_of_a_run_that_is_over_is_not_overwritten_while_it_is_taken_over(t
 def test_checkpoints_that_are_written_later_cannot_refer(tmp_path):
     strategy = on_ssd(tmp_path / "ssd", **REFERENCE)
     strategy.checkpoint_io = AsyncCheckpointIO(CXLCheckpointIO())
-    with pytest.raises(ConfigError, match="AsyncCheckpointIO may write them later"):
+    with pytest.raises(ConfigError, match="AsyncCheckpointIO may write later"):
         fit(strategy, 1)

@@ -32,14 +32,14 @@ def test_budgets_in_both_forms_and_the_tier_ssd_which_is_no_budget_of_memory(mon
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tiers": "cxl"}, "tiers must map tier names to budgets.*got 'cxl'"),
-        ({"tiers": {"cxl": {"budge": 1}}}, r"single option \"budget\", got \['budge'\]"),
+        ({"tiers": "cxl"}, "tiers must map names to budgets.*got 'cxl'"),
+        ({"tiers": {"cxl": {"budge": 1}}}, r"one option, \"budget\", got \['budge'\]"),
         ({"tiers": {"cxl": "3 apples"}}, "budget of 'cxl': cannot read '3 apples'"),
         ({"tiers": {3: "1GiB"}}, "got the name 3"),
         ({"tiers": {"cxl": None}}, "budget of 'cxl' must be"),
         ({"tiers": {"cxl": True}}, "budget of 'cxl': a size must be"),
         ({"tiers": {"cxl": -1}}, "budget of 'cxl': .*non-negative"),
-        ({"tiers": {"cxl": {"budget": 1, "path": "/nvme"}}}, 'Only the tier "ssd" has a path'),
+        ({"tiers": {"cxl": {"budget": 1, "path": "/nvme"}}}, 'Only "ssd" has a path'),
         ({"tiers": {"ssd": "1TiB"}}, "\"ssd\" needs a path.*got '1TiB'"),
         ({"tiers": {"ssd": {"path": "/a", "size": 1}}}, "no option 'size'; its options are path, budget, checkpoint"),
         ({"tiers": {"ssd": {"path": "/a", "key": "$KEY"}}}, "does not encrypt.*LUKS.*fscrypt"),

@@ -170,7 +170,7 @@ def test_ctrl_c_says_what_is_saved_and_how_to_go_on(command, tmp_path, monkeypat
         ({"data.text_files": "nothing/*.txt"}, "matches no file"),
         ({"model.num_heads": 0}, "'num_heads': 0"),
         ({"model.name_or_path": "./nowhere"}, "no model './nowhere'"),
-        ({"model.name_or_path": "qwen2.5-0.5b"}, "`fit` needs weights: use Qwen/Qwen2.5-0.5B"),
+        ({"model.name_or_path": "qwen2.5-0.5b"}, "without weights: use Qwen/Qwen2.5-0.5B"),
         ({"trainer.strategy": "cxl_ofload"}, "no strategy 'cxl_ofload': did you mean 'cxl_offload'"),
         ({"trainer.strategy": "nothing"}, "invalid strategy name"),
         ({"ckpt_path": "nowhere.ckpt"}, "nowhere.ckpt"),

@@ -111,7 +111,11 @@ def test_every_field_comes_back_from_a_file(tmp_path):
         ("device:", "ssd: {capacity_bytes: 1, num_drives: 0}\ndevice:", "ssd: num_drives must be at least 1"),
         ("device:", "ssd: {capacity_bytes: 1, versions: 3}\ndevice:", "versions must be 1 or 2, got 3"),
         ("device:", "links: 5\ndevice:", "the file: links must map devices_per_port, port_bytes_per_s, peer_bytes"),
-        ("device:", "links: {devices_per_port: 2}\ndevice:", "2 devices share a port, and port_bytes_per_s does"),
+        (
+            "device:",
+            "links: {devices_per_port: 2}\ndevice:",
+            "2 devices share a port, and port_bytes_per_s is not given",
+        ),
         ("device:", "links: {peer_latency_s: -1}\ndevice:", "links: peer_latency_s must be at least 0, got -1"),
     ],
 )

@@ -210,7 +210,7 @@ def test_module_added_later_answers_as_its_parent():
     [
         ({"layer.*": "cxl"}, r"'layer\.\*' matches no module\. Closest: 'layers"),
         ({"qqq": "cxl"}, r"'qqq' matches no module\. The model has: 'embed', 'layers', 'lm_head'"),
-        ({"embed": {"weight": "cxl"}}, "unknown field 'weight'; use weights, gradients, optimizer_state, activations"),
+        ({"embed": {"weight": "cxl"}}, "has no field 'weight'; use weights, gradients, optimizer_state, activations"),
     ],
 )
 def test_bad_rules(rules, message):

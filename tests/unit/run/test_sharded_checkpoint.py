@@ -186,7 +186,7 @@ def test_a_list_of_tensors_that_names_files_elsewhere_is_refused(tmp_path, name)
     for each in found.storage_data.values():
         each.relative_path = name.format(tmp_path)
     (path / ".metadata").write_bytes(pickle.dumps(found))
-    with pytest.raises(CheckpointError, match=r"names '.*', no file of a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"names '.*', no checkpoint file"):
         ShardedCheckpoint(path)
 
 

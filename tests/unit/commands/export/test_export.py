@@ -240,7 +240,7 @@ def test_an_export_onto_an_earlier_one_is_as_in_a_new_folder(base, tmp_path):
         ({"checkpoint": "empty"}, "no checkpoint that is known: it has nothing"),
         ({"checkpoint": "several.pt"}, "has the entries teacher, student, and which"),
         ({"checkpoint": "code.pt"}, r"was not read: .*GLOBAL .*\.Task .* could run code"),
-        ({"base": None}, r"has no config\.json: give the folder .* with --base"),
+        ({"base": None}, r"has no config\.json: give that .* with --base"),
         ({"folder": "base"}, "read and written at once"),
         ({"folder": "plain.pt"}, "is a file: give a folder"),
         ({"only_adapter": True}, "has no adapter"),
@@ -254,7 +254,7 @@ def test_an_export_onto_an_earlier_one_is_as_in_a_new_folder(base, tmp_path):
         ({"checkpoint": "part.pt", "base": "only_config"}, "no file holds|are missing|missing"),
         ({"checkpoint": "tied_apart.pt", "base": "tied"}, "are tied in the model and differ"),
         ({"checkpoint": "adapter", "only_adapter": True}, "an adapter already"),
-        ({"checkpoint": "homeless", "base": None}, "'nowhere', which is no folder here"),
+        ({"checkpoint": "homeless", "base": None}, "'nowhere', which is no folder"),
         ({"checkpoint": "on_tied", "base": "tied"}, "which the model ties to another weight"),
     ],
 )
