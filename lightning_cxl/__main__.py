@@ -21,7 +21,7 @@ def main() -> None:
     # `--config FILE fit` is for the main job, which finds its own command
     command = COMMANDS.get(name, COMMANDS["fit"])
     try:
-        status = importlib.import_module(command.module).main(arguments[1:])
+        status = importlib.import_module(f"lightning_cxl.{command.module}").main(arguments[1:])
     except LightningCXLError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     except ModuleNotFoundError as error:

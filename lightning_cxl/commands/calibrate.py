@@ -76,10 +76,8 @@ class Figure(NamedTuple):
         return Figure(amount / self.value, self.spread)
 
 
-class Row(NamedTuple):
-    name: str
-    unit: str
-    figure: Figure
+Row = tuple[str, str, Figure]
+"""A name, a unit of `_SCALES`, and what was measured."""
 
 
 class NamedEngine(NamedTuple):
@@ -163,12 +161,12 @@ def measure_machine(
         for way, name in ((READ, "read"), (WRITE, "write"), (ADAM, "adam"), (H2D, "h2d"), (D2H, "d2h")):
             own, link = found.get((node_id, way)), copies.get((None, node_id, way))
             if figure := own or link:
-                rows.append(Row(f"node {node_id}, {'' if own else 'all devices, '}{way}", "B/s", figure))
+                rows.append((f"node {node_id}, {'' if own else 'all devices, '}{way}", "B/s", figure))
                 speeds[f"{name}_bytes_per_s"] = figure.value
         nodes.append(NodeSpeeds(node_id=node_id, **speeds))
     cached = measure_cache(caches, options)
     if cached is not None:
-        rows.append(Row("caches, Adam's mix", "B/s", cached))
+        rows.append(("caches, Adam's mix", "B/s", cached))
     host = NamedEngine(f"cpu, {_cpu.available_threads()} threads", HostEngine())
     devices = [_device(host, None, copies, options, rows)]
     devices += [_device(each, index, copies, options, rows) for index, each in enumerate(engines)]
@@ -177,7 +175,7 @@ def measure_machine(
         read, write, direct = measure_ssd(folder, options.ssd_bytes)
         if not direct:
             say(f"{folder}: its file system cannot read and write past the page cache (O_DIRECT), so memory takes part")
-        rows += [Row(f"{folder}, read", "B/s", read), Row(f"{folder}, write", "B/s", write)]
+        rows += [(f"{folder}, read", "B/s", read), (f"{folder}, write", "B/s", write)]
         speeds = {"read_bytes_per_s": read.value, "write_bytes_per_s": write.value}
         drives.append(SsdSpeeds(folder=str(folder.resolve()), direct=direct, **speeds))
     calibration = Calibration(
@@ -196,13 +194,13 @@ def _device(
     device: NamedEngine, index: int | None, copies: Mapping[Any, Figure], options: Options, rows: list[Row]
 ) -> DeviceSpeeds:
     flops = measure_flops(device.engine, options)
-    rows += [Row(f"{device.name}, Llama block of width {width}", "FLOP/s", figure) for width, figure in flops.items()]
+    rows += [(f"{device.name}, Llama block of width {width}", "FLOP/s", figure) for width, figure in flops.items()]
     links: dict[str, float] = {}
     if index is not None:
         alone = {key[1:]: figure for key, figure in copies.items() if key[0] == index and key[1] is not None}
         latency = copies[index, None, H2D]
-        rows += [Row(f"{device.name}, node {node}, {way}", "B/s", figure) for (node, way), figure in alone.items()]
-        rows.append(Row(f"{device.name}, copy of 4 KiB", "s", latency))
+        rows += [(f"{device.name}, node {node}, {way}", "B/s", figure) for (node, way), figure in alone.items()]
+        rows.append((f"{device.name}, copy of 4 KiB", "s", latency))
         for way in (H2D, D2H):
             links[f"{way}_bytes_per_s"] = max(figure.value for (_, each), figure in alone.items() if each == way)
         links["copy_latency_s"] = latency.value

@@ -154,8 +154,7 @@ def open_checkpoint(path: Path, opened: ExitStack) -> Checkpoint:
     return Checkpoint(path, tensors, files, lambda: _masters(map(_load, optimizers)))
 
 
-def _load(path: Path) -> dict[str, Any]:
-    return load_file(path, "cpu", True)
+_load = partial(load_file, map_location="cpu", weights_only=True)
 
 
 def _stored(state: Mapping[str, Any]) -> list[CheckpointTensor]:

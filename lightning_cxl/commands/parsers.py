@@ -36,13 +36,10 @@ devices (copies from and to every node, a Llama block in bf16), and disks. The r
 used by plans; `python -m lightning_cxl env` shows them. Nothing else should run meanwhile.""",
         " --quick --output machine.yaml",
     )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="also write this machine as YAML, to edit and reuse"
-    )
-    parser.add_argument(
-        "--ssd", type=Path, metavar="DIR", action="append", default=[], help="a folder on a drive for the tier ssd"
-    )
-    parser.add_argument("--quick", action="store_true", help="seconds instead of a minute, and less exact")
+    add: Any = parser.add_argument
+    add("--output", type=Path, metavar="FILE", help="also write this machine as YAML, to edit and reuse")
+    add("--ssd", type=Path, metavar="DIR", action="append", default=[], help="a folder on a drive for the tier ssd")
+    add("--quick", action="store_true", help="seconds instead of a minute, and less exact")
     return parser
 
 
@@ -56,22 +53,19 @@ processes, of Accelerate (save_state), of the Hugging Face Trainer or of peft. A
 quantised weights become plain numbers.""",
         " last.ckpt folder --dtype bfloat16",
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a file or folder")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="is created")
-    parser.add_argument(
-        "--base", type=Path, metavar="FOLDER", help="the model that was trained, for what the checkpoint does not hold"
-    )
-    parser.add_argument(
-        "--adapter-config", type=Path, metavar="FILE", help="peft's adapter_config.json, for adapters in a state dict"
-    )
-    parser.add_argument("--only-adapter", action="store_true", help="write the adapter alone, for peft")
-    parser.add_argument(
+    add: Any = parser.add_argument
+    add("checkpoint", type=Path, metavar="CKPT", help="a file or folder")
+    add("folder", type=Path, metavar="FOLDER", help="is created")
+    add("--base", type=Path, metavar="FOLDER", help="the trained model, for what the checkpoint does not hold")
+    add("--adapter-config", type=Path, metavar="FILE", help="peft's adapter_config.json, for adapters in a state dict")
+    add("--only-adapter", action="store_true", help="write the adapter alone, for peft")
+    add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="of the weights; float32 and float16 are made from "
         "float32 master weights where CKPT has them; default: the weights that the model computes with",
     )
-    parser.add_argument("--max-shard-bytes", default="5GiB", metavar="BYTES", help="of one file (default: 5GiB)")
+    add("--max-shard-bytes", default="5GiB", metavar="BYTES", help="of one file (default: 5GiB)")
     return parser
 
 
@@ -87,20 +81,15 @@ other front ends and the environment take, and what became of every key.""",
     return parser
 
 
+_ON_OR_OFF = argparse.BooleanOptionalAction
+
+
 def _option(default: Any, text: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": text, **more})
 
 
-def _count_or_auto(text: str) -> int | str:
-    return text if text == "auto" else int(text)
-
-
 def _choice(choices: tuple[str, ...], default: str | None, text: str) -> Any:
     return _option(default, text, choices=choices)
-
-
-def _switch(default: Any, text: str, action: Any = argparse.BooleanOptionalAction) -> Any:
-    return _option(default, text, action=action)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,12 +108,12 @@ class PlanOptions:
         "auto",
         'what the update runs behind; backward needs on_overflow="ignore" or, on one device, "error" (%(default)s)',
     )
-    activation_offload: bool = _switch(True, "inputs of units to the host (on)")
-    stream_weights: bool | str = _switch("auto", "weights of units to the host (on with a GPU)")
+    activation_offload: bool = _option(True, "inputs of units to the host (on)", action=_ON_OR_OFF)
+    stream_weights: bool | str = _option("auto", "weights of units to the host (on with a GPU)", action=_ON_OR_OFF)
     units_on_device: int | str = _option(
         0,
         "units whose weights stay on the device; auto: as many as have room (%(default)s)",
-        type=_count_or_auto,
+        type=lambda text: text if text == "auto" else int(text),
         metavar="K",
     )
     loss: str = _choice(
@@ -142,7 +131,7 @@ class PlanOptions:
         "shard",
         "machines each hold the whole model (HSDP), or it is cut over all ranks (%(default)s)",
     )
-    no_sync: bool = _switch(False, "several devices: only the last micro-batch reduces gradients", "store_true")
+    no_sync: bool = _option(False, "several devices: only the last micro-batch reduces gradients", action="store_true")
 
 
 def plan() -> argparse.ArgumentParser:
@@ -244,12 +233,7 @@ need; `--help all` shows every option, and `--print_config` a file with all of t
 
 
 PARSERS: Mapping[str, Callable[[], argparse.ArgumentParser]] = {
-    "env": env,
-    "calibrate": calibrate,
-    "export": export,
-    "convert": convert,
-    "plan": plan,
-    "verify": verify,
+    each.__name__: each for each in (env, calibrate, export, convert, plan, verify)
 }
 """Of commands that parse their own options."""
 
@@ -290,44 +274,39 @@ VERSION = "0.1.0"
 
 class Command(NamedTuple):
     does: str
-    module: str  # imported when the command runs: its `main(arguments)` may return an exit status
+    module: str  # of this package, imported when the command runs: its `main(arguments)` may return an exit status
     trains: bool = False  # runs the user's own modules: their errors keep their traceback
 
 
 COMMANDS: Mapping[str, Command] = {
-    "fit": Command("train a causal language model on text or conversations", "lightning_cxl.finetune.cli", trains=True),
-    "validate": Command("its loss on held-out text", "lightning_cxl.finetune.cli", trains=True),
-    "test": Command("the same, logged as test_loss", "lightning_cxl.finetune.cli", trains=True),
-    "predict": Command("its most likely next tokens of held-out text", "lightning_cxl.finetune.cli", trains=True),
+    "fit": Command("train a causal language model on text or conversations", "finetune.cli", trains=True),
+    "validate": Command("its loss on held-out text", "finetune.cli", trains=True),
+    "test": Command("the same, logged as test_loss", "finetune.cli", trains=True),
+    "predict": Command("its most likely next tokens of held-out text", "finetune.cli", trains=True),
     "export": Command(
-        "a checkpoint as a folder for transformers; adapters merged, quantised weights plain",
-        "lightning_cxl.commands.export",
+        "a checkpoint as a folder for transformers; adapters merged, quantised weights plain", "commands.export"
     ),
-    "convert": Command("a configuration of DeepSpeed as options of this package", "lightning_cxl.commands.convert"),
-    "plan": Command(
-        "what a job holds where, whether it fits, seconds per step; loads no weights", "lightning_cxl.commands.plan"
-    ),
+    "convert": Command("a configuration of DeepSpeed as options of this package", "commands.convert"),
+    "plan": Command("what a job holds where, whether it fits, seconds per step; loads no weights", "commands.plan"),
     "verify": Command(
-        "train a small copy of a model with and without offload, and compare all bits", "lightning_cxl.commands.verify"
+        "train a small copy of a model with and without offload, and compare all bits", "commands.verify"
     ),
-    "env": Command("what this machine has, and what to change about it", "lightning_cxl.commands.env"),
-    "calibrate": Command("measure memory, devices and disks, for `plan`", "lightning_cxl.commands.calibrate"),
+    "env": Command("what this machine has, and what to change about it", "commands.env"),
+    "calibrate": Command("measure memory, devices and disks, for `plan`", "commands.calibrate"),
 }
 
 
 def overview() -> str:
     rows = [(name, command.does) for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            f"usage: {PROGRAM} COMMAND [OPTIONS]",
-            "",
-            "Fine-tune large language models from host memory: DRAM and CXL memory.",
-            "",
-            *table_lines(("command", "what it does"), rows, left=2, indent=2),
-            "",
-            f"{PROGRAM} COMMAND --help shows the options of a command and an example.",
-        ]
-    )
+    table = "\n".join(table_lines(("command", "what it does"), rows, left=2, indent=2))
+    return f"""\
+usage: {PROGRAM} COMMAND [OPTIONS]
+
+Fine-tune large language models from host memory: DRAM and CXL memory.
+
+{table}
+
+{PROGRAM} COMMAND --help shows the options of a command and an example."""
 
 
 def answer_at_once(arguments: Sequence[str]) -> None:

@@ -147,8 +147,7 @@ class PlannedModel:
         return replace(job, notes=(*job.notes, note)) if note else job
 
 
-_USED_OF_DEVICE = 0.95
-"""Of its memory, by units that stay there: the rest is for gaps between tensors."""
+_USED_OF_DEVICE = 0.95  # of its memory, by units that stay there: the rest is for gaps between tensors
 
 
 def loss_on_meta(model: Any, batch: int, sequence: int, *, chunked: bool = False) -> Callable[[], torch.Tensor]:
@@ -412,12 +411,8 @@ def as_data(found: Findings) -> dict[str, Any]:
         "fits": found.fits,
         "fits_device": fits_device(job, machine),
         "what_fits": [
-            {
-                "text": way.text,
-                "command": way.command(found.command),
-                "host_bytes": way.host_bytes,
-                "device_bytes": way.device_bytes,
-            }
+            {"text": way.text, "command": way.command(found.command)}
+            | {name: getattr(way, name) for name in ("host_bytes", "device_bytes")}
             for way in found.ways
         ],
         "predicted_dram_only_seconds": found.dram_only and found.dram_only.seconds,

@@ -344,10 +344,10 @@ def check_pages(session: Session, model: Any, optimizer: Any) -> Check:
             num_bytes += nbytes
             if tier not in planned.get(role, {tier: 0}):
                 wrong.append(f"{format_bytes(nbytes)} of {role} on `{tier}`")
+    name = "pages are where the plan has them"
     if wrong or not num_bytes:
-        wrong = wrong or ["nothing was found to ask about"]
-        return Check("pages are where the plan has them", "WRONG", ", ".join(wrong[:3]))
-    return Check("pages are where the plan has them", "ok", f"{format_bytes(num_bytes)}, asked from the kernel")
+        return Check(name, "WRONG", ", ".join(wrong[:3]) or "nothing was found to ask about")
+    return Check(name, "ok", f"{format_bytes(num_bytes)}, asked from the kernel")
 
 
 def measure_adam() -> Check:
