@@ -572,8 +572,6 @@ class Run:
         assert placer is not None, "decided before"
         return activate(self._host.memory, placer)
 
-    # -- optimizers --------------------------------------------------------------------------------------------------
-
     def adopt(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Return the optimizers that take the place of the user's, in the same order. See [Note: Adoption]."""
         if self.on_ssd is not None:
@@ -600,8 +598,6 @@ class Run:
 
     def place_state(self, optimizer: Optimizer) -> None:
         self._adoption.place_state(optimizer)
-
-    # -- steps -------------------------------------------------------------------------------------------------------
 
     @property
     def num_received(self) -> int:
@@ -645,8 +641,6 @@ class Run:
         """Return when weights, masters and optimizer state are those of the last step, and on the host."""
         self._updates.wait()
         self._grads.release_units()
-
-    # -- the end -----------------------------------------------------------------------------------------------------
 
     def finished(self) -> FinishedRun:
         return FinishedRun(self.masters, self.num_received)

@@ -240,8 +240,6 @@ class Session:
         self._binding = self._ranks = None
         self._forget()
 
-    # -- what it did -------------------------------------------------------------------------------------------------
-
     def report(self, device: torch.device) -> Report:
         """Return bytes planned, used and at the peak, per tier and role, JSON-able; the last run's when it is over.
 

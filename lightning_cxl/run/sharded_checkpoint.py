@@ -104,9 +104,6 @@ def first_failure(error: BaseException) -> BaseException:
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
-# -- optimizer state by name -----------------------------------------------------------------------------------------
-
-
 def optimizer_tensors(optimizer: Optimizer, name_of: Callable[[torch.Tensor], str]) -> dict[str, Any]:
     """Return the state of an optimizer by names of parameters, as FSDP2's own tools do; tensors are not copied."""
     known = read_states(optimizer.state, compares_checksums=False)  # `check_together` does, on all processes

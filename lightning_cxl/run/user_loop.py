@@ -102,8 +102,6 @@ class UserLoop:
         self.loop = loop
         self._prepared: dict[int, _Prepared] = {}  # by id of the model
 
-    # -- set-up ------------------------------------------------------------------------------------------------------
-
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> list[Optimizer]:
         """Place a model, and adopt the optimizers of its parameters. See [Note: Adoption].
 
@@ -177,8 +175,6 @@ class UserLoop:
             "`setup`, together with its optimizers, or before them"
         )
 
-    # -- a step ------------------------------------------------------------------------------------------------------
-
     @contextmanager
     def backward(self, *, is_last: bool = True) -> Iterator[None]:
         """Return a region for one backward; after the last one of a step ``.grad`` of `holders` is complete."""
@@ -238,8 +234,6 @@ class UserLoop:
                 return run
         raise ConfigError(f"this {type(optimizer).__name__} was not prepared: `prepare` or `setup` it with its model")
 
-    # -- a folder for each model, written by several processes: [Note: Sharded checkpoints] --------------------------
-
     def save_folder(
         self,
         path: Path,
@@ -291,8 +285,6 @@ class UserLoop:
             run.num_received = own.get("num_gradients", 0)
         for run in {id(run): run for run in map(self.run_of, optimizers.values())}.values():
             folder.restore_masters(run.masters, run.optimizers)
-
-    # -- the end -----------------------------------------------------------------------------------------------------
 
     def only_computes(self, model: nn.Module, message: str) -> None:
         """Let a model compute as before, and every backward of it fail with a message."""
