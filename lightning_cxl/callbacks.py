@@ -22,14 +22,11 @@ class OffloadProgressBar(RichProgressBar):
     """
 
     def __init__(self, plain_every_n_steps: int = 10, **kwargs: Any) -> None:
-        """Choose how often plain lines appear.
+        """Choose how often plain lines appear; the first step of a run prints one, too.
 
         Args:
-            plain_every_n_steps: Optimizer steps between plain lines; the first step of a run prints one too.
+            plain_every_n_steps: Optimizer steps between plain lines.
             **kwargs: Of Lightning's RichProgressBar.
-
-        Raises:
-            ValueError: `plain_every_n_steps` is below 1.
         """
         super().__init__(**kwargs)
         if plain_every_n_steps < 1:

@@ -5,8 +5,6 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
-# Byte sizes as people write and read them: ``"64GiB"`` to an int and back.
-
 _FACTORS = {
     "": 1, "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -44,10 +42,7 @@ def format_bytes(num_bytes: int | float) -> str:
     return f"{value / 1024:.1f} TiB"
 
 
-# Tables and sentences as lines of plain text: the same in a terminal, a pipe and a file, without colours.
-
-_SMALLEST_WIDTH = 100
-"""Of lines, where the terminal is narrower, or where there is none."""
+_SMALLEST_WIDTH = 100  # of lines, where the terminal is narrower, or where there is none
 
 
 def text_width() -> int:
@@ -60,12 +55,9 @@ def wrapped(text: str, width: int | None = None) -> list[str]:
 
 
 def table_lines(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, indent: int = 0) -> list[str]:
-    """Return a table as lines, columns side by side.
+    """Return a table as lines; the `left` first columns are aligned to the left, the others, numbers, to the right.
 
-    Args:
-        header: a title for each column; no line is printed for titles that are all empty.
-        rows: a cell for each column. Cells are never cut or wrapped, so that they can be found by `grep`.
-        left: the number of first columns that are aligned to the left; the others are numbers, to the right.
+    Cells are never cut or wrapped, so that they can be found by `grep`. Titles that are all empty take no line.
     """
     table = [*([header] if any(header) else []), *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

@@ -468,7 +468,6 @@ def check_ssd(folder: Path) -> None:
 
 def measure_ssd(folder: Path, nbytes: int) -> tuple[Figure, Figure, bool]:
     """Return bytes per second read and written, and whether that went past the page cache; no file remains."""
-    check_ssd(folder)
     free = shutil.disk_usage(folder).free
     nbytes = min(nbytes, free // 2) // _BLOCK_BYTES * _BLOCK_BYTES
     if nbytes == 0:

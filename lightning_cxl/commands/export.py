@@ -330,16 +330,9 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int | str = "5GiB",
 ) -> Exported:
-    """Write a checkpoint of any front end as a folder that transformers and peft load.
+    """Write a checkpoint of any front end as a folder that transformers and peft load; see `parsers.export`.
 
     Adapters are merged into the base model. Weights that bitsandbytes has quantised become plain numbers.
-
-    Args:
-        base: folder of the model that was fine-tuned: for config and tokenizer, and for weights that the checkpoint
-            does not hold. None: what the checkpoint has or names.
-        adapter_config: of an adapter in a state dict, which does not say how it is scaled.
-        dtype: of floating-point weights; float32 and float16 are made from the master weights of the run, where the
-            checkpoint has them. None: the weights that the model computes with, as they are.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"`{folder}` is a file: give a folder")

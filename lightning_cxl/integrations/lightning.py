@@ -313,11 +313,7 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
 
     @property
     def run(self) -> Run:
-        """The run that is going on.
-
-        Raises:
-            RuntimeError: there is none.
-        """
+        """The run that is going on."""
         run = self._session.run
         if run is None:
             raise RuntimeError(f"{type(self).__name__} has no run: it begins in `setup` and ends in `teardown`")

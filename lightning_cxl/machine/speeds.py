@@ -336,9 +336,6 @@ class Machine(_Checked):
         """Return this machine as a run on `count` of its devices has it.
 
         Devices that share a port share its speed. Where the CPU is the device, its ranks share the CPU.
-
-        Raises:
-            ConfigError: it has not so many devices.
         """
         device, links = self.device, self.links
         if device.is_host:

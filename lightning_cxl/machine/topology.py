@@ -425,11 +425,7 @@ class Topology:
     def fake(
         cls, dram: Sequence[int | str] = ("64GiB",), cxl: Sequence[int | str] = ("256GiB", "256GiB")
     ) -> "Topology":
-        """Invent a machine with one node per size, ids in order; with no `cxl` size it has no CXL memory.
-
-        Raises:
-            ConfigError: no DRAM node.
-        """
+        """Invent a machine with one node per size, ids in order; with no `cxl` size it has no CXL memory."""
         if not dram:
             raise ConfigError("an invented machine needs at least one DRAM node, such as dram=('64GiB',)")
         sizes = [(True, size) for size in dram] + [(False, size) for size in cxl]

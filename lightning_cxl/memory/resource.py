@@ -276,11 +276,9 @@ class ShareFullError(TierFullError):
 class StripedResource(PageSource):
     """One contiguous range per buffer; each child backs its weighted share of the stripes.
 
-    The kernel's own weighted interleave needs root and one system-wide set of weights; preferring a node for each
-    stripe needs neither, but each border costs the kernel an entry of a limited table (see `stripe_bytes_for`). The
-    children's shares run on from one range to the next, so small ranges are spread too. Where a child has no room for
-    its share, the others take it, or with `strict` `ShareFullError` is raised. Children with a higher number in `turns`
-    get a stripe when all with a lower one are full.
+    The shares run on from one range to the next, so small ranges are spread too. Where a child has no room for its
+    share, the others take it, or with `strict` `ShareFullError` is raised. Children with a higher number in `turns` get
+    a stripe when all with a lower one are full.
     """
 
     def __init__(
@@ -624,17 +622,14 @@ _UNLUCKY_FRACTION = 0.5
 
 
 class PoolResource(MemoryResource):
-    """Pools the buffers ("slabs") of `upstream`.
+    """Pools the buffers ("slabs") of `upstream`. Thread-safe.
 
     Small requests are cut from shared slabs. One of at least a quarter of `slab_bytes` is cut from the tightest free
-    block that earlier large ones have left behind, and gets a slab of exactly its size where none is large enough. So
-    once the largest sizes have been there, smaller ones of any size need nothing new: where memory is pinned, a slab
-    costs far more than what is cut from it.
+    block that earlier large ones have left behind, and gets a slab of exactly its size where none is large enough.
 
     Free slabs are kept. At a new peak of use they give way to a new slab where the pool would otherwise hold more than
-    12.5 % and one shared slab above that peak. Below it a new slab means that the free ones were cut unluckily, and
-    they give way at 50 % only: less would give back and take the same slabs in every step. `trim` gives all of them
-    back, and so does a request that `upstream` could not serve otherwise. Thread-safe.
+    12.5 % and one shared slab above that peak; below it at 50 % only: less would give back and take the same slabs in
+    every step. `trim` gives all of them back, and so does a request that `upstream` could not serve otherwise.
     """
 
     def __init__(self, upstream: MemoryResource, slab_bytes: int = 16 * 2**20) -> None:

@@ -313,10 +313,8 @@ class Bandwidth:
     """Minimises the predicted step time; DRAM and the cards work at the same time.
 
     Every class has one variable, its part in DRAM; the rest is striped over the cards in proportion to bandwidth. Of
-    plans that take equally long the simplest is chosen: what the optimizer streams is split alike, and weights and
-    activations, which the device reads at nearly full speed, lie on the cards. Where the step does not depend on a
-    class because something else takes longer, the tie goes to the split under which its own moves take least, so that
-    DRAM is not left empty.
+    plans that take equally long the simplest is chosen (`_PLANS`). Where something else takes longer than a class, the
+    tie goes to the split under which its own moves take least, so that DRAM is not left empty.
     """
 
     def decide(self, job: Job, machine: Machine) -> Decision:

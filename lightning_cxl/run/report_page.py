@@ -47,13 +47,7 @@ _HEAD = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>lightnin
 
 
 class Report(dict[str, Any]):
-    """The keys of `Session.report`, and what `save` shows besides.
-
-    Args:
-        per_step: seconds and bytes of a step on average, named as in `Session.metrics`.
-        last_step: what threads did in the last step.
-        samples: memory in the last minute.
-    """
+    """The keys of `Session.report`, and what `save` shows besides: a step on average, the last one, and memory."""
 
     def __init__(
         self, content: Mapping[str, Any], per_step: Mapping[str, float], last_step: Sequence[Span], samples: Samples

@@ -278,10 +278,8 @@ def _num_uses(module: nn.Module) -> int:
 class PooledCollective:
     """The collectives that FSDP2 calls to gather or to reduce, in memory of a pool. For a CPU that computes.
 
-    For each unit FSDP2 asks its collectives for an output, and drops it soon. From torch's allocator these blocks come
-    out of the C library's heap, where they leave holes between what stays. Such a heap grows by more than 64 MiB in
-    every step, so it is trimmed in every step (`memory/host_memory.py`), and all pages come back as page faults. From a
-    pool of their own the same pages serve all units.
+    FSDP2 takes an output for each unit and drops it soon. From the C library's heap such blocks leave holes, and it is
+    trimmed in every step (`memory/host_memory.py`); from a pool the same pages serve all units.
     """
 
     def __init__(self, collective: Any, pool: PoolResource) -> None:
