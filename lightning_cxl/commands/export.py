@@ -27,18 +27,9 @@ from lightning_cxl.run.checkpoint import TIED, is_sharded_checkpoint, load_file,
 from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint
 from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.text import format_bytes
+from lightning_cxl.weights import models
 from lightning_cxl.weights.files import INDEX_FILE, SINGLE_FILE, WeightSource, open_weights, tensors_of
 from lightning_cxl.weights.hf import FileNames, build_model, in_peft_model, with_original_names, without_code
-from lightning_cxl.weights.models import (
-    LaterValues,
-    empty_weights,
-    match_names,
-    model_weights,
-    named_tensors,
-    refuse_mismatch,
-    save_tensors,
-    weight_beside,
-)
 
 # Contents of a checkpoint of any front end: weights that are read when they are written, and files.
 #
@@ -259,7 +250,7 @@ def dequantised(tensors: Sequence[CheckpointTensor], dtype: torch.dtype) -> list
     beside: dict[str, dict[str, CheckpointTensor]] = {}
     plain = []
     for each in tensors:
-        found = weight_beside(each.name)
+        found = models.weight_beside(each.name)
         if found is None:
             plain.append(each)
         else:
@@ -376,7 +367,7 @@ def export_checkpoint(
         computes_in = getattr(torch, str(config.get("dtype", config.get("torch_dtype"))), None)
         computes_in = computes_in if isinstance(computes_in, torch.dtype) else torch.float32
         model = build_empty(config)
-        own, num_others = _of_model(dequantised(state, computes_in), model_weights(model))
+        own, num_others = _of_model(dequantised(state, computes_in), models.model_weights(model))
         weights = _Weights(model, own, dequantised(under.tensors, computes_in))
         if lora is not None and (adapters or found.is_adapter):
             adapted = _with_adapter(model, found, adapters, lora)
@@ -387,7 +378,7 @@ def export_checkpoint(
         tensors = weights.tensors
         if dtype is not None:
             tensors = [each._replace(dtype=dtype) if each.dtype.is_floating_point else each for each in tensors]
-        written = save_tensors(tensors, folder, max_shard_bytes)
+        written = models.save_tensors(tensors, folder, max_shard_bytes)
         name = str(next((each.dtype for each in tensors if each.dtype.is_floating_point), torch.float32))
         keys = {"dtype", *({"torch_dtype"} & config.keys())}  # older tools read the second
         config |= {"architectures": [type(model).__name__], **dict.fromkeys(keys, name.removeprefix("torch."))}
@@ -437,7 +428,7 @@ def build_empty(config: Mapping[str, Any]) -> Any:
             raise ConfigError(f"the {CONFIG} names no model that transformers knows: {error}") from error
     kind = next(iter(made.architectures or ()), "")
     model_class = getattr(transformers, kind, transformers.AutoModelForCausalLM)
-    with empty_weights():
+    with models.empty_weights():
         return build_model(model_class, made, torch.float32)
 
 
@@ -445,14 +436,14 @@ class _Weights:
     """Weights of a model and where their values are: in the checkpoint (`own`), else in the base model (`below`)."""
 
     def __init__(self, model: Any, own: Sequence[CheckpointTensor], below: Sequence[CheckpointTensor]) -> None:
-        weights, names = model_weights(model), FileNames(model)
+        weights, names = models.model_weights(model), FileNames(model)
         found = dict(names(own))
         given = {id(weights[name]) for name in found if name in weights}
         found |= {name: tensor for name, tensor in names(below) if name in weights and id(weights[name]) not in given}
         if conversions := names.used():
             model._weight_conversions = conversions  # written under the names in the files
-        matches = match_names(model, [], lambda _: list(found.items()), completes=False)
-        refuse_mismatch(matches, model)
+        matches = models.match_names(model, [], lambda _: list(found.items()), completes=False)
+        models.refuse_mismatch(matches, model)
         self._sources: dict[str, WeightSource] = {}
         for read in matches.reads:
             first = self._sources.setdefault(read.weight.names[0], read.source)
@@ -463,8 +454,10 @@ class _Weights:
                 )
         self._names = {name: weight.names for name, weight in weights.items()}
         self._merged: dict[str, Callable[[], Tensor]] = {}
-        later = {name: LaterValues(source.dtype, partial(self._value, name)) for name, source in self._sources.items()}
-        self.tensors = with_original_names(model, named_tensors(model, None, later))
+        later = {
+            name: models.LaterValues(source.dtype, partial(self._value, name)) for name, source in self._sources.items()
+        }
+        self.tensors = with_original_names(model, models.named_tensors(model, None, later))
 
     def _base_value(self, name: str) -> Tensor:
         return self._sources[self._names[name][0]].values()

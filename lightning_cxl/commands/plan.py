@@ -21,18 +21,9 @@ from lightning_cxl.inventory.plan import list_tensors
 from lightning_cxl.inventory.tensors import Mesh, Workload
 from lightning_cxl.machine.speeds import Machine, MachineSsd, load_machine, machine_of, machine_without_speeds
 from lightning_cxl.machine.topology import TierKind, Topology
+from lightning_cxl.planning import policies
 from lightning_cxl.planning.decide import FreeMemory, settle_gradients, settle_state
 from lightning_cxl.planning.job import COLLECTIVES, Job, StepTime, model_job
-from lightning_cxl.planning.policies import (
-    POLICIES,
-    PolicyPlan,
-    compare,
-    dram_only_time,
-    fits,
-    fits_device,
-    with_working_memory,
-    working_bytes,
-)
 from lightning_cxl.sequences.chunked_loss import chunked_loss
 from lightning_cxl.streaming.quantised import wide_experts
 from lightning_cxl.text import format_bytes, table_lines, wrapped
@@ -136,7 +127,7 @@ class PlannedModel:
             self._measured[key] = measure(model, config, load, compute_loss)
         plan = list_tensors(model, None, config, load, measured=self._measured[key])
         job = model_job(self.name, plan)
-        room = with_working_memory(job, machine)
+        room = policies.with_working_memory(job, machine)
         free = FreeMemory({tier.name: tier.capacity_bytes for tier in room.tiers}, room.memory_bytes).usable_bytes
         settled = settle_gradients(plan, free)
         if machine.ssd is not None:
@@ -193,19 +184,19 @@ class Findings:
     machine: Machine
     job: Job
     policy: str  # the one that is shown in full
-    plans: Mapping[str, PolicyPlan]
+    plans: Mapping[str, policies.PolicyPlan]
     dram_only: StepTime | None  # predicted as if DRAM were large enough; None where speeds are not known
     host_bytes: int
     ways: Sequence[Way] = ()  # what would make it fit, where it does not
     command: str = ""
 
     @property
-    def chosen(self) -> PolicyPlan:
+    def chosen(self) -> policies.PolicyPlan:
         return self.plans[self.policy]
 
     @property
     def fits(self) -> bool:
-        return self.chosen.fits and fits_device(self.job, self.machine)
+        return self.chosen.fits and policies.fits_device(self.job, self.machine)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -230,13 +221,13 @@ def make_plan(
         policy = "bandwidth" if machine.has_speeds else "by_role"
     settings = _with_units_on_device(model, settings, machine)
     job = model.job(settings, machine)
-    plans = compare(job, machine, dict.fromkeys([*POLICIES, policy]))
+    plans = policies.compare(job, machine, dict.fromkeys([*policies.POLICIES, policy]))
     if plans[policy].needs_speeds:
         raise ConfigError(
             f"policy {policy!r} needs the speeds of this machine's memory, and they are not known: measure them with "
             "`python -m lightning_cxl calibrate`, name a file (--tiers, as in examples/machines), or another policy"
         )
-    predicted, host = dram_only_time(job, machine), _host_bytes(job, machine)
+    predicted, host = policies.dram_only_time(job, machine), _host_bytes(job, machine)
     found = Findings(model.name, settings, machine, job, policy, plans, predicted, host, command=command)
     return found if found.fits else replace(found, ways=what_fits(model, settings, machine, policy))
 
@@ -277,7 +268,7 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 def _host_bytes(job: Job, machine: Machine) -> int:
     """Return host memory in all, without the tier `ssd`; where the CPU computes, with its working memory."""
-    return sum(job.bytes_of().values()) - job.ssd_bytes() + working_bytes(job, machine)
+    return sum(job.bytes_of().values()) - job.ssd_bytes() + policies.working_bytes(job, machine)
 
 
 def what_fits(model: PlannedModel, settings: Settings, machine: Machine, policy: str) -> list[Way]:
@@ -293,7 +284,7 @@ def what_fits(model: PlannedModel, settings: Settings, machine: Machine, policy:
                 changed, changed_machine = replace(changed, **step.values), step.machine or changed_machine
             with suppress(ConfigError, UnsupportedError):  # of settings that do not go together, or what is missing
                 job = model.job(changed, changed_machine)
-            if job is not None and fits(job, changed_machine, policy):
+            if job is not None and policies.fits(job, changed_machine, policy):
                 known[key] = Way(taken, _host_bytes(job, changed_machine), job.device_bytes)
         return known[key]
 
@@ -409,7 +400,7 @@ def as_data(found: Findings) -> dict[str, Any]:
         "device_parts": dict(job.device_parts),
         "policy": found.policy,
         "fits": found.fits,
-        "fits_device": fits_device(job, machine),
+        "fits_device": policies.fits_device(job, machine),
         "what_fits": [
             {"text": way.text, "command": way.command(found.command)}
             | {name: getattr(way, name) for name in ("host_bytes", "device_bytes")}
@@ -428,7 +419,7 @@ def as_data(found: Findings) -> dict[str, Any]:
     }
 
 
-def _policy_data(plan: PolicyPlan, found: Findings) -> dict[str, Any]:
+def _policy_data(plan: policies.PolicyPlan, found: Findings) -> dict[str, Any]:
     time, dram_only, predicted = plan.time, found.dram_only, None
     if time is not None and dram_only is not None:
         predicted = {
@@ -502,7 +493,7 @@ def _roles(found: Findings) -> list[str]:
     for reason in dict.fromkeys(plan.reasons.values()):
         roles = ", ".join(role.value for role, each in plan.reasons.items() if each == reason)
         lines += wrapped(f"  {roles}: {reason}")
-    if working := working_bytes(job, found.machine):
+    if working := policies.working_bytes(job, found.machine):
         total = format_bytes(found.host_bytes)
         lines.append(f"host memory in all: {total}, with {format_bytes(working)} that the CPU works in")
     return lines
@@ -531,7 +522,7 @@ def _device(found: Findings) -> list[str]:
     text = "the CPU's working memory" if device.is_host else f"{device.name} at its peak"
     text += f": {format_bytes(job.device_bytes)}"
     if device.memory_bytes and not device.is_host:
-        verdict = "fits" if fits_device(job, found.machine) else "DOES NOT FIT"
+        verdict = "fits" if policies.fits_device(job, found.machine) else "DOES NOT FIT"
         text += f" of {format_bytes(device.memory_bytes)}: {verdict}"
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in job.device_parts.items())
     if staying := found.settings.units_on_device:
@@ -593,7 +584,7 @@ def _verdict(found: Findings) -> list[str]:
         lines = ["It fits." if known else f"It fits the host; whether it fits {device.name} is not known."]
     else:
         where = [f"host memory (policy {found.policy})"] if found.chosen.error else []
-        where += [] if fits_device(job, found.machine) else [f"{device.name}'s memory"]
+        where += [] if policies.fits_device(job, found.machine) else [f"{device.name}'s memory"]
         ways = "What would make it fit, each way on its own:" if found.ways else "Nothing helps: use a smaller model."
         lines = [f"It does not fit {' nor '.join(where)}.", ways]
     for way in found.ways:

@@ -21,14 +21,7 @@ from lightning_cxl.commands.parsers import COMMANDS, PROGRAM
 from lightning_cxl.errors import ConfigError, LightningCXLError
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.integrations.lightning import (
-    Callback,
-    LightningArgumentParser,
-    LightningCLI,
-    LightningModule,
-    StrategyRegistry,
-    Trainer,
-)
+from lightning_cxl.integrations import lightning
 from lightning_cxl.text import format_bytes
 from lightning_cxl.weights.hf import require_model
 
@@ -39,7 +32,7 @@ _PARSERS = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_uti
 _ACCIDENTS = (ArithmeticError, LookupError, AttributeError, AssertionError)  # say nothing about an option
 
 
-class FitSummary(Callback):
+class FitSummary(lightning.Callback):
     """Collects what a run of `CausalLM` ends with; `describe` shows it.
 
     The loss before training is the one of Lightning's sanity check, when that covers the whole validation set
@@ -51,15 +44,15 @@ class FitSummary(Callback):
         self.before: float | None = None
         self.after, self.sample = "not measured", ""
 
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_sanity_check_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if trainer.num_sanity_val_batches == trainer.num_val_batches and "val_loss" in trainer.callback_metrics:
             self.before = float(trainer.callback_metrics["val_loss"])
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking and "val_loss" in trainer.callback_metrics:
             self.after = f"{float(trainer.callback_metrics['val_loss']):.4f} (step {trainer.global_step})"
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         data = getattr(trainer, "datamodule", None)
         if isinstance(pl_module, CausalLM) and isinstance(data, TextData) and data.tokenizer is not None:
             with trainer.precision_plugin.forward_context():  # while the weights are where the strategy runs them
@@ -75,7 +68,9 @@ class FitSummary(Callback):
                 print(f"row {number}, text:      {tokenizer.decode(ids[1:49])!r}")
                 print(f"row {number}, predicted: {tokenizer.decode(predicted[:48])!r}")
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
+    ) -> None:
         if isinstance(exception, KeyboardInterrupt) and trainer.state.fn == "fit" and trainer.is_global_zero:
             callback = trainer.checkpoint_callback
             saved = getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
@@ -89,7 +84,7 @@ class FitSummary(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.before = state_dict["loss_before"]
 
-    def describe(self, trainer: Trainer) -> str:
+    def describe(self, trainer: lightning.Trainer) -> str:
         """Return everything as text; the memory report only under a strategy that has one."""
         before = "not measured" if self.before is None else f"{self.before:.4f}"
         peak = format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
@@ -98,7 +93,7 @@ class FitSummary(Callback):
         return "\n\n".join([losses, sample, *report, f"peak host memory of this process: {peak}"])
 
 
-class ShortErrors(LightningArgumentParser):
+class ShortErrors(lightning.LightningArgumentParser):
     """A parser whose errors have a few lines, and the nearest name; ``--help`` shows all options."""
 
     _file = "<unicode string>"
@@ -143,7 +138,7 @@ def option_errors() -> Iterator[None]:
         raise ConfigError(str(error).strip() or type(error).__name__) from error
 
 
-class FinetuneCLI(LightningCLI):
+class FinetuneCLI(lightning.LightningCLI):
     """``fit``, ``validate``, ``test`` and ``predict``; model and data agree on tokenizer and vocabulary."""
 
     def __init__(self) -> None:
@@ -172,7 +167,7 @@ class FinetuneCLI(LightningCLI):
         for name in ("accumulate_grad_batches", "val_check_interval", "check_val_every_n_epoch"):
             if config.trainer[name] == 0:
                 raise ConfigError(f"trainer.{name} must be larger than 0")
-        strategy, known = config.trainer.strategy, StrategyRegistry.available_strategies()
+        strategy, known = config.trainer.strategy, lightning.StrategyRegistry.available_strategies()
         if isinstance(strategy, str) and strategy not in known:  # if no name is near, Lightning has a message
             for near in difflib.get_close_matches(strategy, known, n=1, cutoff=0.8):
                 raise ConfigError(f"there is no strategy {strategy!r}: did you mean {near!r}?")
@@ -199,7 +194,7 @@ def main(arguments: Sequence[str]) -> None:
     # raised by Lightning's own use of torch.utils._pytree (lightning 2.6 with torch 2.13): not for our user to act on
     warnings.filterwarnings("ignore", message=r".*treespec, LeafSpec", category=FutureWarning)
     # advertisements, which no run needs
-    told = logging.getLogger(LightningCLI.__module__.replace(".cli", ".utilities.rank_zero"))
+    told = logging.getLogger(lightning.LightningCLI.__module__.replace(".cli", ".utilities.rank_zero"))
     told.addFilter(lambda record: "seamless cloud" not in record.getMessage())
     if not sys.stderr.isatty():  # a log, which bars fill
         datasets.disable_progress_bars()

@@ -38,15 +38,8 @@ from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.checkpoint import is_sharded_checkpoint, load_file, remove
 from lightning_cxl.run.session import Session, cut_for, follow, taking_whole, whole_state
 from lightning_cxl.run.user_loop import UserLoop
+from lightning_cxl.sharding import processes
 from lightning_cxl.sharding.fsdp import is_cut, without_reducing
-from lightning_cxl.sharding.processes import (
-    backend_for,
-    find_machines,
-    gather_on_machine,
-    make_mesh,
-    on_all_ranks,
-    ranks_of_each,
-)
 from lightning_cxl.timing import timed
 
 Options = Mapping[str, Any] | OffloadConfig | str | PathLike[str] | None
@@ -79,7 +72,7 @@ def with_gloo(arguments: dict[str, Any]) -> dict[str, Any]:
     given = [each for each in handlers if isinstance(each, InitProcessGroupKwargs)] or [InitProcessGroupKwargs()]
     if given[0].backend == InitProcessGroupKwargs.backend:
         handlers = [each for each in handlers if each is not given[0]]
-        handlers.append(replace(given[0], backend=backend_for(torch.device(kind.name))))
+        handlers.append(replace(given[0], backend=processes.backend_for(torch.device(kind.name))))
     return {**arguments, "kwargs_handlers": handlers}
 
 
@@ -146,7 +139,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
             )
         backends = dist.get_backend_config() if dist.is_initialized() else "none"
         if several and not {"cpu", self.device.type} <= {each.split(":")[0] for each in backends.split(",")}:
-            wanted = backend_for(self.device)
+            wanted = processes.backend_for(self.device)
             raise UnsupportedError(
                 f"{type(self).__name__} exchanges what is on the host and on `{self.device}`, and the process group of "
                 f"these {self.num_processes} processes has the backends {backends}. It was made before this "
@@ -160,12 +153,17 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         # `accumulate` would keep gradients of the whole model on every device until the last micro-batch
         self.gradient_state.plugin_kwargs["sync_each_batch"] = True
         # processes are asked: Accelerate counts one on each machine where a launcher has not said how many there are
-        session, rank, machines = self.offload.session, self.process_index, find_machines()
+        session, rank, machines = self.offload.session, self.process_index, processes.find_machines()
         replicate = session.config.replicate_machines
-        per_machine = ranks_of_each(machines) if replicate else self.num_processes
-        self._mesh = make_mesh(self.device, self.num_processes // per_machine, per_machine, replicate=replicate)
+        per_machine = processes.ranks_of_each(machines) if replicate else self.num_processes
+        self._mesh = processes.make_mesh(
+            self.device, self.num_processes // per_machine, per_machine, replicate=replicate
+        )
         own = machines[rank]
-        gather, local = partial(gather_on_machine, machine=own), (machines[:rank].count(own), machines.count(own))
+        gather, local = (
+            partial(processes.gather_on_machine, machine=own),
+            (machines[:rank].count(own), machines.count(own)),
+        )
         session.bind(rank, self.num_processes, *local, self.device, gather)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
@@ -310,7 +308,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         finally:
             self._optimizers, self._stand_ins = optimizers, None
             handle.remove()
-        own = on_all_ranks(lambda: own)[0]
+        own = processes.on_all_ranks(lambda: own)[0]
         for index, (model, with_weights) in enumerate(zip(models, own, strict=True)):
             path, adopted = _folder(location, index), self.offload.optimizers_of(model)
             self.offload.save_folder(path, model, adopted, weights=with_weights)

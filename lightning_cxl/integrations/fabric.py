@@ -21,15 +21,7 @@ from lightning_cxl.config import show_options
 from lightning_cxl.devices.transfer import device_type_of
 from lightning_cxl.errors import CheckpointError, UnsupportedError
 from lightning_cxl.gradients.step import repoint_scheduler
-from lightning_cxl.integrations.lightning import (
-    Accelerator,
-    CheckpointIO,
-    CommonStrategy,
-    CXLCheckpointIO,
-    DataParallelStrategy,
-    FabricLauncher,
-    FabricParallelStrategy,
-)
+from lightning_cxl.integrations import lightning
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.checkpoint import is_sharded_checkpoint
 from lightning_cxl.run.session import cut_for, cut_state
@@ -43,7 +35,7 @@ _KEYS = "keys"
 """In our entry of a folder: the user's names of the model and of the optimizers, in their order."""
 
 
-class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
+class CXLFabricStrategy(lightning.CommonStrategy, lightning.FabricParallelStrategy):
     """Train with weights, gradients, optimizer state and activations on host memory tiers.
 
     Args:
@@ -67,13 +59,15 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
 
     def __init__(
         self,
-        accelerator: Accelerator | None = None,
-        checkpoint_io: CheckpointIO | None = None,
+        accelerator: lightning.Accelerator | None = None,
+        checkpoint_io: lightning.CheckpointIO | None = None,
         precision: Any = None,
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io or CXLCheckpointIO(), precision=precision)
+        super().__init__(
+            accelerator=accelerator, checkpoint_io=checkpoint_io or lightning.CXLCheckpointIO(), precision=precision
+        )
         self.parallel_devices, self.cluster_environment = None, None  # filled in by Fabric
         self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]
         self._begin(timeout, options)
@@ -94,7 +88,7 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
     def _configure_launcher(self) -> None:
         cluster = self.cluster_environment
         if self.is_distributed and cluster is not None and not cluster.creates_processes_externally:
-            self._launcher = FabricLauncher(cluster, self.num_processes, self.num_nodes)
+            self._launcher = lightning.FabricLauncher(cluster, self.num_processes, self.num_nodes)
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         return self._reduce(tensor, group, reduce_op)
@@ -149,7 +143,7 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
         return module, adopted, scheduler
 
     # `wraps`: Fabric looks whether a strategy has a backward of its own, and if so refuses `torch.autograd.grad`, too
-    @functools.wraps(FabricParallelStrategy.backward)
+    @functools.wraps(lightning.FabricParallelStrategy.backward)
     def backward(  # type: ignore[override]
         self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
     ) -> None:
@@ -255,7 +249,7 @@ class CXLFabricStrategy(CommonStrategy, FabricParallelStrategy):
                 loop.close()
         finally:
             if self.cluster_environment is None:  # nobody has filled it in
-                super(FabricParallelStrategy, self).teardown()
+                super(lightning.FabricParallelStrategy, self).teardown()
             else:
                 super().teardown()
 
@@ -276,4 +270,4 @@ class _BackwardSync:
 show_options(CXLFabricStrategy)
 # Fabric lets these two, and no others, go without `fabric.launch()`, as one process may. The other one is
 # `SingleDeviceStrategy`, of which `fabric.no_backward_sync` asks nothing.
-DataParallelStrategy.register(CXLFabricStrategy)
+lightning.DataParallelStrategy.register(CXLFabricStrategy)

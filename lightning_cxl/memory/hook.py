@@ -29,26 +29,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_cxl import torch_private
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory import host_memory as kernel
 from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.memory.placement import Placer, TensorRole, TierSpec, constructing, constructing_spec
-from lightning_cxl.torch_private import (
-    PIN_MEMORY,
-    TO_COPY,
-    TorchDispatchMode,
-    dispatch_modes,
-    is_zero_tensor,
-    schema_of,
-)
 
 _OPTIONS = {"dtype", "layout", "device", "pin_memory"}
 _EMPTY = {"empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided"}
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}
 _ONES = {"ones", "ones_like", "new_ones"}
 _FULL = {"full", "full_like", "new_full"}
-_COPIES = {"clone", *(schema_of(operator).name.partition("::")[2] for operator in (TO_COPY, PIN_MEMORY))}
+_COPIES = {
+    "clone",
+    *(
+        torch_private.schema_of(operator).name.partition("::")[2]
+        for operator in (torch_private.TO_COPY, torch_private.PIN_MEMORY)
+    ),
+}
 _PAUSED = contextvars.ContextVar("lightning_cxl_hook_paused", default=False)
 
 
@@ -63,7 +62,7 @@ def ordinary_memory() -> Iterator[None]:
 
 
 def is_placing() -> bool:
-    return not _PAUSED.get() and any(isinstance(mode, HostAllocationMode) for mode in dispatch_modes())
+    return not _PAUSED.get() and any(isinstance(mode, HostAllocationMode) for mode in torch_private.dispatch_modes())
 
 
 class _Kind(enum.Enum):
@@ -75,7 +74,7 @@ class _Kind(enum.Enum):
     OTHER = enum.auto()
 
 
-class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+class HostAllocationMode(torch_private.TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """While active, host tensors that torch creates in this thread go where role, tier and decorators say.
 
     Which tier: the innermost of `tier` and the decorated module under construction; else the policy.
@@ -123,7 +122,7 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
 
     def _copy(self, func: Any, source: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Answer ``clone``, ``.to`` or ``pin_memory``; the copy is complete on return, whatever ``non_blocking`` is."""
-        if func is TO_COPY:
+        if func is torch_private.TO_COPY:
             if not _makes_host_tensor(source, kwargs):
                 return func(*args, **kwargs)
             like = func(source, **{**kwargs, "device": "meta", "pin_memory": False})
@@ -132,7 +131,7 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
         else:
             memory_format = kwargs.get("memory_format") or torch.preserve_format
             like = torch.empty_like(source, device="meta", memory_format=memory_format)
-        new = self._new(like, {"pin_memory": func is PIN_MEMORY or kwargs.get("pin_memory")})
+        new = self._new(like, {"pin_memory": func is torch_private.PIN_MEMORY or kwargs.get("pin_memory")})
         return new.copy_(source)
 
     def _adopt(self, result: Tensor, pinned: bool = False) -> Tensor:
@@ -154,7 +153,7 @@ class HostAllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
 
 @functools.cache
 def _kind(func: Any) -> _Kind:
-    schema = schema_of(func)
+    schema = torch_private.schema_of(func)
     name = schema.name.partition("::")[2]
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":
         return _Kind.OTHER
@@ -173,7 +172,7 @@ def _kind(func: Any) -> _Kind:
 
 
 def _fill(func: Any, args: tuple[Any, ...], new: Tensor) -> Tensor:
-    name = schema_of(func).name.partition("::")[2]
+    name = torch_private.schema_of(func).name.partition("::")[2]
     if name in _ZEROS:
         return new.zero_()
     if name in _ONES:
@@ -193,7 +192,7 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested
-        and not is_zero_tensor(tensor)
+        and not torch_private.is_zero_tensor(tensor)
     )
 
 

@@ -28,17 +28,9 @@ from torch.optim import Optimizer
 from lightning_cxl.config import SSD, OffloadConfig
 from lightning_cxl.devices.transfer import TransferEngine, device_type_of, make_engine
 from lightning_cxl.errors import LightningCXLError, SpillWarning, TierFullError, warn
+from lightning_cxl.gradients import step
 from lightning_cxl.gradients.guard import GradientMeter, OverflowGuard
 from lightning_cxl.gradients.offload import GradientOffload, HostWorker, attach_zero_grad, detach_zero_grad
-from lightning_cxl.gradients.step import (
-    MAX_UNITS_IN_FLIGHT,
-    Adoption,
-    Updates,
-    describe_optimizer,
-    orthogonalise_on_device,
-    waiting_forwards,
-    why_after_backward,
-)
 from lightning_cxl.inventory.plan import AskedTiers, Plan, list_tensors, precisions_of
 from lightning_cxl.inventory.tensors import SLOTS_OWNER, Loop, StreamedUnit, Workload
 from lightning_cxl.machine.binding import RankBinding
@@ -66,16 +58,9 @@ from lightning_cxl.sharding.fsdp import place_shards, pooled_exchanges
 from lightning_cxl.sharding.host_shard import ShardedUnit, sharded_units
 from lightning_cxl.shards import is_sharded, local, sharded_like
 from lightning_cxl.storage.drive import BLOCK_BYTES
+from lightning_cxl.streaming import quantised
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
 from lightning_cxl.streaming.on_ssd import InputOnSsd, ShardsOnSsd, WeightRecord
-from lightning_cxl.streaming.quantised import (
-    has_quantised,
-    numel,
-    prepare_layers,
-    show,
-    tensors_of,
-    warn_of_wide_experts,
-)
 from lightning_cxl.streaming.unit_weights import HostCopy, InMemory, ParamStreamer, UnitWeights, peek
 from lightning_cxl.streaming.units import owners_in
 
@@ -280,7 +265,7 @@ class Host:
 
     def plan(self, model: nn.Module, optimizers: Sequence[Optimizer], loop: Loop) -> Plan:
         tiers = resolve(model.named_modules(remove_duplicate=False), self.config.tier_rules, self.topology)
-        objection = why_after_backward(loop.needs_whole_step, optimizers)
+        objection = step.why_after_backward(loop.needs_whole_step, optimizers)
         workload = Workload(
             batch=1,
             sequence=self.config.batch_tokens or 0,
@@ -382,10 +367,12 @@ def place_weights(model: nn.Module, place: PlaceLike) -> tuple[str, ...]:
             kept.append(name)
             continue
         module = module_of[id(parameter)]
-        tensors = tensors_of(module, parameter)
+        tensors = quantised.tensors_of(module, parameter)
         moved = {key: (place(parameter, tensor), tensor.detach()) for key, tensor in tensors.items()}
         if any(memory is not None for memory, _ in moved.values()):
-            show(module, parameter, {k: old if new is None else new.copy_(old) for k, (new, old) in moved.items()})
+            quantised.show(
+                module, parameter, {k: old if new is None else new.copy_(old) for k, (new, old) in moved.items()}
+            )
         del tensors, moved  # the old memory goes before the next is taken
     return tuple(kept)
 
@@ -408,9 +395,9 @@ def place_model(
     """
     streamed_ids = frozenset(id(p) for unit in streamed for group in unit.groups for p in group)
     on_host = engine.device.type == "cpu"
-    warn_of_wide_experts(model)
-    undo.callback(prepare_layers(model, streamed_ids))
-    if on_host and has_quantised(model):
+    quantised.warn_of_wide_experts(model)
+    undo.callback(quantised.prepare_layers(model, streamed_ids))
+    if on_host and quantised.has_quantised(model):
         undo.enter_context(large_blocks_apart())
     units = [UnitWeights(name, module, groups, memory.piece) for name, module, groups in streamed]
     if on_host:
@@ -524,19 +511,19 @@ class Run:
             )
             resident = []
             if behind and not engine.computes_on_host and not any(map(is_sharded, peek(model))):
-                resident = waiting_forwards(
+                resident = step.waiting_forwards(
                     model, (module for _, module in plan.units), (unit.module for unit in plan.streamed)
                 )
             for each in resident:
                 cleanup.callback(each.remove)
-            self._updates = Updates(
+            self._updates = step.Updates(
                 on_host,
                 self.masters,
                 self._grads,
                 streamer,
                 worker,
                 in_backward=plan.overlap in ("backward", "both"),
-                max_in_flight=MAX_UNITS_IN_FLIGHT if plan.overlap == "backward" else len(on_host),
+                max_in_flight=step.MAX_UNITS_IN_FLIGHT if plan.overlap == "backward" else len(on_host),
                 guard=self.guard,
                 parameters=peek(model),
                 awaited={id(p): number for number, each in enumerate(resident) for p in each.module.parameters()},
@@ -549,7 +536,7 @@ class Run:
             cleanup.callback(activations.detach)
             activations.attach(plan.units, model)
             self._precisions = precisions_of(model, config)
-            self._adoption = Adoption(
+            self._adoption = step.Adoption(
                 self._precisions,
                 self.masters,
                 self._grads,
@@ -559,7 +546,7 @@ class Run:
                 self._placed.place_state,
                 self.meter,
                 None if self.on_ssd is None else self.on_ssd.state,
-                partial(orthogonalise_on_device, engine, self._placed.slots),
+                partial(step.orthogonalise_on_device, engine, self._placed.slots),
             )
             cleanup.callback(self._end, self._adoption.release)
             if executor is not None:
@@ -668,10 +655,10 @@ class Run:
         notes = [f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)"] if kept else []
         return {
             **self._planned,
-            "num_parameters": sum(map(numel, parameters)),
+            "num_parameters": sum(map(quantised.numel, parameters)),
             "num_trainable": sum(p.numel() for p in parameters if p.requires_grad),
             "units": list(self.units),
             "streamed": {} if self._streamer is None else self._streamer.stats(),
-            "optimizers": [describe_optimizer(optimizer) for optimizer in self.optimizers],
+            "optimizers": [step.describe_optimizer(optimizer) for optimizer in self.optimizers],
             "notes": notes,
         }

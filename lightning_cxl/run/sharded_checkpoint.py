@@ -50,16 +50,7 @@ from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights
 from lightning_cxl.optim.parameter_state import MOMENT_KEYS, REMAINDER, of_this_shard
 from lightning_cxl.optim.swapped_state import read_states
-from lightning_cxl.run.checkpoint import (
-    META,
-    by_name,
-    damaged,
-    lying_at,
-    needs_code,
-    put_in_place,
-    restore_masters,
-    unfinished,
-)
+from lightning_cxl.run import checkpoint as ckpt
 from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.shards import first_element, is_sharded, local, sharded_like
@@ -79,15 +70,15 @@ def write(path: Path, tensors: Mapping[str, Any], write_rest: Callable[[BinaryIO
     with ExitStack() as cleanup:
 
         def begin() -> Path | None:
-            return cleanup.enter_context(unfinished(path)) if is_first else None
+            return cleanup.enter_context(ckpt.unfinished(path)) if is_first else None
 
         def finish() -> None:
             if is_first and folder is not None:
-                with open(folder / META, "wb") as file:
+                with open(folder / ckpt.META, "wb") as file:
                     write_rest(file)
                     file.flush()
                     os.fsync(file.fileno())
-                put_in_place(folder, path)
+                ckpt.put_in_place(folder, path)
 
         try:
             folder = on_all_ranks(begin, group)[0]
@@ -284,7 +275,7 @@ class ShardedCheckpoint:
     """A checkpoint folder. Each process reads by itself what it needs."""
 
     def __init__(self, path: Path) -> None:
-        self._path = lying_at(path)
+        self._path = ckpt.lying_at(path)
         try:
             self._reader = PlainReader(self._path)
         except Exception as error:
@@ -315,7 +306,7 @@ class ShardedCheckpoint:
                 own = torch.empty_like(local(wanted[name].detach()), dtype=torch.float32, device="cpu")
                 saved[name] = sharded_like(own, wanted[name])
         self.read({f"{_MASTERS}.{name}": value for name, value in saved.items()})
-        restore_masters(saved, masters, optimizers)
+        ckpt.restore_masters(saved, masters, optimizers)
 
     def master_names(self) -> dict[str, str]:
         """Return full names of float32 master weights by the name of the weight; of int16 remainders of split ones."""
@@ -327,7 +318,7 @@ class ShardedCheckpoint:
 
     def rest(self, *, weights_only: bool | None = None) -> dict[str, Any]:
         try:
-            loaded: dict[str, Any] = torch.load(self._path / META, map_location="cpu", weights_only=weights_only)
+            loaded: dict[str, Any] = torch.load(self._path / ckpt.META, map_location="cpu", weights_only=weights_only)
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
             raise self._damaged(error) from error
         return loaded
@@ -424,7 +415,7 @@ class ShardedCheckpoint:
         for group, own in zip(found, names, strict=False):  # DCP has no entry for an empty list
             group.setdefault("params", own)
         saved = [list(group.get("params", ())) for group in found]
-        return by_name({"param_groups": found}, saved, names)["param_groups"]
+        return ckpt.by_name({"param_groups": found}, saved, names)["param_groups"]
 
     def _entry(self, paths: Mapping[str, _Path], parameter: torch.Tensor) -> dict[str, Any]:
         tensors: dict[str, torch.Tensor] = {}
@@ -457,8 +448,8 @@ class ShardedCheckpoint:
         if isinstance(error, RefusedError):
             return CheckpointError(f"checkpoint `{self._path}` was not read: {error}. Reading it could run code")
         if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
-            return needs_code(self._path, error)
-        return damaged(self._path, error)
+            return ckpt.needs_code(self._path, error)
+        return ckpt.damaged(self._path, error)
 
     def _some(self) -> str:
         names = list(self._metadata.state_dict_metadata)

@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_cxl import torch_private
 from lightning_cxl.devices.transfer import TransferEngine
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.host_memory import large_blocks_apart
@@ -43,16 +44,6 @@ from lightning_cxl.memory.resource import Buffer, MemoryResource, PoolResource
 from lightning_cxl.sharding.host_shard import HostShard, host_shards
 from lightning_cxl.sharding.processes import on_all_ranks, reduce
 from lightning_cxl.shards import is_sharded, local, shard_of
-from lightning_cxl.torch_private import (
-    collectives_of,
-    has_all_reduce_hook,
-    has_default_collectives,
-    is_being_accumulated,
-    move_shard,
-    padded_size,
-    put_shard,
-    sharded_parameters,
-)
 
 PlaceShard = Callable[[nn.Parameter, torch.Tensor, int], torch.Tensor | None]
 """Gives 1-D memory of so many elements of a shard's type; None where the shard is in place already."""
@@ -162,7 +153,9 @@ def refuse_other_cuts(model: nn.Module) -> None:
                 "Leave `shard_placement_fn` and tensor parallelism out, or leave the model to be cut here"
             )
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule) and has_all_reduce_hook(module):  # reduced gradients are of another stream
+        if isinstance(module, FSDPModule) and torch_private.has_all_reduce_hook(
+            module
+        ):  # reduced gradients are of another stream
             raise UnsupportedError(
                 f"`{name}` has an all-reduce hook, and gradients leave the device while it may still run: take "
                 "`set_all_reduce_hook` out. Machines that replicate a model reduce with `replicate_machines=True`"
@@ -184,7 +177,7 @@ def _average_gradients(root: Any, scalars: Sequence[nn.Parameter], mesh: DeviceM
 
     def average(scalar: weakref.ref[nn.Parameter], index: int, grad: torch.Tensor) -> torch.Tensor:
         parameter = scalar()
-        if parameter is None or not is_being_accumulated(parameter):
+        if parameter is None or not torch_private.is_being_accumulated(parameter):
             return grad
         if grad.requires_grad:
             raise UnsupportedError(
@@ -248,11 +241,11 @@ def _agree_on_values(model: nn.Module, mesh: DeviceMesh) -> None:
 @torch.no_grad()
 def place_shards(model: nn.Module, place: PlaceShard) -> None:
     """Move the shards of a model to the memory that `place` gives. FSDP2 gathers from there from now on."""
-    shards = list(sharded_parameters(model))
+    shards = list(torch_private.sharded_parameters(model))
 
     def move() -> None:
         for managed in shards:
-            parameter, size = managed.sharded_param, padded_size(managed)
+            parameter, size = managed.sharded_param, torch_private.padded_size(managed)
             shard = parameter._local_tensor
             is_apart = isinstance(shard, HostShard)
             memory = place(parameter, local(parameter), shard.numel() if is_apart else size.numel())
@@ -260,11 +253,11 @@ def place_shards(model: nn.Module, place: PlaceShard) -> None:
                 continue
             if is_apart:
                 memory = memory[: shard.numel()]
-                put_shard(managed, shard.move(memory), memory)
+                torch_private.put_shard(managed, shard.move(memory), memory)
             else:
                 padded, dim = memory.view(size).zero_(), managed.fsdp_placement.dim
                 padded.narrow(dim, 0, shard.size(dim) if shard.numel() else 0).copy_(shard)
-                move_shard(managed, memory)
+                torch_private.move_shard(managed, memory)
 
     if shards:
         mesh = shards[0].sharded_param.device_mesh
@@ -297,16 +290,18 @@ class PooledCollective:
 def pooled_exchanges(model: nn.Module) -> Iterator[None]:
     """Inside, FSDP2 gathers and reduces a model in memory of a pool, unless somebody has replaced its collectives."""
     pool = PoolResource(_Pages())
-    cuts = [each for each in model.modules() if isinstance(each, FSDPModule) and has_default_collectives(each)]
+    cuts = [
+        each for each in model.modules() if isinstance(each, FSDPModule) and torch_private.has_default_collectives(each)
+    ]
     for module in cuts:
-        gather, reduce = collectives_of(module)
+        gather, reduce = torch_private.collectives_of(module)
         module.set_custom_all_gather(PooledCollective(gather, pool))  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(PooledCollective(reduce, pool))  # type: ignore[arg-type]
     try:
         yield
     finally:
         for module in cuts:
-            gather, reduce = collectives_of(module)
+            gather, reduce = torch_private.collectives_of(module)
             if isinstance(gather, PooledCollective):
                 module.set_custom_all_gather(gather.collective)
             if isinstance(reduce, PooledCollective):

@@ -29,21 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_cxl import torch_private
 from lightning_cxl.devices.transfer import Transfer, TransferEngine
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.torch_private import (
-    TO_COPY,
-    forget_forwards,
-    gather_groups,
-    make_wrapper,
-    no_torch_function,
-    num_awaited_backwards,
-    put_shard,
-    sharded_parameters,
-    tree_leaves,
-    tree_map,
-    written_by,
-)
 
 _aten = torch.ops.aten
 SHAPE_ALONE = frozenset(
@@ -113,7 +101,7 @@ class HostShard(Tensor):
 
     @classmethod
     def _of(cls, host: Tensor, shared: _Bytes) -> "HostShard":
-        shard: HostShard = make_wrapper(
+        shard: HostShard = torch_private.make_wrapper(
             cls,
             host.shape,
             strides=host.stride(),
@@ -183,7 +171,7 @@ class HostShard(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"HostShard({self.host!r}, device='{self.device}')"
 
-    __torch_function__ = no_torch_function
+    __torch_function__ = torch_private.no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -196,16 +184,16 @@ class HostShard(Tensor):
             return False  # as any tensor of a device; the bytes' own allocator knows of `host`
         if func.is_view:
             views, shared = func(args[0].host, *args[1:], **kwargs), args[0]._bytes
-            return tree_map(lambda view: HostShard._of(view, shared), views)
-        for leaf in tree_leaves((args, kwargs)):
+            return torch_private.tree_map(lambda view: HostShard._of(view, shared), views)
+        for leaf in torch_private.tree_leaves((args, kwargs)):
             if isinstance(leaf, HostShard):
                 leaf._bytes.wait()
-        if func is TO_COPY and torch.device(kwargs.get("device") or "meta").type == "cpu":
+        if func is torch_private.TO_COPY and torch.device(kwargs.get("device") or "meta").type == "cpu":
             return func(args[0].host, **kwargs)
-        if (arguments := written_by(func, args, kwargs)) is None:
+        if (arguments := torch_private.written_by(func, args, kwargs)) is None:
             return func(*_to_device(args), **_to_device(kwargs))
         # it writes: on the host, unless it needs the device to do so
-        written = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        written = [leaf for leaf in torch_private.tree_leaves(arguments) if isinstance(leaf, Tensor)]
         shards = [tensor for tensor in written if isinstance(tensor, HostShard)]
         for shard in shards:
             shard.settle()
@@ -226,7 +214,7 @@ def _to_host(values: Any) -> Any:
     def on_host(value: Any) -> Any:
         return value.host if isinstance(value, HostShard) else value.cpu() if isinstance(value, Tensor) else value
 
-    return tree_map(on_host, values)
+    return torch_private.tree_map(on_host, values)
 
 
 def _to_device(values: Any, copies: dict[int, Tensor] | None = None) -> Any:
@@ -242,7 +230,7 @@ def _to_device(values: Any, copies: dict[int, Tensor] | None = None) -> Any:
             copies[id(value)] = arrived
         return copies[id(value)]
 
-    return tree_map(on_device, values)
+    return torch_private.tree_map(on_device, values)
 
 
 class ShardedUnit:
@@ -262,13 +250,13 @@ class ShardedUnit:
             each.unit = self
 
     def begin_step(self) -> None:
-        forget_forwards(self._group)  # of a validation: FSDP2 does so at the end of the next backward
+        torch_private.forget_forwards(self._group)  # of a validation: FSDP2 does so at the end of the next backward
         self._repeats = False
 
     @property
     def runs_again(self) -> bool:
         """Whether a backward of this step has gathered it before another one did, or still may."""
-        self._repeats |= num_awaited_backwards(self._group) > 0
+        self._repeats |= torch_private.num_awaited_backwards(self._group) > 0
         return self._repeats
 
     def begin_update(self, update: "Future[None]") -> None:
@@ -304,7 +292,7 @@ class ShardedUnit:
 
 def sharded_units(model: nn.Module) -> list[ShardedUnit]:
     """Return what FSDP2 gathers from memory of the host; none where something lies on a device or on drives."""
-    groups = [group for group in gather_groups(model) if group.fsdp_params]
+    groups = [group for group in torch_private.gather_groups(model) if group.fsdp_params]
     shards = [each.sharded_param._local_tensor for group in groups for each in group.fsdp_params]
     in_memory = all(isinstance(shard, HostShard) and shard._bytes.drives is None for shard in shards)
     return [ShardedUnit(group) for group in groups] if in_memory else []
@@ -322,7 +310,7 @@ def host_shards(model: nn.Module, allocate: Allocate, engine: TransferEngine) ->
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     shards, copies = {}, []
-    for managed in sharded_parameters(model):
+    for managed in torch_private.sharded_parameters(model):
         name, local = names[managed.sharded_param], managed.sharded_param.detach().to_local()
         if local.device != engine.device and not local.is_meta:
             raise UnsupportedError(
@@ -340,7 +328,7 @@ def host_shards(model: nn.Module, allocate: Allocate, engine: TransferEngine) ->
         if not local.is_meta:
             copies.append(engine.d2h(local, memory))
         shards[name] = HostShard(memory, engine)
-        put_shard(managed, shards[name], memory)
+        torch_private.put_shard(managed, shards[name], memory)
     for copy in copies:
         copy.wait_host()
     return shards

@@ -22,20 +22,8 @@ from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError,
 from lightning_cxl.memory.hook import new_weight
 from lightning_cxl.memory.host_memory import large_blocks_apart
 from lightning_cxl.streaming.quantised import warn_of_wide_experts
+from lightning_cxl.weights import models
 from lightning_cxl.weights.files import FileTensor, MergedTensor, NamedTensor, Translate, WeightSource, open_weights
-from lightning_cxl.weights.models import (
-    LoadReport,
-    SavedQuantised,
-    default_dtype,
-    distinct,
-    empty_weights,
-    load_translated,
-    model_weights,
-    named_tensors,
-    quantised_like,
-    save_tensors,
-    weight_beside,
-)
 
 # `Quantizer`: transformers' own preparation of a model for weights that bitsandbytes quantises, or has quantised.
 
@@ -82,7 +70,7 @@ class Quantizer:
 
     def replace_layers(self, model: Any) -> None:
         """Put layers of bitsandbytes in the place of those that are to be quantised, as transformers chooses them."""
-        with default_dtype(model.dtype):
+        with models.default_dtype(model.dtype):
             self._own.preprocess_model(model=model, dtype=model.dtype, device_map=None)
         for name, _ in _quantised_parameters(model):
             bias = model.get_submodule(name.rpartition(".")[0]).bias
@@ -108,7 +96,7 @@ class Quantizer:
             plain = []
             in_files = {tensor.name for tensor in tensors}
             for tensor in tensors:
-                owner = weight_beside(tensor.name) if self.is_saved else None
+                owner = models.weight_beside(tensor.name) if self.is_saved else None
                 if owner is not None and owner[0] in in_files:
                     beside.setdefault(owner[0], {})[owner[1]] = tensor
                 else:
@@ -118,7 +106,7 @@ class Quantizer:
                 meta = parameters.get(name)
                 if meta is not None and isinstance(source, FileTensor):
                     if self.is_saved:
-                        source = SavedQuantised(source, beside.get(source.name, {}), meta)
+                        source = models.SavedQuantised(source, beside.get(source.name, {}), meta)
                     elif model.get_submodule(name.rpartition(".")[0]).source_cls is not nn.Linear:
                         # a Conv1D of GPT-2, whose weight has the other orientation
                         source = MergedTensor([source], lambda parts: parts.pop().T)
@@ -130,13 +118,13 @@ class Quantizer:
     def fill_on_meta(self, model: Any) -> None:
         for name, parameter in list(_quantised_parameters(model)):
             layer = model.get_submodule(name.rpartition(".")[0])
-            layer.weight = quantised_like(
+            layer.weight = models.quantised_like(
                 parameter, parameter.dtype, lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
             )
         model.hf_quantizer = self._own
         self._own.postprocess_model(model)
 
-    def complete(self, model: Any, report: LoadReport) -> None:
+    def complete(self, model: Any, report: models.LoadReport) -> None:
         missing = [name for name, parameter in _quantised_parameters(model) if parameter.is_meta]
         if missing:
             raise CheckpointError(
@@ -284,7 +272,7 @@ def from_pretrained(
             del each.quantization_config
     quantizer = None if quantization_config is None and saved is None else Quantizer(quantization_config, saved)
     with large_blocks_apart() if quantizer is not None else nullcontext():  # also while modules are made
-        with empty_weights():
+        with models.empty_weights():
             model = build_model(model_class, config, dtype or _dtype(config, path))
         if quantizer is not None:
             quantizer.replace_layers(model)
@@ -292,7 +280,7 @@ def from_pretrained(
         warn_of_wide_experts(model)
         names = FileNames(model)
         translate = names if quantizer is None else quantizer.translate(model, names)
-        report = load_translated(model, path, translate, strict=strict, mapped=mapped)
+        report = models.load_translated(model, path, translate, strict=strict, mapped=mapped)
         model._weight_conversions = names.used()  # so that it is saved under the names that it came with
         if quantizer is not None:
             quantizer.complete(model, report)
@@ -327,7 +315,7 @@ def save_pretrained(
     path = Path(fspath(folder))
     if path.exists() and not path.is_dir():
         raise ConfigError(f"`{path}` is a file: give a folder")
-    written = save_tensors(with_original_names(model, named_tensors(model, dtype)), path, max_shard_bytes)
+    written = models.save_tensors(with_original_names(model, models.named_tensors(model, dtype)), path, max_shard_bytes)
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype or model.dtype
@@ -468,14 +456,14 @@ class FileNames:
         return [conversion for conversion in self._all if conversion.was_used()]
 
 
-def _complete(model: Any, report: LoadReport) -> None:
+def _complete(model: Any, report: models.LoadReport) -> None:
     """Initialise weights that no file holds as transformers does, and say what did not fit."""
     if report.missing_keys or report.unexpected_keys:
         warn(
             f"{type(model).__name__}: newly initialised, because no file holds them: {report.missing_keys or 'none'}. "
             f"In the files but not in the model: {report.unexpected_keys or 'none'}."
         )
-    weights = distinct(model_weights(model))
+    weights = models.distinct(models.model_weights(model))
     missing = set(report.missing_keys) | {weight.names[0] for weight in weights if weight.tensor.is_meta}
     if not missing:
         return
@@ -636,7 +624,7 @@ def model_on_meta(name: str) -> Any:
                 "the model that they were made from. A run plans itself when it begins, too, and its report shows it"
             )
     try:
-        with empty_weights():
+        with models.empty_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # whatever transformers trips over in a config that has been written by hand
         raise ConfigError(f"{name!r} makes no causal language model: {_reason(error)}") from error
