@@ -206,10 +206,11 @@ class CommonStrategy(_Base):  # type: ignore[misc]
         assert self.cluster_environment is not None
         reset_seed()
         self.set_world_ranks()
-        options = processes.group_options(self.root_device, self.timeout)
+        options: dict[str, Any] = {} if self.timeout is None else {"timeout": self.timeout}
         if (store := processes.store_of_restart(os.environ)) is not None:
             options["store"] = store
-        backend = processes.backend_for(self.root_device)
+        if (backend := processes.backend_for(self.root_device)) != dist.Backend.GLOO:
+            options["device_id"] = self.root_device
         init_dist_connection(self.cluster_environment, backend, self.global_rank, self.world_size, **options)
         self._device_mesh = processes.make_mesh(
             self.root_device, self.num_nodes, self.num_processes, replicate=self.config.replicate_machines

@@ -104,12 +104,9 @@ def preferred_kinds(role: TensorRole, *, cpu_computes: bool) -> tuple[TierKind, 
 _MARK = "_lightning_cxl_tier_spec"
 _FIELD_OF_ROLE: Mapping[TensorRole, str] = {
     TensorRole.COMPUTE_WEIGHTS: "weights",
-    TensorRole.COMPUTE_GRADS: "gradients",
-    TensorRole.MASTER_WEIGHTS: "optimizer_state",
-    TensorRole.MASTER_GRADS: "gradients",
-    TensorRole.MOMENTUM: "optimizer_state",
-    TensorRole.VARIANCE: "optimizer_state",
     TensorRole.ACTIVATIONS: "activations",
+    **dict.fromkeys((TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS), "gradients"),
+    **dict.fromkeys((TensorRole.MASTER_WEIGHTS, TensorRole.MOMENTUM, TensorRole.VARIANCE), "optimizer_state"),
 }
 _T = TypeVar("_T")
 

@@ -332,13 +332,10 @@ def _report(host: Host, runs: Sequence[Run], state: str) -> dict[str, Any]:
 def _added(before: Any, more: Any, *, twice: bool = False) -> Any:
     """Return sums of numbers, also in dicts, and the texts of both lists, each once unless `twice`."""
     if isinstance(more, dict):
-        return {
-            **before,
-            **{key: _added(before[key], value) if key in before else value for key, value in more.items()},
-        }
-    return (
-        [*before, *(text for text in more if twice or text not in before)] if isinstance(more, list) else before + more
-    )
+        return before | {key: _added(before[key], value) if key in before else value for key, value in more.items()}
+    if isinstance(more, list):
+        return [*before, *(text for text in more if twice or text not in before)]
+    return before + more
 
 
 # For front ends that train a model in several processes: cut it, follow it with optimizers, gather whole weights.

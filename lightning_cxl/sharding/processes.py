@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,13 +32,6 @@ def backend_for(device: torch.device) -> str:
     # host tensors always go through gloo: what is on the host is not copied to a device to be sent
     of_device = dist.Backend.default_device_backend_map.get(device.type, dist.Backend.GLOO)
     return dist.Backend.GLOO if of_device == dist.Backend.GLOO else f"cpu:gloo,{device.type}:{of_device}"
-
-
-def group_options(device: torch.device, timeout: timedelta | None) -> dict[str, Any]:
-    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    if backend_for(device) != dist.Backend.GLOO:
-        options["device_id"] = device
-    return options
 
 
 def store_of_restart(environment: Mapping[str, str]) -> Store | None:

@@ -370,12 +370,9 @@ def _fill_4bit(parameter: Any, source: WeightSource, dtype: torch.dtype) -> None
     if state.state2 is not None:
         state.offset.copy_(scales.mean())
         coded, nested = functional.quantize_blockwise(scales - state.offset.cpu(), blocksize=_NESTED_BLOCK)
-        for target, values in (
-            (state.absmax, coded),
-            (state.state2.absmax, nested.absmax),
-            (state.state2.code, nested.code),
-        ):
-            target.copy_(values)
+        state.absmax.copy_(coded)
+        state.state2.absmax.copy_(nested.absmax)
+        state.state2.code.copy_(nested.code)
 
 
 def _fill_8bit(parameter: Any, source: WeightSource, dtype: torch.dtype) -> None:
@@ -518,15 +515,11 @@ def load_weights(
             model = MyModel()
         lightning_cxl.load_weights(model, "folder", dtype=torch.bfloat16)
     """
-    return load_translated(
-        model,
-        source,
-        lambda tensors: [(tensor.name, tensor) for tensor in tensors],
-        strict=strict,
-        dtype=dtype,
-        mapped=mapped,
-        completes=False,
-    )
+
+    def as_named(tensors: Sequence[WeightSource]) -> list[tuple[str, WeightSource]]:
+        return [(tensor.name, tensor) for tensor in tensors]
+
+    return load_translated(model, source, as_named, strict=strict, dtype=dtype, mapped=mapped, completes=False)
 
 
 def load_translated(
