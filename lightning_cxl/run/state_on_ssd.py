@@ -19,13 +19,7 @@ from torch.optim import Optimizer
 from lightning_cxl.config import SsdOptions
 from lightning_cxl.devices.transfer import TransferEngine
 from lightning_cxl.errors import CheckpointError, StorageError, UnsupportedError
-from lightning_cxl.inventory.tensors import (
-    PlannedRecord,
-    input_slot_bytes,
-    round_up,
-    update_slot_bytes,
-    weight_slot_bytes,
-)
+from lightning_cxl.inventory import tensors
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.cpu_adam import CPUAdam
@@ -56,7 +50,7 @@ class StateOnSsd:
         self,
         options: SsdOptions,
         budget_bytes: int,
-        planned: Sequence[PlannedRecord],
+        planned: Sequence[tensors.PlannedRecord],
         allocate: Callable[[int], Buffer],
         engine: TransferEngine,
     ) -> None:
@@ -82,15 +76,15 @@ class StateOnSsd:
                 cleanup.callback(made.close)
                 return made
 
-            updates = swapper(update_slot_bytes(planned, num_drives), before_write=self.make_room)
+            updates = swapper(tensors.update_slot_bytes(planned, num_drives), before_write=self.make_room)
             self.state = StateSwapper(updates)
-            weights = swapper(weight_slot_bytes(planned, num_drives), begin_thread=engine.use_in_this_thread)
+            weights = swapper(tensors.weight_slot_bytes(planned, num_drives), begin_thread=engine.use_in_this_thread)
             self._weights = WeightsOnSsd(weights, engine)
             self.store.check_found({each.name: each.nbytes for each in planned if each.is_state})
             # all planned inputs together: each image gets its place in this space when there is one
-            nbytes = sum(round_up(each.nbytes, BLOCK_BYTES * num_drives) for each in planned if each.is_inputs)
+            nbytes = sum(tensors.round_up(each.nbytes, BLOCK_BYTES * num_drives) for each in planned if each.is_inputs)
             area = Area(self.store, "inputs of units", nbytes, num_drives)
-            images = swapper(input_slot_bytes(planned, num_drives), begin_thread=engine.use_in_this_thread)
+            images = swapper(tensors.input_slot_bytes(planned, num_drives), begin_thread=engine.use_in_this_thread)
             self.inputs = InputsOnSsd(images, area, engine)
             cleanup.callback(self.inputs.close)
             for each in planned:
