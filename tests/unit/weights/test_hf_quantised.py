@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_cxl import empty_weights, from_pretrained, load_weights, save_pretrained
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
-from lightning_cxl.weights import load as quantise
+from lightning_cxl.weights import models as quantise
 from lightning_cxl.weights.files import FileTensor
 from lightning_cxl.weights.models import default_dtype
 from tests.models import TINY_LLAMA

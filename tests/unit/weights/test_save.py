@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
-from lightning_cxl.weights import save as saving
+from lightning_cxl.weights import models as saving
 from lightning_cxl.weights.files import NamedTensor
 from lightning_cxl.weights.models import empty_weights, save_weights
 from tests.models import TinyConvNet, TinyTransformer
