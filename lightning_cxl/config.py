@@ -15,8 +15,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.text import parse_bytes
 
-# `SsdOptions`: what a user says about the tier `ssd`, whose bytes lie in files and not in memory.
-
 SSD = "ssd"
 """Name of the one tier that has a path."""
 SsdCheckpoint = Literal["copy", "reference"]
@@ -348,9 +346,6 @@ def _read_environment(name: str) -> object:
     except ValueError as error:
         raise ConfigError(f"environment variable {variable}={text!r} cannot be read: {error}") from None
     return True if text.lower() in _TRUE else False if text.lower() in _FALSE else text
-
-
-# The folder of our caches: texts, tokenizers, and what was measured on this machine.
 
 
 def cache_folder() -> Path:

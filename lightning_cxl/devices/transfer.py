@@ -41,8 +41,6 @@ from lightning_cxl import timing
 from lightning_cxl.errors import PinnedMemoryError, UnsupportedError
 from lightning_cxl.text import format_bytes
 
-# `CudaDevices`: NVIDIA GPUs (and AMD's, whose torch answers to the same name).
-
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
@@ -128,8 +126,6 @@ def devices_apart() -> tuple[DeviceInfo, ...]:
         for index in range(kind.num_devices())
     )
 
-
-# Copies, and the engines that start them.
 
 _LONGEST_SLEEP_S = 1e-3
 

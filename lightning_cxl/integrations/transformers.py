@@ -35,8 +35,6 @@ from lightning_cxl.sharding.fsdp import is_cut
 from lightning_cxl.streaming.unit_weights import peek
 from lightning_cxl.timing import timed
 
-# `TrainerAccelerator`: the accelerator inside of a Trainer of transformers.
-
 
 class TrainerAccelerator(CXLAccelerator):
     """An accelerator whose `free_memory` lets go of what its Trainer trains, and of nothing else.
@@ -100,8 +98,6 @@ class TrainerAccelerator(CXLAccelerator):
 def _folder(checkpoint: str) -> Path:
     return Path(checkpoint) / "sharded_optimizer"
 
-
-# `loop_of`: what a Trainer of transformers, its callbacks and its subclasses do around a step.
 
 _KNOWN = ("transformers", "trl", "lightning_cxl")
 """Packages whose trainers neither read nor write gradients, but through the accelerator."""

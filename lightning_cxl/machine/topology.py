@@ -217,8 +217,6 @@ def cgroup_limits(root: Path) -> tuple[MemoryLimit, ...]:
     return tuple(limits)
 
 
-# How much the tier `ssd` may hold: its budget, or what is free on its drives.
-
 log = logging.getLogger(__name__)
 
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")

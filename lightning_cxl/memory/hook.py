@@ -269,9 +269,6 @@ def _default(pid: int) -> Scope:
     return Scope(memory, Placer(topology, memory.free_bytes), pid)
 
 
-# `new_weight`: memory for a weight that was not made when its module was.
-
-
 def new_weight(like: torch.Tensor, dtype: torch.dtype, spec: TierSpec | None) -> torch.Tensor:
     """Return uninitialised memory with the shape and strides of a tensor on the meta device.
 
@@ -285,9 +282,6 @@ def new_weight(like: torch.Tensor, dtype: torch.dtype, spec: TierSpec | None) ->
             return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=device)
         with HostAllocationMode(used.memory, used.placer, role=TensorRole.COMPUTE_WEIGHTS):
             return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=device)
-
-
-# The public interface: `host_allocation`, `empty` and `residency`, on the host memory in use (see `scope`).
 
 
 @contextmanager

@@ -45,8 +45,6 @@ from lightning_cxl.memory.resource import (
 from lightning_cxl.native._numa import NOWHERE, page_nodes
 from lightning_cxl.text import format_bytes
 
-# `Ledger`: the living buffers of a `HostMemory`, counted by tensor role and tier.
-
 SplitKey = tuple[tuple[str, float], ...]
 """Tiers and their shares of a buffer; equal splits are equal tuples."""
 
@@ -130,8 +128,6 @@ class Ledger(MemoryResource):
             del self._starts[bisect_right(self._starts, address) - 1]
             self._count(self._entries.pop(address), -1)
 
-
-# Pools: what serves the requests on one tier, or on one split of several.
 
 _FREE_MAX_AGE_S = 0.5  # reading /proc for every placement would cost more than the allocation
 
@@ -480,8 +476,6 @@ def _fractions(shares: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())
 
 
-# `residency`: where a tensor's bytes really are, asked from the kernel.
-
 UNBACKED = "unbacked"
 """Key of bytes that no page backs yet: memory that was never written."""
 
@@ -576,9 +570,6 @@ def aligned_nbytes(tensor: torch.Tensor) -> int:
 def copy_bytes(source: Buffer, destination: Buffer) -> None:
     into = destination.tensor((source.nbytes,), torch.uint8)
     into.copy_(source.tensor((source.nbytes,), torch.uint8))
-
-
-# `anonymous_bytes`: what tensors in ordinary memory hold that is free again without them, by node.
 
 
 def anonymous_bytes(tensors: Iterable[torch.Tensor], default_node: int) -> dict[int, int]:
@@ -684,8 +675,6 @@ def large_blocks_apart() -> Iterator[None]:
     finally:
         count(-1)
 
-
-# Whether somebody has written to a window: the kernel has made private pages of what was written.
 
 _PAGEMAP = "/proc/self/pagemap"
 _ENTRY_BYTES = 8

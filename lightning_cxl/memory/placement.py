@@ -255,8 +255,6 @@ def _cannot_lie_on_ssd(what: str, source: str) -> UnsupportedError:
     )
 
 
-# Tiers that the modules of a model ask for: instances, `tier_rules`, decorated classes, in that precedence.
-
 _Choice = tuple[str, str]  # tier name, who asked for it
 
 
@@ -352,9 +350,6 @@ def _self_and_ancestors(name: str) -> list[str]:
 
 def _show(name: str, module: object) -> str:
     return f"{name!r}" if name else f"the whole {type(module).__name__}"
-
-
-# `Placer`: answers where a tensor goes, for the allocator hook, the run and the user.
 
 
 class Placer:

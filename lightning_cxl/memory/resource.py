@@ -118,9 +118,6 @@ def pages_of_file(fd: int, nbytes: int) -> Buffer:
     return Buffer(mapping.address, nbytes, (), None, mapping)
 
 
-# Sources of pages: memory of the OS, on nodes that are asked for.
-
-
 class PageSource(MemoryResource):
     """Backs ranges of a mapping with pages of one node, or of several in stripes."""
 

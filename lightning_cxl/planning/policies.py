@@ -543,8 +543,6 @@ def _plans(policy: object) -> bool:
     return callable(getattr(policy, "decide", None))
 
 
-# `compare`: one job under several policies, side by side; `fits`, whether it fits host and device.
-
 _UNLIMITED_BYTES = 1 << 62
 
 

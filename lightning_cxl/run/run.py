@@ -64,8 +64,6 @@ from lightning_cxl.streaming.on_ssd import InputOnSsd, ShardsOnSsd, WeightRecord
 from lightning_cxl.streaming.unit_weights import HostCopy, InMemory, ParamStreamer, UnitWeights, peek
 from lightning_cxl.streaming.units import owners_in
 
-# `PlacedMemory`: host memory for the tensors of one model, each where the plan says.
-
 _TRIM_BYTES = 64 * 2**20  # of state that has moved
 _ALIGNMENT = 64  # bytes: a cache line, and what vectors of every element type start at
 
@@ -214,9 +212,6 @@ class PlacedMemory:
 
     def _is_placed(self, tensor: torch.Tensor, placement: Placement) -> bool:
         return is_ordinary(tensor) and self.memory.is_placed(tensor.data_ptr(), placement)
-
-
-# `Host`: the machine as one run uses it: tiers with budgets, the policy, and copies to the device.
 
 
 class Host:

@@ -331,9 +331,6 @@ class DeferredLogits(Tensor):
         return DeferredLogits(logits.layer, logits.forward_of_layer, logits.hidden, logits.shape[-1], steps, dtype)
 
 
-# `chunked_loss`: where a model's own loss and output layer are replaced.
-
-
 @contextmanager
 def chunked_loss(model: nn.Module, *, tokens: int | None = None) -> Iterator[None]:
     """Let `model` compute its loss in chunks inside: ``model(input_ids=..., labels=...).loss`` holds few logits.

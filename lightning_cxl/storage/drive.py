@@ -208,8 +208,6 @@ def _move(what: str, path: Path, call: Callable[..., int], fd: int, view: memory
         view = view[moved:]
 
 
-# A folder that one store has for itself: its lock, and small files that are replaced as a whole.
-
 MANIFEST = "lightning_cxl-manifest.json"
 PART = "lightning_cxl-part.json"
 """Lies in the folders of a store that keeps a generation, and says where its manifest is."""

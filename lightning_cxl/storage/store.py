@@ -115,8 +115,6 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
     )
 
 
-# Address ranges that show what lies on drives, without memory of their own.
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _shown: weakref.WeakKeyDictionary[Buffer, tuple[tuple[Path, ...], int, int]] = weakref.WeakKeyDictionary()
 """By window: its files, and the range of each that it shows."""
@@ -643,9 +641,6 @@ class Store:
 
 def _numbers(generations: Sequence[Generation]) -> str:
     return " and ".join(str(each.number) for each in generations)
-
-
-# `Area`: space on the drives of a store for records that come and go.
 
 
 class Area:

@@ -206,9 +206,6 @@ class Staging:
         return self._memory[: chunk.numel() * dtype.itemsize].view(dtype).view(chunk.shape)
 
 
-# Sources of weights: one tensor of a file, or several that make up a weight.
-
-
 class WeightSource:
     """Gives the values of one weight: a base for what reads or computes them, by `values` or `read_into`."""
 
@@ -478,8 +475,6 @@ def _write(fd: int, memory: memoryview) -> None:
     while done < len(memory):
         done += os.write(fd, memory[done : done + CHUNK_BYTES])
 
-
-# Which files hold the weights of a model: one file, a list, or a folder as Hugging Face tools write it.
 
 Source = str | PathLike[str] | Sequence[str | PathLike[str]]
 SINGLE_FILE = "model.safetensors"

@@ -25,8 +25,6 @@ from lightning_cxl.streaming.quantised import warn_of_wide_experts
 from lightning_cxl.weights import models
 from lightning_cxl.weights.files import FileTensor, MergedTensor, NamedTensor, Translate, WeightSource, open_weights
 
-# `Quantizer`: transformers' own preparation of a model for weights that bitsandbytes quantises, or has quantised.
-
 _KINDS = ("Params4bit", "Int8Params")
 
 
@@ -480,9 +478,6 @@ def _complete(model: Any, report: models.LoadReport) -> None:
     model.initialize_weights()
 
 
-# Published model architectures by name: the fields of their config that shape weights, to plan without any files.
-
-
 class Published(NamedTuple):
     hub_id: str
     """Of its ``config.json`` on the Hugging Face hub."""
@@ -533,8 +528,6 @@ def published(name: str) -> Published | None:
 def nearest(name: str) -> list[str]:
     return difflib.get_close_matches(name.lower().rpartition("/")[2], SHAPES, n=3, cutoff=0.7)
 
-
-# `require_model`: whether a model can be had under a name, before anything else is done with it.
 
 _HUB_SECONDS = 5.0
 _CONFIGS = ("config.json", "adapter_config.json")
@@ -594,9 +587,6 @@ def _ask_hub(name: str) -> str | None:
         "Without network, give a folder with the model, or a cache that has it: `hf download` fills one elsewhere, "
         "HF_HOME names the folder around it. HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror"
     )
-
-
-# Models on the meta device, for plans: of a folder, of the hub, or of a published shape.
 
 
 def model_on_meta(name: str) -> Any:

@@ -55,8 +55,6 @@ from lightning_cxl.weights.files import (
     write_tensors,
 )
 
-# `empty_weights`: modules are built with parameters that have a shape but no memory.
-
 
 @contextmanager
 def empty_weights() -> Iterator[None]:
@@ -106,9 +104,6 @@ def refuse_unready(model: nn.Module) -> None:
             "the files lack), or build the model without `empty_weights` or `torch.device('meta')` to train it from "
             "scratch."
         )
-
-
-# The weights of a model, tied ones as one with all their names: what is loaded and saved once.
 
 
 @dataclass(eq=False, slots=True)
@@ -176,8 +171,6 @@ def _paths(
         if child is not None:
             yield from _paths(child, f"{path}{name}.", modules)
 
-
-# Which tensor of the files goes to which weight: decided from headers and names, before a byte is loaded.
 
 _SHOWN = 8
 _MAY_BE_MISSING = "_keys_to_ignore_on_load_missing"
@@ -386,8 +379,6 @@ def _fill_8bit(parameter: Any, source: WeightSource, dtype: torch.dtype) -> None
         parameter.SCB[begin : begin + len(rows)].copy_(scales)
         begin += len(rows)
 
-
-# `SavedQuantised`: a weight that files hold quantised by bitsandbytes, with the tensors beside it.
 
 _BESIDE = re.compile(
     r"(?P<module>.*)\.(?P<key>weight\.(absmax|quant_map|nested_absmax|nested_quant_map|"
@@ -613,8 +604,6 @@ def _materialise(read: Read, dtype: torch.dtype | None, mapped: bool | None, sta
     tensor.__dict__.update(meta.__dict__)
     weight.put(tensor)
 
-
-# `save_weights`: written straight from the memory that holds the weights.
 
 _METADATA = {"format": "pt"}  # transformers refuses files without it
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
