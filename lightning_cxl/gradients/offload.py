@@ -645,8 +645,6 @@ def wait_for_failed_backward(device: torch.device, seconds: float = 10.0) -> Non
     follower.join(seconds)
 
 
-# `zero_grad` of modules whose updates run behind the next forward, or whose shards have separate masters.
-
 Peek = Callable[[nn.Module], Iterable[Tensor]]
 """Yields the parameters of a module and its children without waiting for updates of them."""
 

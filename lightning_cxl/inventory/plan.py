@@ -49,8 +49,6 @@ from lightning_cxl.shards import is_sharded, local
 from lightning_cxl.streaming.unit_weights import piece_nbytes, tensors_by_parameter
 from lightning_cxl.streaming.units import NamedUnits, find_units, streamable
 
-# `AskedTiers`: the tiers that decorators and rules ask for, for the parameters and units of one model.
-
 _PARAMETER_ROLES = [role for role in TensorRole if role not in (TensorRole.ACTIVATIONS, TensorRole.STAGING)]
 
 
@@ -111,8 +109,6 @@ class AskedTiers:
             f"what masters have beyond them there"
         )
 
-
-# `state_tensors`: masters, gradients and optimizer state of every parameter that an optimizer updates.
 
 _ONE, _TWO = (Adagrad, ASGD, Muon), (Adadelta, Adamax, NAdam, RAdam, Rprop)
 """Optimizers by how many tensors of a parameter's size they keep, whatever their options."""

@@ -743,8 +743,6 @@ class CPUAdam(Optimizer):
         self.exit_run()
 
 
-# `Precisions`: in which precision masters and moments of each parameter are kept, known before any of them exists.
-
 log = logging.getLogger(__name__)
 
 

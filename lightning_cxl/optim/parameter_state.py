@@ -128,8 +128,6 @@ def plain(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(list.__iter__(parameters)) if isinstance(parameters, AwaitedParams) else list(parameters)
 
 
-# `Moment`: momentum or variance of one parameter, in float32, bfloat16 or 8 bit, in memory that stays where it is.
-
 AllocateState = Callable[[torch.Tensor, TensorRole, torch.dtype, int], torch.Tensor]
 """Returns a 1-D host tensor for a parameter's optimizer state: of that role, dtype and number of elements."""
 

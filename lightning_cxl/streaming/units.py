@@ -96,9 +96,6 @@ def _outermost(units: NamedUnits) -> NamedUnits:
     return [(name, module) for name, module in units if id(module) not in inner]
 
 
-# `streamable`: which parameters of units can stream.
-
-
 def streamable(model: nn.Module, units: NamedUnits) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
     """Yield every unit with the parameters that can stream: its alone, dense, in plain memory of this host.
 
