@@ -1,9 +1,8 @@
 """`Recorder`: what host memory held in the last minute, in a file that outlives a process that is killed.
 
-The kernel kills a process for memory without a word, and what it held is gone with it. So a thread writes ten samples a
-second to a file in the cache folder, a ring of a minute. A run that ends removes its file; the next one that begins
-finds the files of those that were killed, and says what grew. Nothing waits for a disk: after a SIGKILL the pages of
-the file are still in memory, only a crash of the machine loses them.
+The kernel kills a process for memory without a word. So a thread writes ten samples a second to a file in the cache
+folder, a ring of a minute. A run that ends removes its file; the next one that begins finds the files of those that
+were killed, and says what grew. Nothing waits for a disk: only a crash of the machine loses the pages of the file.
 """
 
 import fcntl

@@ -609,10 +609,8 @@ def anonymous_bytes(tensors: Iterable[torch.Tensor], default_node: int) -> dict[
 # Give the C library's free memory back to the OS between forward and backward.
 #
 # glibc often cannot reuse the aligned blocks that torch frees: for such a block it cuts a larger one, and keeps the
-# small rests in its thread cache, so that the hole that the block leaves is too small for the next one. Trimming before
-# and after a backward, where 64 MiB have been added, and before memory for a gradient is taken, bounds that and costs
-# page faults: 2.7 bytes per parameter at the peak for 6 % of a step on the CPU, with a model of 19 M parameters
-# (`DECISIONS.md` has the run).
+# small rests in its thread cache. Trimming before and after a backward, and before memory for a gradient is taken,
+# bounds that and costs page faults (`DECISIONS.md` has a run).
 
 _STATM = Path("/proc/self/statm")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as in <malloc.h>

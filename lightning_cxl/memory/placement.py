@@ -95,10 +95,9 @@ def preferred_kinds(role: TensorRole, *, cpu_computes: bool) -> tuple[TierKind, 
 #
 # [Note: Constructing a Decorated Class]
 # While an object of a decorated class (or of a subclass) is under construction, `constructing_spec` returns what its
-# class says, so that the allocator hook can place each weight from the first byte. It finds out by looking at the call
-# stack for running ``__init__`` functions whose first argument is such an object. Nothing is wrapped, on purpose: a
-# class keeps its own ``__init__``, which LightningCLI reads with `inspect` and ``save_hyperparameters`` finds on the
-# stack (a wrapper between a subclass and its base loses the subclass's arguments), and what a subclass creates after
+# class says, so that the allocator hook can place each weight from the first byte. It looks at the call stack for
+# running ``__init__`` functions whose first argument is such an object. Nothing is wrapped, on purpose: LightningCLI
+# and ``save_hyperparameters`` see the class's own ``__init__``, and what a subclass creates after
 # ``super().__init__()`` counts as well. A constructor compiled to native code has no frame and is not seen.
 
 _MARK = "_lightning_cxl_tier_spec"

@@ -8,11 +8,10 @@ a lock that user code can hold: pools only append to a deque there and drain it 
 ever closed under a living tensor: closing a resource gives back what is free and lets the rest follow by itself.
 
 [Note: Placing Pages Safely]
-``MPOL_BIND`` to a node that is too full ends a process with SIGKILL, and ``MPOL_PREFERRED`` goes elsewhere without a
-word. So every range of pages goes through `NumaResource.back`: compare the request with what the node has free,
-prefer the node, populate in steps, and after each step ask the kernel where the pages are. Pages that lie elsewhere
-are moved over (that makes the kernel drop file cache on the node, and never kills); if some still do, the whole range
-is given back and `TierFullError` raised. Memory is page-locked after all this, see `PinnedResource`.
+Every range of pages goes through `NumaResource.back`: compare the request with what the node has free, prefer the
+node, populate in steps, and after each step ask the kernel where the pages are. Pages that lie elsewhere are moved
+over (that makes the kernel drop file cache on the node, and never kills); if some still do, the whole range is given
+back and `TierFullError` raised. Memory is page-locked after all this. `DECISIONS.md` has the alternatives.
 """
 
 import contextlib

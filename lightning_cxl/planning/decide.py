@@ -33,16 +33,11 @@ from lightning_cxl.text import format_bytes
 # that of as many whole units as needed, evenly spread over their order, so that reading and writing it hides behind the
 # units whose state is in memory; then that of parameters outside of units, the largest first, but those that are larger
 # than the largest unit last of all, because each of the slots in memory must hold the largest. Where that is not
-# enough, weights of streamed units go, evenly spread again: they are read twice in every micro-batch. Those that no
-# step writes go first. The last are inputs of units, where their sizes are known: those of the first units of a
-# forward, which wait longest. State that is asked for on another tier stays there. All later readers of the plan
-# see the same: policies, the check whether a run fits, `plan`, and the run.
+# enough, weights of streamed units go, evenly spread again, those that no step writes first. The last are inputs of
+# units, where their sizes are known: those of the first units of a forward, which wait longest.
 
 MEMORY_LEFT_FREE = 0.15
-"""Part of memory, for what no plan lists: temporaries of torch, gaps in the C library's heap. More state on drives
-costs less than a run that the kernel kills."""
-
-
+"""Part of memory, for what no plan lists: temporaries of torch, gaps in the C library's heap."""
 NO_ROOM = "does not fit in memory"
 """The source of a request for the tier `ssd` that no decorator or rule makes."""
 

@@ -390,11 +390,9 @@ def _parts_of_rank(plan: Plan) -> dict[str, int]:
 # The soft maximum of t1 and t2 is (t1^p + t2^p)^(1/p) with p `Machine.write_contention`: reads were measured to take
 # what the slower of link and tier takes, but writes take longer than that where both are about equally fast.
 #
-# Measured on the machine of arXiv 2507.03305 (its authors' raw data: github.com/DandinPower,
-# numa-cpu-adam-bench and numa-gpu-xfer-bench) is met within 4 % from 64 M elements and 64 MiB on, one process, one or
-# two devices; ``examples/machines/paper_a.yaml`` says how each constant was found. The measurements are in
-# ``tests/unit/planning/jobs/test_perf.py``. Smaller sizes stay in caches or are dominated by the start of threads, and
-# are predicted too fast.
+# Measurements on the machine of arXiv 2507.03305 are met within 4 % from 64 M elements and 64 MiB on, with one or two
+# devices (``tests/unit/planning/jobs/test_perf.py``; ``examples/machines/paper_a.yaml`` says how each constant was
+# found). Smaller sizes stay in caches or are dominated by the start of threads, and are predicted too fast.
 #
 # A step: resources work side by side: the device, each direction of its link, every memory tier. Each is busy with::
 #
@@ -413,20 +411,17 @@ def _parts_of_rank(plan: Plan) -> dict[str, int]:
 #
 # The first term is such a pipeline's exact length when units are alike: its longest stage, and of the others one unit's
 # part, the fill and the drain. The second says that what may serve several stages, a tier, peer links or the network,
-# rests while one unit is computed.
-# `soft_maximum` is how writes of copies slow down, see above; a cache that takes in a copy's
-# writes does not help here, as a step writes many times its size.
+# rests while one unit is computed. A cache that takes in a copy's writes does not help here, as a step writes many
+# times its size.
 #
-# State on the tier `ssd` is swapped in to be updated, one unit after the other, with all records of the unit:
-# one is read while another is updated and a third is written, reads and writes side by side, each at the speed of all
-# drives together. With R and V the seconds in which all of it is read and written, the update takes, as such a
-# pipeline::
+# State on the tier `ssd` is swapped in to be updated, one unit after the other: one is read while another is updated
+# and a third is written, each at the speed of all drives together. With R and V the seconds in which all of it is read
+# and written, the update takes, as such a pipeline::
 #
 #     update = (R + U + V) / visits + (1 - 1 / visits) * max(R, U, V)
 #
-# where U is what it takes without that. Behind a backward or forward, reads and writes are two more resources of it,
-# and the phase takes no less than either. So are reads of weights that lie there, in every forward and backward. The
-# traffic of memory for these transfers is left out.
+# where U is what it takes without that. Behind a backward or forward, reads and writes are two more resources of it. So
+# are reads of weights that lie there. The traffic of memory for these transfers is left out.
 #
 # The update is a phase of its own (`Overlap` "none"), or it shares the resources of the last micro-batch's backward, of
 # the first one's forward in the next step, or of both together, except for one unit's part: the last unit's gradients

@@ -1,8 +1,7 @@
 """`TensorFile` reads a safetensors file, `write_tensors` writes one: in chunks, from and to the tensors' own memory.
 
 Nothing here holds more than a few chunks of `CHUNK_BYTES` beside the tensors. Read and written bytes are dropped from
-the kernel's page cache: a cached file as large as the model fills the very node that the next tensors are to be placed
-on, and pages that do not fit there go to another one.
+the kernel's page cache, which would fill the node of the next tensors.
 """
 
 import ctypes
