@@ -15,8 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.text import parse_bytes
 
-SSD = "ssd"
-"""Name of the one tier that has a path."""
+SSD = "ssd"  # name of the one tier that has a path
 SsdCheckpoint = Literal["copy", "reference"]
 _EXAMPLE = '{"ssd": {"path": "/nvme/run", "budget": "1TiB"}}'
 _OPTIONS = ("path", "budget", "checkpoint")
@@ -26,8 +25,7 @@ _OPTIONS = ("path", "budget", "checkpoint")
 class SsdOptions:
     """Where the tier `ssd` lies, and how much of it may be used."""
 
-    paths: tuple[Path, ...]
-    """One folder per drive; every record is cut evenly over them."""
+    paths: tuple[Path, ...]  # one folder per drive; every record is cut evenly over them
     budget_bytes: int | None = None
     """Most bytes on all drives together. None: what is free there."""
     checkpoint: SsdCheckpoint = "copy"

@@ -26,8 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_cxl.errors import UnsupportedError
 
-OLDEST, NEWEST = (2, 11), (2, 15)
-"""The versions of torch that the tests have run on, as `pyproject.toml` declares them."""
+OLDEST, NEWEST = (2, 11), (2, 15)  # the versions of torch that the tests have run on, as `pyproject.toml` declares them
 
 _T = TypeVar("_T")
 
@@ -282,8 +281,7 @@ _hooks_of_all = tuple(
 _HOOKS = tuple(
     f"_optimizer_{call}_{when}_hooks" for call in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
 )
-UNSCALE = "_unscale_grads_"
-"""The method of a loss scaler that is replaced where gradients are on the host."""
+UNSCALE = "_unscale_grads_"  # the method of a loss scaler that is replaced where gradients are on the host
 find("torch.amp", f"GradScaler.{UNSCALE}", "unscale gradients on the host")
 _ORTHOGONALISE = "_zeropower_via_newtonschulz"
 find("torch.optim._muon", _ORTHOGONALISE, "orthogonalise updates of Muon on the device")

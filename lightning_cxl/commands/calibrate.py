@@ -76,8 +76,7 @@ class Figure(NamedTuple):
         return Figure(amount / self.value, self.spread)
 
 
-Row = tuple[str, str, Figure]
-"""A name, a unit of `_SCALES`, and what was measured."""
+Row = tuple[str, str, Figure]  # a name, a unit of `_SCALES`, and what was measured
 
 
 class NamedEngine(NamedTuple):

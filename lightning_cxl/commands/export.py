@@ -70,10 +70,8 @@ class CheckpointTensor(WeightSource):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[], Tensor]
-    """Returns the values, perhaps pages of a file."""
-    identity: Any
-    """The same of tensors that are tied in the checkpoint."""
+    read: Callable[[], Tensor]  # returns the values, perhaps pages of a file
+    identity: Any  # the same of tensors that are tied in the checkpoint
     is_dequantised: bool = False
 
     def values(self, staging: object = None) -> Tensor:
@@ -84,12 +82,10 @@ class CheckpointTensor(WeightSource):
 class Checkpoint:
     path: Path
     tensors: list[CheckpointTensor]
-    files: Mapping[str, bytes]
-    """Config and tokenizer, by file name."""
+    files: Mapping[str, bytes]  # config and tokenizer, by file name
     masters: Callable[[], Mapping[str, CheckpointTensor]] = dict
     """Finds master weights by the parameter's name: float32, or int16 where it is the remainder."""
-    is_adapter: bool = False
-    """Whether it is a folder of peft."""
+    is_adapter: bool = False  # whether it is a folder of peft
 
 
 def open_checkpoint(path: Path, opened: ExitStack) -> Checkpoint:
@@ -287,8 +283,7 @@ def _dequantised(
 
 
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")  # of torch.compile and of checkpointing
-_INSIDE = "base_model.model."
-"""Between a peft model and the modules of the model in it."""
+_INSIDE = "base_model.model."  # between a peft model and the modules of the model in it
 _ADAPTER = re.compile(r"\.(?:lora_\w+|modules_to_save)\.([^.]+)(?:\.|$)")
 _OWN_PARTS = (".base_layer", ".original_module")
 

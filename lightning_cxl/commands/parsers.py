@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.text import table_lines
 
-TO_STDOUT = Path("-")
-"""Stands for stdout in the place of a file."""
+TO_STDOUT = Path("-")  # stands for stdout in the place of a file
 
 
 def env() -> argparse.ArgumentParser:

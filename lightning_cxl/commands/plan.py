@@ -29,8 +29,7 @@ from lightning_cxl.streaming.quantised import wide_experts
 from lightning_cxl.text import format_bytes, table_lines, wrapped
 from lightning_cxl.weights.hf import model_on_meta, with_lora
 
-DOES_NOT_FIT = 3
-"""Exit status."""
+DOES_NOT_FIT = 3  # exit status
 _RANK = 16  # of adapters that are advised
 
 

@@ -52,8 +52,7 @@ _OUTPUT = ": output of "
 _CLOSE, _CLOSE_IN_16_BITS = 1e-4, 1e-2
 _ADAM_ELEMENTS, _ADAM_ROUNDS = 1 << 24, 5
 
-Noted = list[tuple[str, int]]
-"""What was computed, in words, and the checksum of its bits, in order."""
+Noted = list[tuple[str, int]]  # what was computed, in words, and the checksum of its bits, in order
 
 
 Verdict = Literal["ok", "WRONG", "measured"]
@@ -69,8 +68,7 @@ class Check(NamedTuple):
 class Trained:
     noted: Noted = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    state: Any = None
-    """Weights and optimizer state after `_RESUMED_AT` steps."""
+    state: Any = None  # weights and optimizer state after `_RESUMED_AT` steps
     notes_outputs: bool = False
 
 

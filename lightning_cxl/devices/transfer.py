@@ -47,8 +47,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the proces
 class CudaDevices:
     """The operations that differ between kinds of devices, for CUDA."""
 
-    name = "cuda"
-    """The type of ``torch.device``."""
+    name = "cuda"  # the type of ``torch.device``
 
     def num_devices(self) -> int:
         """Return how many devices this process can use; 0 where torch or the machine has none."""
@@ -129,8 +128,7 @@ def devices_apart() -> tuple[DeviceInfo, ...]:
 
 _LONGEST_SLEEP_S = 1e-3
 
-Copy = tuple[torch.Tensor, torch.Tensor]
-"""Source and destination, of the same shape and dtype."""
+Copy = tuple[torch.Tensor, torch.Tensor]  # source and destination, of the same shape and dtype
 
 
 class Transfer(Protocol):
@@ -146,8 +144,7 @@ class Transfer(Protocol):
         """Return whether the copy is done, without waiting."""
 
 
-After = Sequence[Transfer] | None
-"""Transfers that must be done before a copy begins; see `TransferEngine.d2h`."""
+After = Sequence[Transfer] | None  # transfers that must be done before a copy begins; see `TransferEngine.d2h`
 
 
 class FinishedTransfer:

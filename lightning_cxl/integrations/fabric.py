@@ -31,8 +31,7 @@ from lightning_cxl.sharding.fsdp import without_reducing
 from lightning_cxl.timing import timed
 
 _UNKNOWN = Loop(writes_unseen=True)
-_KEYS = "keys"
-"""In our entry of a folder: the user's names of the model and of the optimizers, in their order."""
+_KEYS = "keys"  # in our entry of a folder: the user's names of the model and of the optimizers, in their order
 
 
 class CXLFabricStrategy(lightning.CommonStrategy, lightning.FabricParallelStrategy):

@@ -53,14 +53,10 @@ LOCAL, REMOTE = 10, 20
 class HostCpus:
     """All CPUs that are online, whether this process may use them or not."""
 
-    nodes: Mapping[int, tuple[int, ...]]
-    """The CPUs of every node that has some."""
-    sockets: Mapping[int, int]
-    """The socket of every such node."""
-    cores: Mapping[int, int]
-    """The core of every CPU, named by its first hardware thread."""
-    distances: Mapping[int, Mapping[int, int]]
-    """From every online node to every other, as the firmware says."""
+    nodes: Mapping[int, tuple[int, ...]]  # the CPUs of every node that has some
+    sockets: Mapping[int, int]  # the socket of every such node
+    cores: Mapping[int, int]  # the core of every CPU, named by its first hardware thread
+    distances: Mapping[int, Mapping[int, int]]  # from every online node to every other, as the firmware says
 
     @property
     def all(self) -> frozenset[int]:
@@ -103,8 +99,7 @@ def read_host_cpus(root: Path, allowed: Sequence[int]) -> HostCpus:
 class RankFacts(NamedTuple):
     device_node: int | None
     """The node at whose PCI bus its device is; None where it is the CPU, or the firmware does not say."""
-    cpus: tuple[int, ...]
-    """Those that it may use."""
+    cpus: tuple[int, ...]  # those that it may use
     room: Mapping[str, int] = {}
     """Bytes of every tier that all processes may take together; only local rank 0 measures, so all divide the same."""
 
@@ -112,14 +107,10 @@ class RankFacts(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class RankPlace:
     cpus: tuple[int, ...]
-    node_ids: tuple[int, ...]
-    """The nodes of these CPUs: the memory that is near."""
-    num_sharers: int = 1
-    """Processes that use the same CPUs, this one included."""
-    is_bound: bool = True
-    """False: it runs and allocates wherever it may."""
-    notes: tuple[str, ...] = ()
-    """Unexpected findings, one sentence each."""
+    node_ids: tuple[int, ...]  # the nodes of these CPUs: the memory that is near
+    num_sharers: int = 1  # processes that use the same CPUs, this one included
+    is_bound: bool = True  # False: it runs and allocates wherever it may
+    notes: tuple[str, ...] = ()  # unexpected findings, one sentence each
 
 
 def decide_places(facts: Sequence[RankFacts], mode: str | Literal[False], host: HostCpus) -> list[RankPlace]:
@@ -212,17 +203,12 @@ def seen_from(topology: Topology, near: Sequence[int], host: HostCpus, cpus: Seq
 
 @dataclass(frozen=True, slots=True)
 class RankBinding:
-    topology: Topology
-    """The machine as this process sees it."""
-    budgets: dict[str, int]
-    """Bytes that it may take of every tier with a budget."""
-    room: dict[str, int]
-    """Bytes that it may take of the others; empty where no other process shares the machine."""
-    ssd: SsdOptions | None
-    """Its folders and its share of the tier `ssd`; None where there is none."""
+    topology: Topology  # the machine as this process sees it
+    budgets: dict[str, int]  # bytes that it may take of every tier with a budget
+    room: dict[str, int]  # bytes that it may take of the others; empty where no other process shares the machine
+    ssd: SsdOptions | None  # its folders and its share of the tier `ssd`; None where there is none
 
-    notes: tuple[str, ...]
-    """For the report: CPUs and threads, nodes, the share of every tier, and what is unusual."""
+    notes: tuple[str, ...]  # for the report: CPUs and threads, nodes, the share of every tier, and what is unusual
 
 
 def bind_rank(

@@ -173,8 +173,7 @@ class MachineLinks(_Checked):
             raise ConfigError(f"{self.devices_per_port} devices share a port, and port_bytes_per_s is not given")
 
 
-Split = dict[str, float]
-"""Tier name to the fraction of the bytes that lie there; fractions add up to 1."""
+Split = dict[str, float]  # tier name to the fraction of the bytes that lie there; fractions add up to 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -453,8 +452,7 @@ def describe_machine(topology: Topology, devices: Sequence[str] = ()) -> dict[st
     }
 
 
-QUIET_FRACTION = 0.03
-"""When other processes take more than this part of the CPU time, measured numbers are doubtful."""
+QUIET_FRACTION = 0.03  # when other processes take more than this part of the CPU time, measured numbers are doubtful
 _VERSION = 2  # of the files; change it when fields change their names or meaning
 
 

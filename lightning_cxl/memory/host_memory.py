@@ -45,8 +45,7 @@ from lightning_cxl.memory.resource import (
 from lightning_cxl.native._numa import NOWHERE, page_nodes
 from lightning_cxl.text import format_bytes
 
-SplitKey = tuple[tuple[str, float], ...]
-"""Tiers and their shares of a buffer; equal splits are equal tuples."""
+SplitKey = tuple[tuple[str, float], ...]  # tiers and their shares of a buffer; equal splits are equal tuples
 
 
 class _Account(NamedTuple):
@@ -133,8 +132,7 @@ _FREE_MAX_AGE_S = 0.5  # reading /proc for every placement would cost more than 
 
 MakeLeaf = Callable[[Tier, bool], PageSource]
 """Makes the source of a tier's pages, which forked children inherit or not."""
-Pinner = Callable[[MemoryResource], PinnedResource]
-"""Puts page-locking on a resource."""
+Pinner = Callable[[MemoryResource], PinnedResource]  # puts page-locking on a resource
 
 
 class _TierPages:
@@ -259,16 +257,14 @@ class HostMemory:
             topology.tier(name)
         self.topology = topology
         self.on_tier_full = on_tier_full
-        self.pins = pin
-        """Whether ``Placement.pinned`` is honoured."""
+        self.pins = pin  # whether ``Placement.pinned`` is honoured
         self._reuse_below = reuse_below
         most = sum(min(self._limit(tier), tier.capacity_bytes) for tier in topology.tiers)
         self._stripe_bytes = stripe_bytes_for(most)
         self._leaf = leaf or partial(make_leaf, topology, self._stripe_bytes)
         self._pinner = pinner or make_pinner(topology)
         self._warned: set[tuple[TensorRole, str]] = set()
-        self.is_closed = False
-        """Whether `close` has been called."""
+        self.is_closed = False  # whether `close` has been called
         self._start()
 
     def _limit(self, tier: Tier) -> int:
@@ -476,8 +472,7 @@ def _fractions(shares: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())
 
 
-UNBACKED = "unbacked"
-"""Key of bytes that no page backs yet: memory that was never written."""
+UNBACKED = "unbacked"  # key of bytes that no page backs yet: memory that was never written
 
 
 def residency(

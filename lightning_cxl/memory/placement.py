@@ -40,12 +40,9 @@ class TensorRole(enum.Enum):
 class Placement:
     """The tiers that one tensor may use, in order of preference."""
 
-    tiers: tuple[str, ...]
-    """Tier names, first choice first; the others are where it may spill."""
-    pinned: bool = False
-    """Page-locked and registered with the device's driver."""
-    reason: str = ""
-    """Why, in a few words: shown by the report."""
+    tiers: tuple[str, ...]  # tier names, first choice first; the others are where it may spill
+    pinned: bool = False  # page-locked and registered with the device's driver
+    reason: str = ""  # why, in a few words: shown by the report
     shares: tuple[float, ...] = ()
     """Fraction of the bytes on each of `tiers`, in stripes; the tensor may spill to those with 0. Empty:
     everything goes to the first."""
@@ -116,8 +113,7 @@ class TierSpec:
 
     weights: str | None = None
     gradients: str | None = None
-    optimizer_state: str | None = None
-    """Momentum, variance and master weights."""
+    optimizer_state: str | None = None  # momentum, variance and master weights
     activations: str | None = None
 
     def for_role(self, role: TensorRole) -> str | None:
@@ -133,8 +129,7 @@ class TierSpec:
         return ", ".join(f"{field}={tier}" for field in SPEC_FIELDS if (tier := getattr(self, field)))
 
 
-SPEC_FIELDS = tuple(field.name for field in fields(TierSpec))
-"""Fields that a spec or a rule can place, in order."""
+SPEC_FIELDS = tuple(field.name for field in fields(TierSpec))  # fields that a spec or a rule can place, in order
 
 _MADE_FOR: contextvars.ContextVar[TierSpec | None] = contextvars.ContextVar("lightning_cxl_made_for", default=None)
 
@@ -261,8 +256,7 @@ _Choice = tuple[str, str]  # tier name, who asked for it
 class ModuleTiers:
     """Requests of each module of one model; made by `resolve`."""
 
-    choices: Mapping[str, Mapping[str, _Choice]]
-    """Module name -> field of `TierSpec` -> (tier name, who asked)."""
+    choices: Mapping[str, Mapping[str, _Choice]]  # module name -> field of `TierSpec` -> (tier name, who asked)
 
     def lookup(self, module_name: str, role: TensorRole) -> tuple[str | None, str]:
         """Return (tier, who asked) for a role of a module; ``(None, "")`` leaves it to the policy.

@@ -39,10 +39,8 @@ from lightning_cxl.text import format_bytes
 PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE_BYTES = 2 * 2**20
 
-PageNodes = Callable[[int, int], dict[int, int]]
-"""Where the pages of (address, nbytes) are: bytes per node id."""
-Parts = list[tuple[int, int]]
-"""(offset, nbytes) of parts of a mapping, in order."""
+PageNodes = Callable[[int, int], dict[int, int]]  # where the pages of (address, nbytes) are: bytes per node id
+Parts = list[tuple[int, int]]  # (offset, nbytes) of parts of a mapping, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +119,7 @@ class PageSource(MemoryResource):
     """Backs ranges of a mapping with pages of one node, or of several in stripes."""
 
     tier_name: str
-    inherit: bool
-    """Whether forked children see the pages."""
+    inherit: bool  # whether forked children see the pages
 
     def free_bytes(self) -> int:
         """Return how much could be backed now without hurting anyone."""
@@ -457,8 +454,7 @@ class PinnedResource(MemoryResource):
         required: bool = False,
         where: PageNodes | None = page_nodes,
     ) -> None:
-        self.failure = ""
-        """Why memory stays pageable from now on; empty as long as it is page-locked."""
+        self.failure = ""  # why memory stays pageable from now on; empty as long as it is page-locked
         self._upstream = upstream
         self._required = required
         self._register = register

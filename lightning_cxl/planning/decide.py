@@ -36,10 +36,8 @@ from lightning_cxl.text import format_bytes
 # enough, weights of streamed units go, evenly spread again, those that no step writes first. The last are inputs of
 # units, where their sizes are known: those of the first units of a forward, which wait longest.
 
-MEMORY_LEFT_FREE = 0.15
-"""Part of memory, for what no plan lists: temporaries of torch, gaps in the C library's heap."""
-NO_ROOM = "does not fit in memory"
-"""The source of a request for the tier `ssd` that no decorator or rule makes."""
+MEMORY_LEFT_FREE = 0.15  # part of memory, for what no plan lists: temporaries of torch, gaps in the C library's heap
+NO_ROOM = "does not fit in memory"  # the source of a request for the tier `ssd` that no decorator or rule makes
 
 
 def settle_state(

@@ -81,16 +81,11 @@ class Exchange(NamedTuple):
 
     name: str
     phase: Phase
-    kind: Literal["gather", "reduce"]
-    """Before the device computes with it, or after it has computed it."""
-    nbytes: float
-    """Received by every rank, and sent."""
-    peer_bytes: float
-    """Received by each device from devices of its machine, and sent to them."""
-    network_bytes: float
-    """Received by each machine from others, and sent."""
-    steps: float
-    """Of rings, one after the other: each takes the latency of its links."""
+    kind: Literal["gather", "reduce"]  # before the device computes with it, or after it has computed it
+    nbytes: float  # received by every rank, and sent
+    peer_bytes: float  # received by each device from devices of its machine, and sent to them
+    network_bytes: float  # received by each machine from others, and sent
+    steps: float  # of rings, one after the other: each takes the latency of its links
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,10 +170,8 @@ class UnitShards(NamedTuple):
     """Parameters that are gathered and reduced together: those of a unit, or with an empty name those of the root."""
 
     name: str
-    shard_bytes: int
-    """Input of one rank to a gather, with padding."""
-    reduced_bytes: int
-    """Result of a reduction on one rank, with padding."""
+    shard_bytes: int  # input of one rank to a gather, with padding
+    reduced_bytes: int  # result of a reduction on one rank, with padding
 
 
 def groups_of(
@@ -443,8 +436,7 @@ def _parts_of_rank(plan: Plan) -> dict[str, int]:
 # Where devices have no links to each other, what they exchange goes through host memory: out over the link of one
 # device, and in over that of another one. Where the CPU is the device, it is written and read by it.
 
-ADAM_BYTES_PER_ELEMENT = 28
-"""Of float32 Adam: 16 read, 12 written."""
+ADAM_BYTES_PER_ELEMENT = 28  # of float32 Adam: 16 read, 12 written
 _ADAM_STORED_BYTES = 16
 
 
@@ -542,8 +534,7 @@ _COMPUTE, _LINK, _SSD, _GATHER, _REDUCE, _TIERS = 0, 1, 3, 5, 7, 9
 class PhaseTime:
     """One phase of a step."""
 
-    seconds: float
-    """Its part of the step."""
+    seconds: float  # its part of the step
     resources: Mapping[str, float]
     """Seconds that each resource is busy: ``"compute"``, ``"link h2d"``, ``"link d2h"``, ``"tier <name>"``, and where
     state is on the tier `ssd`, ``"ssd read"`` and ``"ssd write"``; of several ranks ``"peer links"`` and
@@ -567,8 +558,7 @@ class StepTime:
     backward: PhaseTime
     update: PhaseTime
     overlap: Overlap
-    serial_seconds: float
-    """Seconds of the same work if the update does not overlap."""
+    serial_seconds: float  # seconds of the same work if the update does not overlap
 
     @property
     def seconds(self) -> float:

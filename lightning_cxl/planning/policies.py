@@ -69,8 +69,7 @@ class Room:
     def __init__(self, job: Job, machine: Machine) -> None:
         self.machine = machine
         self._left = {tier.name: tier.capacity_bytes for tier in machine.tiers}
-        self.together = machine.memory_bytes
-        """Bytes that all tiers together still have."""
+        self.together = machine.memory_bytes  # bytes that all tiers together still have
         for each in job.classes:
             if each.tier not in (None, SSD):
                 self.take(each.role, each.nbytes, {each.tier: 1.0})
@@ -225,8 +224,7 @@ _GAIN = 1e-6  # relative; below it two costs are the same
 _SMALL = 1e-3  # of all bytes; what a class this small does is not worth looking for: it stays where a start has it
 _MAX_MOVES = 64  # of one size
 
-Fractions = tuple[float, ...]
-"""Local part of every class, 0 to 1."""
+Fractions = tuple[float, ...]  # local part of every class, 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -554,12 +552,9 @@ class PolicyPlan:
     bytes_on: Mapping[TensorRole, Mapping[str, int]]
     """By role and tier, what decorators and rules fix included; empty if it does not fit."""
     reasons: Mapping[TensorRole, str]
-    time: StepTime | None
-    """Predicted; None if it does not fit, or speeds are not known."""
-    error: str = ""
-    """Why it does not fit."""
-    needs_speeds: bool = False
-    """It could not decide: speeds are not known."""
+    time: StepTime | None  # predicted; None if it does not fit, or speeds are not known
+    error: str = ""  # why it does not fit
+    needs_speeds: bool = False  # it could not decide: speeds are not known
     ssd_seconds: float | None = None
     """Seconds that the tier `ssd` adds to the predicted step; None if not predicted, or if the tier is empty."""
 

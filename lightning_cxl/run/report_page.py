@@ -16,8 +16,7 @@ from lightning_cxl.machine.recorder import WORDS
 from lightning_cxl.text import format_bytes
 from lightning_cxl.timing import Span
 
-Samples = Sequence[tuple[float, Mapping[str, int]]]
-"""Bytes by what holds them, by the time of day."""
+Samples = Sequence[tuple[float, Mapping[str, int]]]  # bytes by what holds them, by the time of day
 
 _COLOURS = {  # by the first words of a span
     "forward": "#4878d0", "recompute": "#82c6e2", "fetch": "#6acc64", "gradients": "#956cb4", "update": "#ee854a",

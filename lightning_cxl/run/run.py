@@ -439,15 +439,13 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class FinishedRun:
     masters: MasterWeights
-    num_received: int
-    """Gradients received in all."""
+    num_received: int  # gradients received in all
 
 
 class Run:
     """Weights in their places, units wrapped, gradients received; optimizers are adopted by `adopt`."""
 
-    min_activation_bytes = DEFAULT_MIN_BYTES
-    """Inputs of units smaller than this stay where they are."""
+    min_activation_bytes = DEFAULT_MIN_BYTES  # inputs of units smaller than this stay where they are
 
     def __init__(self, host: Host, plan: Plan, loop: Loop) -> None:
         config, engine, model = host.config, host.engine, plan.model

@@ -56,8 +56,7 @@ from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.shards import first_element, is_sharded, local, sharded_like
 from lightning_cxl.torch_private import tree_leaves
 
-SCALES = tuple(keys.scales for keys in MOMENT_KEYS)
-"""Keys of state that is per block of a shard."""
+SCALES = tuple(keys.scales for keys in MOMENT_KEYS)  # keys of state that is per block of a shard
 
 
 def save(path: Path, tensors: Mapping[str, Any], rest: Mapping[str, Any]) -> None:

@@ -31,10 +31,8 @@ from lightning_cxl.storage.store import Area, Store, files_shown_at
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.streaming.on_ssd import InputsOnSsd, WeightRecord, WeightsOnSsd
 
-KEY = "lightning_cxl"
-"""Of our entry in a checkpoint."""
-SSD = "ssd"
-"""In our entry, where the checkpoint refers to state on SSD: ``folders``, ``generation`` and its ``token``."""
+KEY = "lightning_cxl"  # of our entry in a checkpoint
+SSD = "ssd"  # in our entry, where the checkpoint refers to state on SSD: ``folders``, ``generation`` and its ``token``
 
 log = logging.getLogger(__name__)
 

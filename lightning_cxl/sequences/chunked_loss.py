@@ -42,8 +42,7 @@ def tell_once(text: str) -> None:
 #
 # Tokens without a label take no part: their logits are not made.
 
-IGNORED = -100
-"""The label of a token that is not predicted, as torch and transformers have it."""
+IGNORED = -100  # the label of a token that is not predicted, as torch and transformers have it
 _BAND_ROWS = 8192
 
 Scores = Callable[[Tensor], Tensor]

@@ -124,10 +124,8 @@ def lengths_of(position_ids: Tensor) -> Tensor:
 # when it reaches the first block. The mask that the block would get must keep them apart. Blocks do not run.
 
 _KINDS = frozenset({"full_attention", "sliding_attention"})
-_QUESTION = (0, 1, 2, 0, 1, 2, 3)
-"""Positions of the row that a model is asked about."""
-_BEGINS = 3
-"""Where its second sequence begins: a token that sees nothing but itself, in any window."""
+_QUESTION = (0, 1, 2, 0, 1, 2, 3)  # positions of the row that a model is asked about
+_BEGINS = 3  # where its second sequence begins: a token that sees nothing but itself, in any window
 _FORBIDDEN = -1e4
 _answers: weakref.WeakKeyDictionary[nn.Module, tuple[Any, str | None]] = weakref.WeakKeyDictionary()
 

@@ -91,8 +91,7 @@ class _Bytes:
 class HostShard(Tensor):
     """Bytes on the host that look like a tensor of the training device; see [Note: Shards on the host]."""
 
-    host: Tensor
-    """The values: what kernels of the host read and write, once `settle` has returned."""
+    host: Tensor  # the values: what kernels of the host read and write, once `settle` has returned
     _bytes: _Bytes
 
     @staticmethod

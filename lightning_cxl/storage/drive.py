@@ -73,8 +73,7 @@ def sync_folder(folder: Path, system: System | None = None) -> None:
 log = logging.getLogger(__name__)
 
 BLOCK_BYTES = max(4096, mmap.PAGESIZE)  # windows show whole pages
-HEAD_BYTES = 256 * 2**10
-"""At the start of each file, without records: whether direct reads work is tried there."""
+HEAD_BYTES = 256 * 2**10  # at the start of each file, without records: whether direct reads work is tried there
 _ADVICE = {
     errno.ENOSPC: "Free space there, or use a smaller budget.",
     errno.EDQUOT: "Your quota there is used up.",
@@ -333,10 +332,8 @@ class Piece(NamedTuple):
     """Memory, and where its bytes lie on a drive."""
 
     drive: int
-    offset: int
-    """On the drive, in bytes."""
-    memory: Buffer
-    """All of it; address, size and offset are multiples of a block."""
+    offset: int  # on the drive, in bytes
+    memory: Buffer  # all of it; address, size and offset are multiples of a block
 
 
 @dataclass(slots=True)

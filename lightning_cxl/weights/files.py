@@ -153,8 +153,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 # Tensors as bytes, in chunks of bounded size: what files are read into and written from.
 
-CHUNK_BYTES = 16 * 2**20
-"""Large enough for a disk, small enough that a few of them do not count."""
+CHUNK_BYTES = 16 * 2**20  # large enough for a disk, small enough that a few of them do not count
 
 
 def chunks(tensor: torch.Tensor, num_elements: int) -> Iterator[torch.Tensor]:
@@ -208,8 +207,7 @@ class Staging:
 class WeightSource:
     """Gives the values of one weight: a base for what reads or computes them, by `values` or `read_into`."""
 
-    name: str
-    """In the files."""
+    name: str  # in the files
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -437,8 +435,7 @@ def encode_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], m
 
 class NamedTensor(NamedTuple):
     name: str
-    tensor: torch.Tensor
-    """With its values, or on the meta device where `read` has them."""
+    tensor: torch.Tensor  # with its values, or on the meta device where `read` has them
     dtype: torch.dtype
     read: Callable[[], torch.Tensor] | None = None
     """Returns the values when they are written, so that they take memory only then."""

@@ -479,8 +479,7 @@ def _complete(model: Any, report: models.LoadReport) -> None:
 
 
 class Published(NamedTuple):
-    hub_id: str
-    """Of its ``config.json`` on the Hugging Face hub."""
+    hub_id: str  # of its ``config.json`` on the Hugging Face hub
     config: Mapping[str, Any]
 
 

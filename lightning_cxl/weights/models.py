@@ -111,8 +111,7 @@ class ModelWeight:
     """One parameter or persistent buffer of a model, under each name that it has."""
 
     tensor: Tensor
-    spec: TierSpec | None
-    """The tier that decorators ask for, of the module that has it."""
+    spec: TierSpec | None  # the tier that decorators ask for, of the module that has it
     names: list[str] = field(default_factory=list)
     holders: list[tuple[dict[str, Tensor | None], str]] = field(default_factory=list)
     """The tables of modules in which it is found, with its key."""
@@ -184,10 +183,8 @@ class Read(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Matches:
     reads: list[Read]
-    missing: list[str]
-    """Names of weights that no file holds, one for those that are tied."""
-    unexpected: list[str]
-    """Names in files that the model does not have."""
+    missing: list[str]  # names of weights that no file holds, one for those that are tied
+    unexpected: list[str]  # names in files that the model does not have
     lost: list[str]
     """Buffers that the model computes itself and that have no values, because it was built on the meta device."""
 
