@@ -8,7 +8,7 @@ from tests import apart
 
 
 class ApartDevices:
-    """The seam of the package; see `lightning_cxl.devices.transfer.CudaDevices`."""
+    """The seam of the package; see `lightning_cxl.devices.CudaDevices`."""
 
     name = "apart"
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from lightning_cxl.devices.transfer import DeviceEngine
+from lightning_cxl.devices import DeviceEngine
 from tests import training_device
 
 

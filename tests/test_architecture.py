@@ -32,7 +32,7 @@ OUTSIDE = {
     "errors": (), "config": (), "storage": ("xxhash",), "text": ("rich",),
     "torch_private": ("torch",), "timing": ("torch",),
     "weights": ("torch", "safetensors", "transformers", "huggingface_hub", "bitsandbytes", "peft"),
-    "machine": ("torch", "yaml"), "placement": (), "devices": ("torch",), "memory": ("torch",), "transfer": ("torch",),
+    "machine": ("torch", "yaml"), "placement": (), "devices": ("torch",), "memory": ("torch",),
     "streaming": ("torch",), "optim": ("torch",), "gradients": ("torch",),
     "inventory": ("torch",), "planning": ("torch",), "run": ("torch",), "sequences": ("torch", "transformers"),
     "sharding": ("torch",), "shards": ("torch",),
@@ -152,7 +152,7 @@ def test_cuda_and_frameworks_only_at_their_seams():
         names = imported_names(path)
         packages = {name.split(".")[0] for name in names}
         uses = {
-            "devices/transfer.py": "torch.cuda" in strip_docstrings(path.read_text()),
+            "devices.py": "torch.cuda" in strip_docstrings(path.read_text()),
             "integrations/lightning.py": bool(packages & LIGHTNING),
             "integrations/accelerate.py": "accelerate" in packages,
             "integrations/transformers.py": any(name.startswith("transformers.Trainer") for name in names),
@@ -187,8 +187,8 @@ def test_users_of_other_front_ends_are_not_told_lightnings_words():
             assert all("Lightning" in each for each in told), f"{path}: {told}"
 
 
-ACCELERATOR = ("devices/transfer.py", "commands/env.py")
-ENGINE = "devices/transfer.py"
+ACCELERATOR = ("devices.py", "commands/env.py")
+ENGINE = "devices.py"
 STREAM_METHODS = {"current_stream", "set_stream", "wait_stream", "wait_event", "record_event", "record_stream"}
 
 

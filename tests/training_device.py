@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_cxl.devices.transfer import CudaDevices, register_device_type
+from lightning_cxl.devices import CudaDevices, register_device_type
 from lightning_cxl.machine import recorder
 from lightning_cxl.machine import topology as disk_space
 from lightning_cxl.run.user_loop import UserLoop

@@ -24,7 +24,7 @@ import torch
 
 from lightning_cxl.commands import parsers
 from lightning_cxl.config import SsdOptions
-from lightning_cxl.devices.transfer import HostEngine, Transfer, TransferEngine, devices_apart, make_engine
+from lightning_cxl.devices import HostEngine, Transfer, TransferEngine, devices_apart, make_engine
 from lightning_cxl.errors import ConfigError, LightningCXLError, TierFullError
 from lightning_cxl.machine.speeds import (
     Calibration,

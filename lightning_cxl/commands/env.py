@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_cxl.commands import parsers
-from lightning_cxl.devices.transfer import devices_apart
+from lightning_cxl.devices import devices_apart
 from lightning_cxl.machine.recorder import last
 from lightning_cxl.machine.speeds import load_calibration, tier_speeds
 from lightning_cxl.machine.topology import (

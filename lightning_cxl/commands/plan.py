@@ -14,7 +14,7 @@ import torch
 
 from lightning_cxl.commands import parsers
 from lightning_cxl.config import SSD, OffloadConfig, read_ssd_options
-from lightning_cxl.devices.transfer import devices_apart
+from lightning_cxl.devices import devices_apart
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.inventory.dry_run import DryRun, measure
 from lightning_cxl.inventory.plan import list_tensors

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from lightning_cxl.commands import parsers
-from lightning_cxl.devices.transfer import devices_apart
+from lightning_cxl.devices import devices_apart
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.memory.hook import residency

@@ -56,7 +56,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_cxl.devices.transfer import Transfer, TransferEngine
+from lightning_cxl.devices import Transfer, TransferEngine
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.gradients.guard import Addition, GradientHooks, GradientMeter, OverflowGuard, ReplacedMethod
 from lightning_cxl.memory.placement import TensorRole

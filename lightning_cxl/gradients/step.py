@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import LBFGS, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_cxl.devices.transfer import TransferEngine
+from lightning_cxl.devices import TransferEngine
 from lightning_cxl.gradients.guard import GradientMeter, OverflowGuard
 from lightning_cxl.gradients.offload import GradientOffload, HostWorker
 from lightning_cxl.memory.placement import TensorRole

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.devices.transfer import process_device_type
+from lightning_cxl.devices import process_device_type
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.gradients.step import repoint_scheduler
 from lightning_cxl.inventory.tensors import Loop

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_cxl.config import show_options
-from lightning_cxl.devices.transfer import device_type_of
+from lightning_cxl.devices import device_type_of
 from lightning_cxl.errors import CheckpointError, UnsupportedError
 from lightning_cxl.gradients.step import repoint_scheduler
 from lightning_cxl.integrations import lightning

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_cxl.config import OffloadConfig, show_options
-from lightning_cxl.devices.transfer import device_type_of
+from lightning_cxl.devices import device_type_of
 from lightning_cxl.errors import ConfigError, UnsupportedError, warn
 from lightning_cxl.gradients.guard import HostClip, HostUnscale, ReplacedMethod
 from lightning_cxl.gradients.step import repoint_scheduler

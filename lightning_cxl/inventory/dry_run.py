@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.devices.transfer import After, Copy, FinishedTransfer, Transfer, TransferEngine
+from lightning_cxl.devices import After, Copy, FinishedTransfer, Transfer, TransferEngine
 from lightning_cxl.inventory.tensors import Workload
 from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
 from lightning_cxl.streaming.quantised import numel, prepare_layers

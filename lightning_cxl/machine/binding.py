@@ -27,7 +27,7 @@ import torch
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from lightning_cxl.config import SSD, OffloadConfig, SsdOptions
-from lightning_cxl.devices.transfer import device_type_of
+from lightning_cxl.devices import device_type_of
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.topology import (
     Tier,

@@ -21,7 +21,7 @@ import torch
 import yaml
 
 from lightning_cxl.config import SSD, cache_folder
-from lightning_cxl.devices.transfer import devices_apart
+from lightning_cxl.devices import devices_apart
 from lightning_cxl.errors import ConfigError, TierFullError, TierNotFoundError, warn
 from lightning_cxl.machine.topology import Tier, TierKind, Topology, drive_of, existing_folder, read_text, usable_cpus
 from lightning_cxl.native import _cpu

@@ -19,7 +19,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lightning_cxl import timing
-from lightning_cxl.devices.transfer import process_device_type
+from lightning_cxl.devices import process_device_type
 from lightning_cxl.errors import LightningCXLError, SpillWarning, StorageError, TierFullError, UnsupportedError, warn
 from lightning_cxl.machine.topology import Tier, TierKind, Topology
 from lightning_cxl.memory.placement import Placement, TensorRole

@@ -35,7 +35,7 @@ import torch
 from torch.nn import Parameter
 
 from lightning_cxl import torch_private
-from lightning_cxl.devices.transfer import HostEngine, Transfer, TransferEngine, current_stream
+from lightning_cxl.devices import HostEngine, Transfer, TransferEngine, current_stream
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.kernels import MasterForm, is_flat_like
 from lightning_cxl.shards import is_sharded, local, settle, sharded_like

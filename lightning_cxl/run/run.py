@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_cxl.config import SSD, OffloadConfig
-from lightning_cxl.devices.transfer import TransferEngine, device_type_of, make_engine
+from lightning_cxl.devices import TransferEngine, device_type_of, make_engine
 from lightning_cxl.errors import LightningCXLError, SpillWarning, TierFullError, warn
 from lightning_cxl.gradients import step
 from lightning_cxl.gradients.guard import GradientMeter, OverflowGuard

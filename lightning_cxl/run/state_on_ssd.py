@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_cxl.config import SsdOptions
-from lightning_cxl.devices.transfer import TransferEngine
+from lightning_cxl.devices import TransferEngine
 from lightning_cxl.errors import CheckpointError, StorageError, UnsupportedError
 from lightning_cxl.inventory import tensors
 from lightning_cxl.memory.placement import TensorRole

@@ -37,7 +37,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_cxl import torch_private
-from lightning_cxl.devices.transfer import TransferEngine
+from lightning_cxl.devices import TransferEngine
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.memory.host_memory import large_blocks_apart
 from lightning_cxl.memory.resource import Buffer, MemoryResource, PoolResource

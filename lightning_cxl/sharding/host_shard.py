@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cxl import torch_private
-from lightning_cxl.devices.transfer import Transfer, TransferEngine
+from lightning_cxl.devices import Transfer, TransferEngine
 from lightning_cxl.errors import UnsupportedError
 
 _aten = torch.ops.aten

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cxl.devices.transfer import Transfer, TransferEngine
+from lightning_cxl.devices import Transfer, TransferEngine
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.memory.host_memory import storage_extent
 from lightning_cxl.streaming.on_ssd import InputOnSsd

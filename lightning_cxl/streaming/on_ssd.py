@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_cxl.devices.transfer import Transfer, TransferEngine
+from lightning_cxl.devices import Transfer, TransferEngine
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.host_memory import aligned_nbytes, copy_bytes, has_private_pages
 from lightning_cxl.memory.resource import Buffer

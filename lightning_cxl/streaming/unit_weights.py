@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from lightning_cxl.devices.transfer import Transfer, TransferEngine
+from lightning_cxl.devices import Transfer, TransferEngine
 from lightning_cxl.errors import ConfigError, StorageError, UnsupportedError
 from lightning_cxl.memory.host_memory import aligned_nbytes, laid_out_as
 from lightning_cxl.memory.resource import Buffer

@@ -8,7 +8,7 @@ import torch
 from simulation.engine import SimulatedEngine
 from simulation.links import Link, Links
 
-from lightning_cxl.devices.transfer import HostEngine, make_engine
+from lightning_cxl.devices import HostEngine, make_engine
 from lightning_cxl.errors import UnsupportedError
 from tests import training_device
 

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_cxl.devices.transfer import device_type_of
+from lightning_cxl.devices import device_type_of
 from lightning_cxl.gradients.step import Updates
 from lightning_cxl.memory.resource import PoolResource
 from lightning_cxl.optim.cpu_adam import AdamStep

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, seed_everything
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cxl.devices.transfer import DeviceEngine
+from lightning_cxl.devices import DeviceEngine
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.gradients.offload import GradientOffload
 from lightning_cxl.optim.cpu_adam import AdamStep

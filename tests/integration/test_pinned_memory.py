@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_cxl.devices.transfer import device_type_of
+from lightning_cxl.devices import device_type_of
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.memory.resource import PoolResource
 from tests import training_device

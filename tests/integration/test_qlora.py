@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, seed_everything
 
 import lightning_cxl
 from lightning_cxl import UnsupportedError, residency
-from lightning_cxl.devices import transfer as engine
+from lightning_cxl import devices as engine
 from lightning_cxl.storage.store import Store
 from lightning_cxl.streaming.unit_weights import NUM_SLOTS, UnitWeights
 from tests.cases import every_value

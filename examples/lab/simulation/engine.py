@@ -29,7 +29,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lightning_cxl.devices.transfer import After, Copy, FinishedTransfer, Transfer, TransferEngine, check_copy
+from lightning_cxl.devices import After, Copy, FinishedTransfer, Transfer, TransferEngine, check_copy
 from simulation.clock import Flow, LinkClock
 from simulation.links import Direction, HostTraffic, Links
 from simulation.trace import Trace

@@ -14,7 +14,7 @@ import torch
 
 import lightning_cxl
 from lightning_cxl import CPUAdam, OffloadConfig, Topology
-from lightning_cxl.devices import transfer
+from lightning_cxl import devices as transfer
 from lightning_cxl.machine.binding import bind_rank
 from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.memory.placement import Placement, TensorRole

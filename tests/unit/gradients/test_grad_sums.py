@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_cxl.devices.transfer import HostEngine
+from lightning_cxl.devices import HostEngine
 from lightning_cxl.gradients.guard import GradientMeter
 from lightning_cxl.gradients.offload import GradientOffload, attach_zero_grad, detach_zero_grad
 from lightning_cxl.memory.host_memory import mirror

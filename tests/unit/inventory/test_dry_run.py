@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.devices.transfer import HostEngine
+from lightning_cxl.devices import HostEngine
 from lightning_cxl.inventory.dry_run import dry_run, estimate
 from lightning_cxl.inventory.tensors import Workload
 from lightning_cxl.streaming.activations import ActivationOffload

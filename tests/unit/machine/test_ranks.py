@@ -12,7 +12,7 @@ import torch
 from torch.numa import binding as torch_binding
 
 from lightning_cxl import OffloadConfig, Topology
-from lightning_cxl.devices import transfer
+from lightning_cxl import devices as transfer
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine import binding
 from lightning_cxl.machine.binding import (

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lightning_cxl.devices.transfer import CudaDevices
+from lightning_cxl.devices import CudaDevices
 from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError, PlacementError, TierFullError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.resource import (

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.devices.transfer import device_type_of
+from lightning_cxl.devices import device_type_of
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.run.run import Host, place_model
 

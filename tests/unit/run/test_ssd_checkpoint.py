@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_cxl.config import read_ssd_options
-from lightning_cxl.devices.transfer import HostEngine
+from lightning_cxl.devices import HostEngine
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError
 from lightning_cxl.inventory.tensors import PlannedRecord, PlannedTensor
 from lightning_cxl.memory.placement import TensorRole

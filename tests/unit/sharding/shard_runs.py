@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from lightning_cxl.devices.transfer import DeviceEngine, Transfer
+from lightning_cxl.devices import DeviceEngine, Transfer
 from lightning_cxl.sharding.host_shard import HostShard, host_shards
 from tests import apart
 from tests.apart import fsdp_runs

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cxl.devices.transfer import make_engine
+from lightning_cxl.devices import make_engine
 from lightning_cxl.sharding.host_shard import HostShard
 from tests import apart
 

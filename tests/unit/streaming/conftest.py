@@ -5,7 +5,7 @@ On the device whatever a test makes without naming a device is made there.
 
 import pytest
 
-from lightning_cxl.devices.transfer import HostEngine, make_engine
+from lightning_cxl.devices import HostEngine, make_engine
 from lightning_cxl.streaming.activations import ActivationOffload
 from tests import training_device
 from tests.fakes import RecyclingMemory

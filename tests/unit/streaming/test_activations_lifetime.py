@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_cxl.devices.transfer import HostEngine
+from lightning_cxl.devices import HostEngine
 from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.streaming.activations import ActivationOffload, StoredInput, UnitForward, UnitInput, can_store
 from lightning_cxl.streaming.units import find_units

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lightning_cxl.devices.transfer import HostEngine
+from lightning_cxl.devices import HostEngine
 from lightning_cxl.optim.swapped_state import StateSwapper
 from lightning_cxl.storage.store import Area, Store
 from lightning_cxl.storage.swap import BufferPool, Swapper, uninterrupted

@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from lightning_cxl.devices.transfer import HostEngine
+from lightning_cxl.devices import HostEngine
 from lightning_cxl.errors import StorageError
 from lightning_cxl.storage.drive import System
 from lightning_cxl.storage.store import Area, Store

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_cxl.devices.transfer import FinishedTransfer, HostEngine
+from lightning_cxl.devices import FinishedTransfer, HostEngine
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.gradients.guard import GradientHooks
 from lightning_cxl.memory.resource import Buffer, Span

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from lightning_cxl.devices.transfer import HostEngine
+from lightning_cxl.devices import HostEngine
 from lightning_cxl.errors import StorageError
 from lightning_cxl.memory.host_memory import has_private_pages
 from lightning_cxl.storage.drive import StorageTransfer

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from lightning_cxl.devices.transfer import DeviceEngine, make_engine
+from lightning_cxl.devices import DeviceEngine, make_engine
 from lightning_cxl.errors import UnsupportedError
 from tests import apart, training_device
 from tests.fakes import RecyclingMemory

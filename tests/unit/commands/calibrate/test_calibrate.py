@@ -16,7 +16,7 @@ from lightning_cxl.__main__ import main as command
 from lightning_cxl.commands import calibrate
 from lightning_cxl.commands.calibrate import ADAM, D2H, H2D, READ, WRITE, Options, Sweep, cache_bytes, read, update
 from lightning_cxl.config import SsdOptions
-from lightning_cxl.devices.transfer import HostEngine, devices_apart
+from lightning_cxl.devices import HostEngine, devices_apart
 from lightning_cxl.errors import ConfigError, PinnedMemoryError
 from lightning_cxl.machine.speeds import load_calibration, load_machine, machine_of, save_calibration
 from lightning_cxl.machine.topology import Topology

@@ -1,1 +1,0 @@
-"""Device types, and copies between device and host: the only owner of streams and events."""
