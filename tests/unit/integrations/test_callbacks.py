@@ -3,7 +3,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_cxl import callbacks, timing
 from lightning_cxl.callbacks import OffloadProgressBar
-from lightning_cxl.integrations.lightning.lightning_api import Trainer
+from lightning_cxl.integrations.lightning import Trainer
 
 
 class Numbers(BoringModel):
