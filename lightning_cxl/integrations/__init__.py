@@ -1,1 +1,1 @@
-"""The other front ends, one file for each framework: Fabric, Accelerate, the Trainer of transformers."""
+"""Front ends, one file for each framework: Lightning, Fabric, Accelerate, the Trainer of transformers."""
