@@ -125,9 +125,9 @@ def read_nodes(root: Path) -> tuple[Node, ...]:
 
 def node_free_bytes(root: Path, node_id: int, capacity_bytes: int) -> int:
     # free memory and the file cache that the kernel gives up under pressure, less head-room for the kernel and others;
-    # on a machine with a single node the kernel's own estimate, MemAvailable
+    # on a machine with a single node the kernel's own estimate, MemAvailable; none of a node that was taken offline
     headroom = min(max(capacity_bytes // 64, _HEADROOM_MIN_BYTES), _HEADROOM_MAX_BYTES)
-    if len(read_ids(root / _NODES / "has_memory")) > 1:
+    if read_ids(root / _NODES / "has_memory") not in ((), (node_id,)):
         fields = read_meminfo(root / _NODES / f"node{node_id}/meminfo")
         free = fields.get("MemFree", 0) + fields.get("Active(file)", 0) + fields.get("Inactive(file)", 0)
     else:

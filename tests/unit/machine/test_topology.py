@@ -127,6 +127,9 @@ def test_node_free_reads_now_and_counts_file_cache_and_keeps_headroom_within_a_c
     (root / NODE / "node1/meminfo").write_text("\n".join(f"Node 1 {line}" for line in meminfo))
     assert node_free_bytes(root, 1, 1 << 30) == (512 << 20) + (3 << 20) - (1 << 30) // 64
     assert topology.node_free_bytes(1) < 516 << 20
+    (root / "sys/devices/system/node/has_memory").write_text("0\n")  # the kernel has taken the other one offline
+    (root / "sys/devices/system/node/node1/meminfo").unlink()
+    assert topology.node_free_bytes(1) == 0 < topology.node_free_bytes(0)
     files = {"proc/self/cgroup": "0::/job\n", **v2("/job", 256 * MIB, 200 * MIB)}
     limited = Topology.detect(machine("3node", files))
     assert limited.node_free_bytes(1) == 56 * MIB and limited.host_limit_bytes() == 256 * MIB
