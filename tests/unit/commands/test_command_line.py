@@ -29,8 +29,8 @@ def run(*arguments, **options):
 def test_every_command_is_in_the_table_and_can_be_imported():
     assert list(COMMANDS) == NAMES
     for command in COMMANDS.values():
-        assert callable(importlib.import_module(command.module).main)
-        assert command.trains == (command.module == "lightning_cxl.finetune.cli")
+        assert callable(importlib.import_module(f"lightning_cxl.{command.module}").main)
+        assert command.trains == (command.module == "finetune.cli")
 
 
 ANSWERED_AT_ONCE = [

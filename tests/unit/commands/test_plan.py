@@ -384,7 +384,7 @@ def test_gradients_that_wait_on_the_devices_are_reduced_once(ranks):
         (["--policy", "fastest"], "no policy 'fastest'"),
         (["--num-nodes", "0"], "num_nodes must be at least 1, got 0"),
         (["--lora", "4", "--quantize", "4bit"], "count its compute weights once for each"),
-        (["--no-stream-weights"], "several devices keep their shards of weights on the host"),
+        (["--no-stream-weights"], "several devices keep shards of weights on the host"),
     ],
 )
 def test_what_cannot_be_is_refused(ranks, arguments, message):

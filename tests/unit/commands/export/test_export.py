@@ -253,7 +253,7 @@ def test_an_export_onto_an_earlier_one_is_as_in_a_new_folder(base, tmp_path):
         ({"checkpoint": "twice.pt"}, "weights twice, under `(policy|reference).` and under"),
         ({"checkpoint": "part.pt", "base": "only_config"}, "no file holds|are missing|missing"),
         ({"checkpoint": "tied_apart.pt", "base": "tied"}, "are tied in the model and differ"),
-        ({"checkpoint": "adapter", "only_adapter": True}, "an adapter already"),
+        ({"checkpoint": "adapter", "only_adapter": True}, "an adapter.s folder"),
         ({"checkpoint": "homeless", "base": None}, "'nowhere', which is no folder"),
         ({"checkpoint": "on_tied", "base": "tied"}, "which the model ties to another weight"),
     ],
