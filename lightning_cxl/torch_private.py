@@ -287,6 +287,17 @@ _ORTHOGONALISE = "_zeropower_via_newtonschulz"
 find("torch.optim._muon", _ORTHOGONALISE, "orthogonalise updates of Muon on the device")
 
 
+_fused: Mapping[bool, Any] = {
+    decoupled: find("torch", name, "updates on the device")
+    for decoupled, name in ((True, "_fused_adamw_"), (False, "_fused_adam_"))
+}
+
+
+def fused_adam_(*lists: list[Tensor], decoupled: bool, **options: Any) -> None:
+    """Update float32 parameters on a device: lists of them, gradients, momenta, variances and steps."""
+    _fused[decoupled](*lists[:4], [], lists[4], amsgrad=False, maximize=False, **options)
+
+
 def step_hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
     before, after = ({**own, **all_} for own, all_ in zip(_hooks_of(optimizer), _hooks_of_all, strict=False))
     return before, after

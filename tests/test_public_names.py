@@ -34,10 +34,10 @@ NAMES = """
 OF_FRAMEWORKS = [("accelerate", ["CXLAccelerator"]), ("transformers", ["CXLTrainer", "CXLTrainerMixin", "offload"])]
 OPTIONS = {
     "tiers": {}, "tier_rules": {}, "policy": "auto", "machine": None, "batch_tokens": None, "activation_offload": True,
-    "units": "auto", "stream_weights": "auto", "units_on_device": 0, "overlap_step": "auto", "cpu_adam": True,
-    "state": "fp32", "master": "split", "accumulate": "fp32", "on_overflow": "skip", "max_overflows": 20,
-    "num_threads": None, "numa_binding": "auto", "on_missing_tier": "fallback", "on_tier_full": "spill",
-    "pin_memory": "auto", "replicate_machines": False, "report": None,
+    "units": "auto", "stream_weights": "auto", "units_on_device": 0, "state_on_device": False, "overlap_step": "auto",
+    "cpu_adam": True, "state": "fp32", "master": "split", "accumulate": "fp32", "on_overflow": "skip",
+    "max_overflows": 20, "num_threads": None, "numa_binding": "auto", "on_missing_tier": "fallback",
+    "on_tier_full": "spill", "pin_memory": "auto", "replicate_machines": False, "report": None,
 }  # fmt: skip
 OF_STRATEGIES = {"accelerator": None, "checkpoint_io": None, "timeout": None, **OPTIONS}
 ARGUMENTS = {

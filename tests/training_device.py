@@ -29,6 +29,7 @@ import torch
 from lightning_cxl.devices import CudaDevices, register_device_type
 from lightning_cxl.machine import recorder
 from lightning_cxl.machine import topology as disk_space
+from lightning_cxl.optim import cpu_adam
 from lightning_cxl.run.user_loop import UserLoop
 from tests import apart
 from tests.apart_accelerator import ApartAccelerator, ApartDevices
@@ -105,6 +106,7 @@ def choose(name: str) -> None:
         for name in _OPTIMIZERS:
             module = importlib.import_module(f"torch.optim.{name}")
             setattr(module, name, _on_the_host(getattr(module, name)))
+        cpu_adam.fused_adam_ = _on_the_host(cpu_adam.fused_adam_)
         clip_grad = torch.nn.utils.clip_grad
         clip_grad._get_total_norm = _on_the_host(clip_grad._get_total_norm)
         for kind in ("flash", "mem_efficient", "cudnn"):  # kernels of attention that add in any order

@@ -35,6 +35,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
     options = ["--shape", args.shape, "--seq", args.seq, "--batch", args.batch, "--steps", args.steps]
     options += ["--device", args.device, "--state", args.state, "--on-overflow", args.on_overflow]
     options += [] if args.clip is None else ["--clip", args.clip]
+    options += ["--units-on-device", args.units_on_device] + ["--state-on-device"] * args.state_on_device
     command = [sys.executable, "-W", "ignore", __file__, "--child", name, *map(str, options)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -106,6 +107,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--state", choices=["fp32", "bf16", "8bit"], default="fp32", help="of cxl_offload's CPUAdam")
     parser.add_argument("--on-overflow", choices=["ignore", "error", "skip"], default="ignore", help="of cxl_offload")
     parser.add_argument("--clip", type=float, metavar="NORM", help="gradients of cxl_offload")
+    parser.add_argument("--units-on-device", type=int, default=0, metavar="K", help="of cxl_offload")
+    parser.add_argument("--state-on-device", action="store_true", help="of cxl_offload")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", nargs="+", choices=child.CONTENDERS, help="default: all that can be imported")
     parser.add_argument("--json", type=Path)

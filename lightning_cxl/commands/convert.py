@@ -48,7 +48,7 @@ RULES: Sequence[tuple[str, Rule]] = (
     ("Z.offload_*.nvme_path", "tiers of the strategy: what memory has no room for goes there; tier_rules move more"),
     ("Z.offload_*.device Z.cpu_offload* Z.offload_optimizer Z.offload_param", _DEVICE),
     ("Z.offload_*.pin_memory", 'pin_memory of the strategy: "auto" page-locks memory that a device copies from'),
-    ("Z.offload_*.ratio", "no option: the host makes all updates; units_on_device keeps weights on the device"),
+    ("Z.offload_*.ratio", "state_on_device of the strategy: the device updates what units_on_device keeps there"),
     ("Z.offload_*.buffer_* Z.offload_*.max_in_cpu Z.offload_*.pipeline_* Z.offload_*.fast_init", _PLANNED),
     ("Z.offload_*.super_offload Z.offload_*.c*_cpu Z.offload_*.*_perc Z.zenflow aio", _PLANNED),
     ("Z.zero_hpz_partition_size Z.mics_*", "near to it: replicate_machines of the strategy"),

@@ -115,6 +115,9 @@ class PlanOptions:
         type=lambda text: text if text == "auto" else int(text),
         metavar="K",
     )
+    state_on_device: bool = _option(
+        False, "optimizer state of what stays on the device there, too (off)", action=_ON_OR_OFF
+    )
     loss: str = _choice(
         ("full", "chunked"),
         "full",

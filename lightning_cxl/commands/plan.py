@@ -67,7 +67,10 @@ class Settings(parsers.PlanOptions):
             raise ConfigError(
                 f'overlap "{self.overlap}" needs weights that stream: set stream weights, or choose overlap "none"'
             )
-        same = ("activation_offload", "stream_weights", "units_on_device", "state", "master", "accumulate")
+        same = (
+            *("activation_offload", "stream_weights", "units_on_device", "state_on_device"),
+            *("state", "master", "accumulate"),
+        )
         given: dict[str, Any] = {name: getattr(self, name) for name in same}
         given["on_overflow"] = "ignore" if self.overlap == "backward" else "skip"
         return OffloadConfig(**given, overlap_step=overlaps)
@@ -228,7 +231,27 @@ def make_plan(
         )
     predicted, host = policies.dram_only_time(job, machine), _host_bytes(job, machine)
     found = Findings(model.name, settings, machine, job, policy, plans, predicted, host, command=command)
-    return found if found.fits else replace(found, ways=what_fits(model, settings, machine, policy))
+    if not found.fits:
+        return replace(found, ways=what_fits(model, settings, machine, policy))
+    return replace(found, job=replace(job, notes=(*job.notes, *_faster_on_device(model, found))))
+
+
+def _faster_on_device(model: PlannedModel, found: Findings) -> list[str]:
+    """Return a note of what `state_on_device` would take and save, where there is room and it saves something."""
+    settings, machine, before = found.settings, found.machine, found.chosen.time
+    excluded = settings.state_on_device or machine.device.is_host or settings.mesh(machine).is_sharded
+    if excluded or before is None or found.job.device_bytes is None:
+        return []
+    job = model.job(replace(settings, state_on_device=True), machine)
+    after = policies.compare(job, machine, [found.policy])[found.policy].time
+    taken = (job.device_bytes or 0) - found.job.device_bytes
+    room = _USED_OF_DEVICE * machine.device.memory_bytes - found.job.device_bytes
+    if taken > room or after is None or after.seconds > 0.99 * before.seconds:
+        return []
+    return [
+        f"state_on_device: true (--state-on-device) would take {format_bytes(taken)} more of {machine.device.name}, "
+        f"and the step {after.seconds:.3f} s instead of {before.seconds:.3f} s"
+    ]
 
 
 def _with_units_on_device(model: PlannedModel, settings: Settings, machine: Machine) -> Settings:

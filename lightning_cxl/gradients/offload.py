@@ -10,6 +10,7 @@ parameter and its master are (see [Note: Compute and master weights]):
   gradients: a hook before the accumulation takes the sum so far away (the *stash*), autograd delivers the new gradient
   alone, and we add it in float32. Of shards, whose gradients FSDP2 delivers, sums are stashed when a backward begins.
 * Separate master, the host computes: it is moved, or added, at once, and becomes ``master.grad``.
+* Master on the device (``state_on_device``): as in these two, but nothing moves; sums of 16 bits become float32.
 * From a device (streamed weights, or the master of what is on the device):
 
   1. It joins the group of its unit. A group is copied to the host when it is complete, when the gradient of another
@@ -228,14 +229,15 @@ class GradientOffload:
         groups: dict[int, list[WeightPair]] = {}  # as their gradients are copied
         for pair in new:
             unit = self._unit_of(pair)
-            if pair.compute.requires_grad and (unit is None or self._reserves_streamed):
+            if pair.compute.requires_grad and (unit is None or self._reserves_streamed) and not pair.is_on_device:
                 groups.setdefault(id(pair if unit is None else unit), []).append(pair)
         reserved = [self._new_memory(group, [pair.grad_dtype for pair in group]) for group in groups.values()]
         for pair in new:
             half = pair.master.dtype in _HALF or pair.grad_dtype in _HALF
             if half:
                 cast(Any, pair.master).grad_dtype = None
-            if self._unit_of(pair) is not None or not (pair.is_shared or self.engine.computes_on_host):
+            stays = pair.is_shared or pair.is_on_device or self.engine.computes_on_host
+            if self._unit_of(pair) is not None or not stays:
                 receive, before = partial(self._receive_from_device, pair), partial(self._begin_pending, pair)
                 hooks = GradientHooks(pair.compute, receive, before, stays=False)
             elif pair.is_shared:  # hooks of the user find in `.grad` what autograd alone would have put there
@@ -269,7 +271,7 @@ class GradientOffload:
             return
         if before is not None:
             pair.compute.grad = self._add([Gradient(pair, grad, key, stays=False)], [before])[0]
-        elif not self.is_ours(pair, grad):  # else autograd added it in place
+        elif not pair.is_on_device and not self.is_ours(pair, grad):  # else autograd added it in place
             pair.compute.grad = self._move([pair], [grad], [grad.dtype])[0]
         elif is_sharded(grad):  # or FSDP2 did, which leaves no trace
             if grad.dtype in _HALF:
@@ -286,7 +288,7 @@ class GradientOffload:
             return
         before, key = pair.master.grad, self._next_key()
         if before is None:
-            pair.master.grad = self._move([pair], [grad], [pair.grad_dtype])[0]
+            pair.master.grad = grad if pair.is_on_device else self._move([pair], [grad], [pair.grad_dtype])[0]
         else:
             pair.master.grad = self._add([Gradient(pair, grad, key, stays=False)], [before])[0]
 
@@ -354,12 +356,16 @@ class GradientOffload:
 
     def _new_memory(self, pairs: Sequence[WeightPair], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Return memory where gradients stay."""
-        memory: dict[int, torch.Tensor] = {}
+        memory: dict[int, torch.Tensor] = {
+            id(pair): torch.empty_like(pair.compute, dtype=dtype, requires_grad=False)
+            for pair, dtype in zip(pairs, dtypes, strict=True)
+            if pair.is_on_device
+        }
         for role in (TensorRole.COMPUTE_GRADS, TensorRole.MASTER_GRADS):
             wanted = [
                 (pair, dtype)
                 for pair, dtype in zip(pairs, dtypes, strict=True)
-                if pair.is_same_memory is (role is TensorRole.COMPUTE_GRADS)
+                if pair.is_same_memory is (role is TensorRole.COMPUTE_GRADS) and not pair.is_on_device
             ]
             if wanted:
                 given = self._allocate_all([(pair.compute, dtype) for pair, dtype in wanted], role)
@@ -381,7 +387,7 @@ class GradientOffload:
         widened = [
             index
             for index, grad in enumerate(sums)
-            if grad.dtype in _HALF and not (self._half_sums and grad.dtype is torch.bfloat16)
+            if grad.dtype in _HALF and not (self._half_sums and grad.dtype is torch.bfloat16 and grad.is_cpu)
         ]
         if widened:
             pairs, grads = [landed[index].pair for index in widened], [before[index] for index in widened]

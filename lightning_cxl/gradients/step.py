@@ -249,7 +249,7 @@ class Updates:
 
     def _may_be_late(self, pair: WeightPair) -> bool:
         """Whether the device may get new weights after the step: whoever uses them is known, and waits."""
-        return id(pair.compute) in self._awaited and pair.may_be_late
+        return not pair.is_on_device and id(pair.compute) in self._awaited and pair.may_be_late
 
     def _start_residents(self, pairs: Sequence[WeightPair], job: Callable[[], None], order: int) -> None:
         """Let a job that updates masters run on the worker; the device gets the new weights after it."""
@@ -824,9 +824,10 @@ def _state_of(optimizer: Optimizer) -> defaultdict[torch.Tensor, Any]:
 
 
 def describe_optimizer(optimizer: Optimizer) -> str:
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    own = type(optimizer).__name__
-    rest = f"on the host, {len(optimizer.param_groups)} groups, {count} parameters"
+    parameters = [parameter for group in optimizer.param_groups for parameter in plain(group["params"])]
+    own, there = type(optimizer).__name__, sum(isinstance(optimizer, CPUAdam) and not p.is_cpu for p in parameters)
+    rest = f"on the host, {len(optimizer.param_groups)} groups, {len(parameters)} parameters"
+    rest += f" ({there} of them on the device)" * bool(there)
     if not isinstance(optimizer, CPUAdam):
         return f"{own} {rest}"
     name = own if type(optimizer) is CPUAdam else f"{own} by CPUAdam"

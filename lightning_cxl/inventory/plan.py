@@ -44,11 +44,13 @@ from lightning_cxl.inventory.tensors import (
 )
 from lightning_cxl.memory.placement import ModuleTiers, Placement, Placer, TensorRole
 from lightning_cxl.optim.cpu_adam import Precisions
+from lightning_cxl.optim.kernels import WEIGHT_DTYPES
 from lightning_cxl.optim.masters import master_dtype, needs_master
 from lightning_cxl.shards import is_sharded, local
 from lightning_cxl.streaming.unit_weights import piece_nbytes, tensors_by_parameter
 from lightning_cxl.streaming.units import NamedUnits, find_units, streamable
 
+_STATE_ROLES = (TensorRole.MASTER_WEIGHTS, TensorRole.MOMENTUM, TensorRole.VARIANCE)
 _PARAMETER_ROLES = [role for role in TensorRole if role not in (TensorRole.ACTIVATIONS, TensorRole.STAGING)]
 
 
@@ -220,6 +222,8 @@ class Plan:
     """Gradients of all parameters, also where `tensors` has those of a few units only."""
     staged_bytes: int
     """Bytes of gradients that land in staging memory in one step."""
+    on_device: Mapping[str, nn.Parameter]
+    """Parameters, by name, whose masters, gradients and state are on the device, and nothing of them on the host."""
     measured: DryRun
     """One micro-batch."""
     overlap: Overlap
@@ -339,6 +343,11 @@ def list_tensors(
             f"units_on_device={config.units_on_device} is for one process: with several, each device has a part of all "
             "weights and gathers a unit when it computes. Leave the option out"
         )
+    if cut and config.state_on_device:
+        raise ConfigError(
+            "state_on_device=True is for one process: with several, each has the state of its shards on the host. "
+            "Leave the option out"
+        )
     stays = foreign | ({id(parameter) for parameter in cut} if why_not else set())
     in_units = {id(parameter) for _, _, own in found for parameter in own}
     held, ssd = _held_by(optimizers), config.ssd()
@@ -369,6 +378,18 @@ def list_tensors(
     on_device = bool(units) and not workload.computes_on_host
     if (streamed or (on_device and not gathered)) and config.overlaps_step(workload.computes_on_host):
         overlap = "both" if workload.updates_in_backward else "forward"
+    stay: dict[str, nn.Parameter] = {}
+    if config.state_on_device and not all_on_host:
+        stay = {
+            asked.names[id(p)]: p
+            for each in optimizers
+            for group in each.param_groups
+            for p in group["params"]
+            if id(p) in asked.names and id(p) not in unit_of and precisions.form_for(each, p) is not None
+            if p.dtype in WEIGHT_DTYPES
+            and not any(asked.lookup(p, role, may_be_on_ssd=True)[0] for role in _STATE_ROLES)
+        }
+    without_host = {id(parameter) for parameter in stay.values()}
     state = [
         each._replace(unit=gradient_unit_of.get(id(each.parameter), ""))
         for each in state_tensors(
@@ -378,6 +399,7 @@ def list_tensors(
             accumulates=workload.num_arrivals > 1,
             on_host=lambda p: all_on_host or id(p) in unit_of or is_sharded(p),
         )
+        if id(each.parameter) not in without_host
     ]
     staged, staged_bytes = staged_gradients(state, workload)
     tensors = (
@@ -403,6 +425,7 @@ def list_tensors(
         tensors=with_slots(tensors, record_of, 1 if ssd is None else len(ssd.paths), workload.mesh.num_devices),
         gradients=of_machine(gradients, streamed, workload.mesh),
         staged_bytes=workload.mesh.machine_bytes(staged_bytes, trained),
+        on_device=stay,
         measured=measured,
         overlap=overlap,
         record_of=record_of,

@@ -29,6 +29,7 @@ from lightning_cxl.optim.kernels import (
     check_compute_weights,
     check_parameter,
     chosen_isa,
+    flattened,
     mix_key,
     pack,
     thread_count,
@@ -57,11 +58,13 @@ from lightning_cxl.optim.swapped_state import InBuffers, StateSwapper, read_stat
 from lightning_cxl.shards import first_element, local, sums_over_processes
 from lightning_cxl.storage.swap import Swappable
 from lightning_cxl.timing import timed
-from lightning_cxl.torch_private import keeps_mark, loading_hooks, mark_as_called, share_hooks
+from lightning_cxl.torch_private import fused_adam_, keeps_mark, loading_hooks, mark_as_called, share_hooks
 
 # `AdamStep`: one step, for all parameters at once or for some after others. The kernel is given rows of numbers: one or
 # more for each parameter, and the scalars that they refer to.
 
+_DEVICE_CHUNK = 2**24
+"""Elements that a device updates at a time: so many gradients become float32 at once."""
 _COMPUTE_FORMATS = {torch.bfloat16: WEIGHTS_BF16, torch.float16: WEIGHTS_FP16}
 
 
@@ -223,6 +226,9 @@ class AdamStep:
             kept = update.kept
             if kept.known is None or kept.known.signature is not update.signature:
                 kept.bind(update.written[0], self._state[update.written[0]])
+        if there := [update for update in updates if not update.parameter.is_cpu]:
+            self._apply_on_device(there, scale)
+            updates = [update for update in updates if update.parameter.is_cpu]
         swapper = self._kept.swapper
         if swapper is None:
             self._apply(updates, scale, None)
@@ -233,6 +239,33 @@ class AdamStep:
         for records, part in parts:
             with swapper.use(records) as swapped:
                 self._apply(part, scale, swapped)
+
+    def _apply_on_device(self, updates: Sequence[Update], scale: float) -> None:
+        """Carry out updates of float32 parameters on their device, by torch's fused kernels there."""
+        device = updates[0].parameter.device
+        # all memory is taken before anything is written: where it is refused, nothing is half updated
+        steps = {step: torch.full((), step, device=device) for step in {float(each.kept.step) + 1 for each in updates}}
+        numel = min(max(update.grad.numel() for update in updates), _DEVICE_CHUNK)
+        words, is_nan = torch.empty(numel, device=device), torch.empty(numel, dtype=torch.bool, device=device)
+        for update in updates:
+            group, kept = self._groups[update.group_index], update.kept
+            options: dict[str, Any] = {name: float(group[name]) for name in ("lr", "weight_decay", "eps")}
+            options |= zip(("beta1", "beta2"), map(float, group["betas"]), strict=True)
+            step = float(kept.step) + 1
+            tensors = [update.parameter, update.grad, kept.momentum.values, kept.variance.values]
+            tensors += [] if update.compute is None else [update.compute]
+            chunks = [torch.split(flattened(tensor), _DEVICE_CHUNK) for tensor in tensors]
+            for weights, grad, momentum, variance, *compute in zip(*chunks, strict=True):
+                word = words[: grad.numel()]
+                if grad.dtype is not torch.float32 or scale != 1.0:
+                    grad = word.copy_(grad).mul_(scale)
+                lists = [weights], [grad], [momentum], [variance], [steps[step]]
+                fused_adam_(*lists, decoupled=group["decoupled_weight_decay"], **options)
+                for half in compute:  # rounded as `split` and the kernels of the host do it, ties away from zero
+                    bits = word.view(torch.int32).copy_(weights.view(torch.int32)).add_(0x8000).bitwise_right_shift_(16)
+                    half.view(torch.int16).copy_(bits)
+                    half.masked_fill_(torch.ne(weights, weights, out=is_nan[: half.numel()]), torch.nan)
+            kept.step.fill_(step)
 
     def _apply(self, updates: Sequence[Update], scale: float, swapped: InBuffers | None) -> None:
         """Carry out updates of what is in memory, or in buffers together."""
@@ -348,7 +381,16 @@ def sums_of_squares(grads: Sequence[torch.Tensor], num_threads: int, isa: str) -
     results = array("d", bytes(8 * len(readable)))
     if readable:
         _grads.measure(rows, results, num_threads, isa)
-    measured, sums = dict(zip(map(id, readable), results, strict=True)), []
+    measured = dict(zip(map(id, readable), results, strict=True))
+    there = [grad for grad in grads if not grad.is_cpu and grad.layout is torch.strided]
+    if there:  # one wait for the device
+        norms = [torch.linalg.vector_norm(grad.detach(), dtype=torch.float32) for grad in there]
+        squares = torch.stack(norms).double().square().tolist()
+        for grad, square in zip(there, squares, strict=True):
+            if not math.isfinite(square) and bool(torch.linalg.vector_norm(grad.detach(), math.inf).isfinite()):
+                square = sys.float_info.max  # finite float32 numbers whose squares are not
+            measured[id(grad)] = square
+    sums = []
     for grad in grads:
         if id(grad) in measured:
             sums.append(measured[id(grad)])
@@ -740,7 +782,7 @@ class CPUAdam(Optimizer):
         if self.isa not in _cpu.supported_isas():  # the copy may be on another machine
             self.isa = _cpu.best_isa()
         self.teams = ThreadTeams.detect()
-        self.exit_run()
+        self._sums_of = None
 
 
 log = logging.getLogger(__name__)

@@ -147,9 +147,9 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def check_parameter(parameter: torch.Tensor, name: str) -> None:
-    if parameter.dtype not in WEIGHT_DTYPES or parameter.device.type != "cpu":
+    if parameter.is_meta or parameter.dtype not in (WEIGHT_DTYPES if parameter.is_cpu else (torch.float32,)):
         raise ConfigError(
-            f"CPUAdam updates float32 and bfloat16 weights on the host; {name} is {parameter.dtype} on "
+            f"CPUAdam updates float32 weights, and bfloat16 weights on the host; {name} is {parameter.dtype} on "
             f"{parameter.device}. Give it float32 master weights on the host and the others as `compute_weights`"
         )
     if parameter.layout is not torch.strided or not is_dense(parameter):
@@ -189,25 +189,29 @@ def same_layout(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def is_flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether `tensor` is on the host and its memory has the elements in the order of a dense `parameter`."""
-    ordinary = tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_neg()
+    """Return whether `tensor` is on the device of a dense `parameter`, with its elements in the same order."""
+    ordinary = tensor.device == parameter.device and tensor.layout is torch.strided and not tensor.is_neg()
     return ordinary and same_layout(tensor, parameter)
 
 
 def usable_gradient(grad: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a gradient as dense host memory in the order of `parameter`; a copy only where needed."""
+    """Return a gradient as dense memory in the order of `parameter`; a copy only where needed."""
     if grad.layout is not torch.strided:
         raise UnsupportedError(
             f"the gradient of {name} is sparse ({grad.layout}): use `sparse=False` in the embedding, or "
             "`cpu_adam=False` with torch.optim.SparseAdam"
         )
-    if grad.device.type != "cpu":
-        raise ConfigError(f"the gradient of {name} is on {grad.device}: copy it to the host before the step")
+    if grad.device != parameter.device:
+        raise ConfigError(
+            f"the gradient of {name} is on {grad.device}, the parameter on {parameter.device}: copy it there before "
+            "the step"
+        )
     _check_memory(grad, f"the gradient of {name}")
     if grad.dtype in GRAD_FORMATS and is_flat_like(grad, parameter):
         return grad
     dtype = grad.dtype if grad.dtype in GRAD_FORMATS else torch.float32
-    return laid_out_as(torch.empty(parameter.numel(), dtype=dtype), parameter).copy_(grad)
+    own = torch.empty(parameter.numel(), dtype=dtype, device=parameter.device)
+    return laid_out_as(own, parameter).copy_(grad)
 
 
 def check_compute_weights(compute: torch.Tensor | None, parameter: torch.Tensor, name: str) -> None:

@@ -10,7 +10,8 @@ float32 or, split, a bfloat16 copy. With several devices it is in the very memor
 says that it is on the device (`sharding/host_shard.py`), where types allow that. Gradients arrive in ``master.grad``
 (see `gradients/offload.py`), everything that reads gradients through the optimizer (clipping, the loss scaler,
 ``on_before_optimizer_step``) finds them there, and every step ends by writing the new values back to the compute
-parameter.
+parameter. With ``state_on_device``, masters of weights that stay on the device are there, float32, with gradients and
+state; where the weights are float32 they are their own masters.
 
 Changes made in loops over the model count, too: a separate master's compute parameter becomes a `_Front` in its run.
 Its ``.grad`` is that of the master, on the host, also where the weights are on a device; what is assigned goes to the
@@ -27,7 +28,7 @@ import copy
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -52,11 +53,15 @@ class WeightPair:
 
     __slots__ = (
         *("__weakref__", "_aliases", "_engine", "_front", "_pid", "_plain_type", "_stream", "_update", "_written"),
-        *("compute", "grad_dtype", "master", "name", "on_access", "version"),
+        *("compute", "grad_dtype", "is_on_device", "master", "name", "on_access", "version"),
     )
 
-    def __init__(self, name: str, compute: Parameter, master: Parameter, grad_dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, compute: Parameter, master: Parameter, grad_dtype: torch.dtype, *, is_on_device: bool = False
+    ) -> None:
         self.name = name
+        self.is_on_device = is_on_device
+        """The master is on the device, where gradients and state stay as well, and which updates it."""
         self.compute = compute
         self.master = master
         self.grad_dtype = grad_dtype
@@ -264,9 +269,16 @@ class _Updating:
 class MasterWeights:
     """Finds or makes the master of every parameter that an optimizer owns."""
 
-    def __init__(self, names: dict[int, str], allocate: AllocateFor, engine: TransferEngine | None = None) -> None:
+    def __init__(
+        self,
+        names: dict[int, str],
+        allocate: AllocateFor,
+        engine: TransferEngine | None = None,
+        on_device: Container[str] = (),  # names of parameters whose masters are on the device
+    ) -> None:
         self._names = names
         self._allocate = allocate
+        self._on_device = on_device
         self._engine = HostEngine() if engine is None else engine
         self._written: list[Transfer] = []  # not known to be done
         self._by_id: dict[int, WeightPair] = {}  # id of the compute and of the master parameter
@@ -291,15 +303,20 @@ class MasterWeights:
         pair = self._by_id.get(id(parameter))
         if pair is None:
             name = self._names.get(id(parameter)) or f"unnamed.{len(self._by_id)}"  # not registered in the model
+            stays = form is not None and name in self._on_device and not is_on_host(parameter)
+            form = "fp32" if stays else form
             dtype, shard, master = master_dtype(parameter, form), local(parameter), parameter
-            if needs_master(parameter, dtype, on_host=is_on_host(parameter)):
+            if stays and parameter.dtype is not dtype:
+                master = Parameter(parameter.detach().to(dtype))
+            elif not stays and needs_master(parameter, dtype, on_host=is_on_host(parameter)):
                 data = shard.detach()
                 if needs_master(shard, dtype, on_host=is_on_host(shard)):
                     data = self._allocate(parameter, TensorRole.MASTER_WEIGHTS, dtype).copy_(data)
                 # else: compute weights on the host say that they are on the device. Trainable even where the compute
                 # parameter is frozen: it may be unfrozen later, and until then has no gradient
                 master = Parameter(sharded_like(data, parameter))
-            pair = WeightPair(name, parameter, master, dtype if form is None else parameter.dtype)
+            grad_dtype = dtype if form is None else parameter.dtype
+            pair = WeightPair(name, parameter, master, grad_dtype, is_on_device=stays)
             self._by_id[id(parameter)] = self._by_id[id(pair.master)] = pair
             flat = not pair.is_shared and is_flat_like(local(parameter.detach()), local(pair.master))
             if flat and parameter.dtype != dtype:
@@ -341,7 +358,7 @@ class MasterWeights:
     def _write(self, pair: WeightPair) -> None:
         if pair.is_same_memory:
             return
-        if is_on_host(target := local(pair.compute.detach())):
+        if is_on_host(target := local(pair.compute.detach())) or pair.is_on_device:
             target.copy_(local(pair.master.detach()))
             return
         self._copy(pair, target, self._staging(pair)).wait()

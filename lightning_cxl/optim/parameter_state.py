@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -129,13 +130,13 @@ def plain(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 AllocateState = Callable[[torch.Tensor, TensorRole, torch.dtype, int], torch.Tensor]
-"""Returns a 1-D host tensor for a parameter's optimizer state: of that role, dtype and number of elements."""
+"""Returns a 1-D tensor for a parameter's optimizer state: of that role, dtype and number of elements."""
 
 _DTYPES: dict[StatePrecision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 
 
 def allocate_from_torch(parameter: torch.Tensor, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype)
+    return torch.empty(numel, dtype=dtype, device=parameter.device)
 
 
 def choose_precision(parameter: torch.Tensor, wanted: StatePrecision, *, sensitive: bool) -> StatePrecision:
@@ -292,10 +293,10 @@ class ParameterState:
             with self.record.use() as swapped:
                 yield swapped.flat
 
-    def come_to_memory(self, view: Buffer, state: MutableMapping[str, Any]) -> None:
-        """Lie in a view of the record from now on, also where a user's `state` has what stood for its tensors."""
+    def come_to_memory(self, show: Callable[[Any], torch.Tensor], state: MutableMapping[str, Any]) -> None:
+        """Lie where `show` says for each tensor that users see, from now on; a user's `state` follows."""
         before, own = self.shown, self._tensors()
-        self.shown = {key: each.shown_in(view) if isinstance(each, OnSsd) else each for key, each in before.items()}
+        self.shown = {key: show(each) for key, each in before.items()}
         state.update({key: self.shown[key] for key, value in state.items() if value is before.get(key)})
         moved = {id(tensor): local(self.shown[key]) for key, tensor in own.items()}
         for moment in (self.momentum, self.variance):
@@ -310,6 +311,11 @@ class ParameterState:
     def check(self, parameter: torch.Tensor, name: str) -> None:
         """Check that this memory is still right for `parameter`, which may have changed since this was made."""
         parameter = local(parameter)
+        if parameter.device != self.momentum.values.device:
+            raise ConfigError(
+                f"{name} is on {parameter.device}, and its optimizer state on {self.momentum.values.device}: bring the "
+                "model back, or make a new optimizer"
+            )
         if parameter.dtype is not self.dtype:
             before, now = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, parameter.dtype))
             raise ConfigError(
@@ -385,7 +391,7 @@ class ParameterState:
         if self.remainder is None:
             if saved is not None:  # of split weights: these are float32 masters of the same compute weights
                 shard = local(parameter).detach()
-                shard.copy_(join(split(shard)[0], saved))
+                shard.copy_(join(split(shard)[0], saved.to(shard.device)))
         elif saved is None:
             at(self.remainder).zero_()
         elif not is_own:
@@ -415,6 +421,8 @@ class ParameterStates:
 
     def make(self, parameter: torch.Tensor) -> ParameterState:
         """Return a new state, which is not kept here yet."""
+        if not local(parameter).is_cpu:
+            return ParameterState(parameter, "fp32", allocate_from_torch)
         precision = choose_precision(parameter, self._precision, sensitive=parameter in self.fp32_state)
         return ParameterState(parameter, precision, self.allocate, self.swapper)
 
@@ -435,8 +443,14 @@ class ParameterStates:
             raise StorageError(self.lost)
 
     def exit_run(self, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Take memory from torch from now on. State on SSD becomes memory that shows it, to which updates write."""
+        """Take memory from torch from now on. State on SSD becomes memory that shows it, to which updates write.
+
+        State on a device comes to the host, as the model does.
+        """
         swapper, self.swapper, self.allocate = self.swapper, None, allocate_from_torch
+        for parameter, own in self.by_parameter.items():
+            if not own.momentum.values.is_cpu:
+                own.come_to_memory(torch.Tensor.cpu, states.get(parameter, {}))
         if swapper is None:
             return
         on_ssd = [(parameter, own, own.record) for parameter, own in self.by_parameter.items() if own.record]
@@ -448,7 +462,11 @@ class ParameterStates:
             self.by_parameter = {}
             raise
         for parameter, own, record in on_ssd:
-            own.come_to_memory(views[record], states.get(parameter, {}))
+            own.come_to_memory(partial(_shown_in, views[record]), states.get(parameter, {}))
+
+
+def _shown_in(view: Buffer, each: Any) -> Any:
+    return each.shown_in(view) if isinstance(each, OnSsd) else each
 
 
 # Saved state: which entry belongs to which parameter, is it sound, and what torch's optimizers read of it.

@@ -6,6 +6,7 @@ Device memory at the peak, or where the CPU computes, host memory that is not of
     slots                                         NUM_SLOTS x the largest unit that streams
     activations, logits, loss                     the dry run's peak
     gradients on their way to the host            those of the two largest units or parameters outside of units
+    state and gradients that stay on the device   with `state_on_device`: 12 bytes per parameter, 8 of float32 weights
 
 Of several ranks, each gathers a unit in the place of a slot, reduces a unit's gradients before its shard of them
 leaves, and has a unit's shard on the device besides. Host memory and copies of a job are those of one machine.
@@ -332,11 +333,15 @@ def _device_parts(plan: Plan) -> dict[str, int]:
     tensors = tensors_by_parameter(model)
     rest = sum(t.nbytes for p in known_parameters(model) if id(p) not in streamed for t in tensors[id(p)])
     leaving = offload_groups(plan.gradients)[:2]  # one is copied, one is computed
+    there = plan.on_device.values()
+    wide = [4 if plan.workload.num_micro_batches > 1 else p.element_size() for p in there]  # a sum is float32
     parts = {
         "weights that stay on the device": 0 if on_host else rest + buffers,
         f"{NUM_SLOTS} slots for weights that stream": NUM_SLOTS * max(unit_bytes.values(), default=0),
         "activations, logits and loss at their peak": plan.measured.device_peak_bytes,
         "gradients on their way to the host": 0 if on_host else sum(map(parameter_bytes, leaving)),
+        "optimizer state that stays on the device": sum(p.numel() * (12 if p.element_size() < 4 else 8) for p in there),
+        "gradients that stay on the device": sum(p.numel() * size for p, size in zip(there, wide, strict=True)),
     }
     return {name: nbytes for name, nbytes in parts.items() if nbytes}
 

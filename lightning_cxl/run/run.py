@@ -459,7 +459,7 @@ class Run:
         self._heap = HeapTrimmer() if plan.units else None  # only where the user trades time for memory anyway
         self._planned = plan.report()  # inputs of units are in it where `batch_tokens` is given
         self._placed = PlacedMemory(host.memory, plan, self._heap)
-        self.masters = MasterWeights(plan.asked.names, self._placed.like, engine)
+        self.masters = MasterWeights(plan.asked.names, self._placed.like, engine, plan.on_device)
         """The master weights; `wait_for_updates` before their values are read."""
         self.meter = GradientMeter(kernel_threads(config, engine.computes_on_host))
         self.meter.trusts_versions = not loop.edits_gradients

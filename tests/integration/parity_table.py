@@ -74,6 +74,7 @@ SCHEDULES = {
     "updates after": (STAYS, {"overlap_step": False}),
     "behind forward": (STAYS, {}),
     "behind backward": ({**STAYS, **IGNORE}, IGNORE),
+    "state on the device": ({**STAYS, **IGNORE}, {**IGNORE, "state_on_device": True, "units_on_device": 1}),
 }
 """What each must equal, and its options."""
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")

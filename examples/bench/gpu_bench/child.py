@@ -73,7 +73,12 @@ def run_cxl_offload(args: argparse.Namespace, clock: StepClock) -> dict[str, flo
                 yield batch
 
     strategy = lightning_cxl.CXLOffloadStrategy(
-        on_overflow=args.on_overflow, state=args.state, stream_weights=True, overlap_step=True
+        on_overflow=args.on_overflow,
+        state=args.state,
+        stream_weights=True,
+        overlap_step=True,
+        units_on_device=args.units_on_device,
+        state_on_device=args.state_on_device,
     )
     trainer = pl.Trainer(
         accelerator="gpu" if args.device == "cuda" else "cpu", devices=1, strategy=strategy, max_steps=args.steps + 1,

@@ -98,7 +98,7 @@ def texts(data):
 
 def test_a_job_that_fits(plan):
     status, text, data = plan("--accumulate-grad-batches", "2")
-    assert status == 0 and data["fits"] and text.rstrip().endswith("It fits.")
+    assert status == 0 and data["fits"] and "\nIt fits.\nnote: state_on_device: true" in text
     lines = text.splitlines()
     assert len(lines) <= 45 and max(map(len, lines)) <= 118
     for name in (*POLICIES, "predicted", "momentum", "activations", "test gpu at its peak", "tokens/s"):
@@ -150,8 +150,26 @@ def test_as_many_units_stay_on_the_device_as_have_room(plan):
         assert data["device_bytes"] == parts[most]
         assert (f"{most} of 4 units stay there (`units_on_device: {most}`)" in " ".join(text.split())) == (most > 0)
     assert plan("--units-on-device", "auto", gpu="1MiB")[2]["device_bytes"] == parts[0]
-    with pytest.raises(ConfigError, match="is for one process"):
-        plan("--units-on-device", "1", count=2, cxl=None, more=LINKS)
+    for option in (["--units-on-device", "1"], ["--state-on-device"]):
+        with pytest.raises(ConfigError, match="is for one process"):
+            plan(*option, count=2, cxl=None, more=LINKS)
+
+
+def test_state_on_the_device_is_planned_and_its_gain_is_said(plan):
+    _, _, data = plan()
+    _, _, there = plan("--state-on-device")
+    outside = 2 * 2048 * 256 + 256  # embedding, head and norm
+    assert data["roles"]["momentum"] - there["roles"]["momentum"] == 4 * outside
+    assert there["device_parts"]["optimizer state that stays on the device"] == 12 * outside
+    assert there["device_parts"]["gradients that stay on the device"] == 2 * outside
+    before, after = (each["policies"][each["policy"]]["predicted"]["seconds"] for each in (data, there))
+    assert after < 0.99 * before
+    assert f"the step {after:.3f} s instead of {before:.3f} s" in data["notes"][-1] and not there["notes"]
+    full = f"{int(there['device_bytes'] / 0.95) - 1}B"
+    assert not plan(gpu=full)[2]["notes"], "there is no room"
+    _, _, both = plan("--state-on-device", "--units-on-device", "1")
+    unit = (data["num_parameters"] - outside) // 4
+    assert both["device_parts"]["optimizer state that stays on the device"] == 12 * (outside + unit)
 
 
 def test_a_job_that_does_not_fit_the_host_says_what_would(plan, run):

@@ -238,7 +238,13 @@ def test_gradients_that_machines_reduce_are_of_another_stream():
         weight.grad = weight.detach()
         master = SimpleNamespace(grad=None, requires_grad=True)
         pair = SimpleNamespace(
-            name="weight", compute=weight, master=master, grad_dtype=torch.float32, is_shared=False, is_same_memory=True
+            name="weight",
+            compute=weight,
+            master=master,
+            grad_dtype=torch.float32,
+            is_shared=False,
+            is_same_memory=True,
+            is_on_device=False,
         )
         grads._receive_from_device(pair)
         grads.complete()
