@@ -222,7 +222,7 @@ def test_a_machine_with_devices(engines):
     assert (first.name, second.name) == tuple(each.name for each in named)
     assert first.copy_latency_s > DELAY_S and second.copy_latency_s > DELAY_S
     assert calibration.node(node).h2d_bytes_per_s > 0
-    shown = {row.name for row in rows}
+    shown = {name for name, *_ in rows}
     assert shown >= {
         f"node {node}, all devices, h2d",
         f"{second.name}, copy of 4 KiB",
