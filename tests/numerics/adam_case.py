@@ -243,4 +243,4 @@ step_scalars = st.builds(lambda step, options: step_scalars_of(step, **options),
 def examples(count: int) -> settings:
     """Return settings for `count` examples, or the share of them that the profile in use asks for."""
     share = settings.get_profile(settings.get_current_profile_name()).max_examples / 100
-    return settings(deadline=None, max_examples=max(3, round(count * share)))
+    return settings(max_examples=max(3, round(count * share)))

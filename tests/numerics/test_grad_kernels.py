@@ -130,7 +130,7 @@ def test_equals_the_definition_around_the_size_of_a_piece(case):
                 assert now is None or same_bits(now, destination)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     case=st.sampled_from(CASES),
     size=st.integers(0, 300),
@@ -152,7 +152,7 @@ def test_equals_the_definition_at_any_address_and_writes_nothing_else(case, size
         assert now is None or same_bits(now, expected)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     case=st.sampled_from(CASES),
     sizes=st.lists(st.integers(0, 150_000) | st.integers(0, 70), min_size=1, max_size=12),
@@ -190,7 +190,7 @@ def test_sums_are_as_exact_as_documented(size):
     assert abs(total - exact) <= exact * 1e-12
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(size=st.integers(0, 500), seed=st.integers(0, 2**31), dtype=st.sampled_from([BF16, FP16]))
 def test_a_sum_does_not_depend_on_the_format(size, seed, dtype):
     half = values(size, dtype, seed)

@@ -332,7 +332,7 @@ def test_small_requests_add_up_to_the_shares(tiers, nbytes) -> None:
     assert by_tier(buffers)["cxl"] == pytest.approx(30 * MIB, abs=4 * MIB + nbytes)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(
         st.tuples(

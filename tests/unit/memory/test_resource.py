@@ -359,7 +359,7 @@ class Blocks(RuleBasedStateMachine):
         assert self.blocks.free_ranges() == expected
 
 
-Blocks.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Blocks.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestBlocks = Blocks.TestCase
 
 

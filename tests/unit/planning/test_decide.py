@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -89,7 +89,6 @@ def test_what_fits_in_memory_stays_there():
     assert on_ssd(inventory) == slots_of(inventory) == []
 
 
-@settings(deadline=None)
 @given(
     widths=st.lists(st.sampled_from([16, 32, 64]), min_size=2, max_size=8),
     part=st.floats(0, 1),

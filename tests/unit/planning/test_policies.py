@@ -109,7 +109,7 @@ def decide(name, job, host):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases(), st.randoms(use_true_random=False))
 def test_nothing_is_lost_no_tier_is_overcommitted_and_the_order_of_classes_does_not_matter(name, case, rng):
     job, host = case
@@ -126,7 +126,7 @@ def test_nothing_is_lost_no_tier_is_overcommitted_and_the_order_of_classes_does_
         assert held < host.tier(where).capacity_bytes + len(job.classes)  # a split's part is rounded to whole bytes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 def test_what_fits_is_placed(case):
     """A job is refused by the policies that use all memory only if its bytes exceed it, or what is fixed overflows."""
@@ -139,7 +139,7 @@ def test_what_fits_is_placed(case):
         assert (decide(name, job, host) is None) == (overflows or too_much)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 def test_bandwidth_is_never_slower_than_another_policy(case):
     job, host = case

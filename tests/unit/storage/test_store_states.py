@@ -105,5 +105,5 @@ class StoreMachine(RuleBasedStateMachine):
         assert [generation.number for generation in self.store.generations()] == sorted(self.kept)
 
 
-StoreMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=20)
 TestStore = StoreMachine.TestCase

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -339,7 +339,6 @@ def layouts(draw):
     return tensor
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_the_image_is_exact(tensor):
     memory, engine = RecyclingMemory(), HostEngine()

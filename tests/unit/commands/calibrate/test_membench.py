@@ -77,7 +77,7 @@ groups = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(groups=groups, seed=st.integers(0, 2**31), shift=st.integers(0, 63), num_threads=threads, isa=isas)
 def test_streams_of_different_lengths_in_several_groups(groups, seed, shift, num_threads, isa):
     plan = [(group, *stream) for group, streams in enumerate(groups) for stream in streams]
@@ -91,7 +91,7 @@ def test_streams_of_different_lengths_in_several_groups(groups, seed, shift, num
     assert found == wanted
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.data(), st.integers(1, 1000) | st.integers(1, 700_000), st.integers(0, 63), threads, isas)
 def test_a_single_bit_anywhere_is_read(data, nbytes, shift, num_threads, isa):
     """Random bytes would hide a hole: their OR is all ones."""
