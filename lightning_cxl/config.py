@@ -109,9 +109,10 @@ class OffloadConfig:
             needs `activation_offload`. ``"auto"`` does so when the device has memory of its own.
         units_on_device: How many units keep their weights on the device instead, those first that no step writes: what
             has room there need not be copied. `plan --units-on-device auto` says how many have. With one process.
-        state_on_device: Keep the state of `CPUAdam` of weights that stay on the device there as well, and update them
-            there: embeddings, the head, norms, and `units_on_device`. It takes 12 bytes of the device per parameter, 8
-            of float32 weights. What a decorator or rule asks a tier for stays on the host. With one process.
+        state_on_device: Keep the state of `CPUAdam` of trained weights that stay on the device there as well, and
+            update them there: embeddings, the head, norms, and `units_on_device`. It takes 12 bytes of the device per
+            parameter, 8 of float32 weights. What a decorator or rule asks a tier for stays on the host. With one
+            process.
         overlap_step: Run `CPUAdam` unit after unit behind the next forward, and behind the backward where nothing can
             call the step off: ``on_overflow="ignore"`` or, with one process, ``"error"``, no clipping, no loss scaling,
             no hook that looks at gradients. ``"auto"`` does so when the device is apart from the host. Losses are the

@@ -35,7 +35,8 @@ parameter and its master are (see [Note: Compute and master weights]):
 * On the device a gradient is held from its arrival until its copy is done: autograd would add to it in place else. The
   host may be far ahead, so "done" is what the device knows, not the host: its computing stream waits for the oldest
   group while more than the bytes of the largest one are being copied ([Note: Copies and streams]).
-* A backward that fails does not come to its end: what it has left behind is dropped when the next one starts.
+* A backward that fails does not come to its end: what has left the device is dropped when the next one starts. The
+  rest is as torch has it: what autograd has added to ``.grad`` stays until it is zeroed.
 * Gradient memory belongs to ``.grad`` alone: nothing else keeps it, so whoever holds an old gradient keeps its values,
   and ``zero_grad`` gives the bytes back. Our memory is known by the tensor itself: memory that was given back may be
   anybody's.
@@ -605,7 +606,7 @@ class GradientOffload:
             pair.remove_front()
             grad = pair.master.grad
             is_part = id(pair) in self._stash or id(pair) in self._pending  # the rest of a backward that failed
-            if grad is not None and (is_part or self.is_ours(pair, grad)):
+            if grad is not None and (is_part or pair.is_on_device or self.is_ours(pair, grad)):
                 pair.master.grad = grad = None
             if pair.master.grad_dtype is None and (grad is None or grad.dtype is pair.master.dtype):
                 pair.master.grad_dtype = pair.master.dtype

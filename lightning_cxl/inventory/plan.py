@@ -50,8 +50,8 @@ from lightning_cxl.shards import is_sharded, local
 from lightning_cxl.streaming.unit_weights import piece_nbytes, tensors_by_parameter
 from lightning_cxl.streaming.units import NamedUnits, find_units, streamable
 
-_STATE_ROLES = (TensorRole.MASTER_WEIGHTS, TensorRole.MOMENTUM, TensorRole.VARIANCE)
 _PARAMETER_ROLES = [role for role in TensorRole if role not in (TensorRole.ACTIVATIONS, TensorRole.STAGING)]
+_UPDATE_ROLES = [role for role in _PARAMETER_ROLES if role is not TensorRole.COMPUTE_WEIGHTS]
 
 
 class AskedTiers:
@@ -343,7 +343,7 @@ def list_tensors(
             f"units_on_device={config.units_on_device} is for one process: with several, each device has a part of all "
             "weights and gathers a unit when it computes. Leave the option out"
         )
-    if cut and config.state_on_device:
+    if cut and config.state_on_device and not workload.computes_on_host:
         raise ConfigError(
             "state_on_device=True is for one process: with several, each has the state of its shards on the host. "
             "Leave the option out"
@@ -386,8 +386,8 @@ def list_tensors(
             for group in each.param_groups
             for p in group["params"]
             if id(p) in asked.names and id(p) not in unit_of and precisions.form_for(each, p) is not None
-            if p.dtype in WEIGHT_DTYPES
-            and not any(asked.lookup(p, role, may_be_on_ssd=True)[0] for role in _STATE_ROLES)
+            if p.requires_grad and p.dtype in WEIGHT_DTYPES
+            if not any(asked.lookup(p, role, may_be_on_ssd=True)[0] for role in _UPDATE_ROLES)
         }
     without_host = {id(parameter) for parameter in stay.values()}
     state = [

@@ -226,9 +226,9 @@ class AdamStep:
             kept = update.kept
             if kept.known is None or kept.known.signature is not update.signature:
                 kept.bind(update.written[0], self._state[update.written[0]])
-        if there := [update for update in updates if not update.parameter.is_cpu]:
-            self._apply_on_device(there, scale)
-            updates = [update for update in updates if update.parameter.is_cpu]
+        for device in dict.fromkeys(each.parameter.device for each in updates if not each.parameter.is_cpu):
+            self._apply_on_device([each for each in updates if each.parameter.device == device], scale)
+        updates = [update for update in updates if update.parameter.is_cpu]
         swapper = self._kept.swapper
         if swapper is None:
             self._apply(updates, scale, None)
@@ -243,14 +243,25 @@ class AdamStep:
     def _apply_on_device(self, updates: Sequence[Update], scale: float) -> None:
         """Carry out updates of float32 parameters on their device, by torch's fused kernels there."""
         device = updates[0].parameter.device
-        # all memory is taken before anything is written: where it is refused, nothing is half updated
-        steps = {step: torch.full((), step, device=device) for step in {float(each.kept.step) + 1 for each in updates}}
+        # all memory is taken before anything is written: where it is refused, none of these is updated. With its dtype,
+        # as Lightning's bf16-true changes torch's default in `training_step`
+        steps = {
+            step: torch.full((), step, dtype=torch.float32, device=device)
+            for step in {float(each.kept.step) + 1 for each in updates}
+        }
         numel = min(max(update.grad.numel() for update in updates), _DEVICE_CHUNK)
-        words, is_nan = torch.empty(numel, device=device), torch.empty(numel, dtype=torch.bool, device=device)
+        words = torch.empty(numel, dtype=torch.float32, device=device)
+        is_nan = torch.empty(numel, dtype=torch.bool, device=device)
+        options: list[dict[str, Any]] = [  # once: to read a learning rate that is on a device waits for it
+            {
+                **{name: float(group[name]) for name in ("lr", "weight_decay", "eps")},
+                **dict(zip(("beta1", "beta2"), map(float, group["betas"]), strict=True)),
+                "decoupled": group["decoupled_weight_decay"],
+            }
+            for group in self._groups
+        ]
         for update in updates:
-            group, kept = self._groups[update.group_index], update.kept
-            options: dict[str, Any] = {name: float(group[name]) for name in ("lr", "weight_decay", "eps")}
-            options |= zip(("beta1", "beta2"), map(float, group["betas"]), strict=True)
+            kept = update.kept
             step = float(kept.step) + 1
             tensors = [update.parameter, update.grad, kept.momentum.values, kept.variance.values]
             tensors += [] if update.compute is None else [update.compute]
@@ -260,7 +271,7 @@ class AdamStep:
                 if grad.dtype is not torch.float32 or scale != 1.0:
                     grad = word.copy_(grad).mul_(scale)
                 lists = [weights], [grad], [momentum], [variance], [steps[step]]
-                fused_adam_(*lists, decoupled=group["decoupled_weight_decay"], **options)
+                fused_adam_(*lists, **options[update.group_index])
                 for half in compute:  # rounded as `split` and the kernels of the host do it, ties away from zero
                     bits = word.view(torch.int32).copy_(weights.view(torch.int32)).add_(0x8000).bitwise_right_shift_(16)
                     half.view(torch.int16).copy_(bits)
@@ -385,7 +396,7 @@ def sums_of_squares(grads: Sequence[torch.Tensor], num_threads: int, isa: str) -
     there = [grad for grad in grads if not grad.is_cpu and grad.layout is torch.strided]
     if there:  # one wait for the device
         norms = [torch.linalg.vector_norm(grad.detach(), dtype=torch.float32) for grad in there]
-        squares = torch.stack(norms).double().square().tolist()
+        squares = torch.stack([norm.to(norms[0].device) for norm in norms]).double().square().tolist()
         for grad, square in zip(there, squares, strict=True):
             if not math.isfinite(square) and bool(torch.linalg.vector_norm(grad.detach(), math.inf).isfinite()):
                 square = sys.float_info.max  # finite float32 numbers whose squares are not
@@ -426,7 +437,8 @@ class CPUAdam(Optimizer):
     the upper half: training equals that of float32 masters bit for bit.
 
     Args:
-        params: as for any torch optimizer; on the host. Gradients may be float32, bfloat16 or float16.
+        params: as for any torch optimizer; on the host, or float32 on a device, where torch's fused kernel updates
+            them. Gradients may be float32, bfloat16 or float16.
         lr: learning rate, a number or a one-element tensor.
         betas: decay of momentum and variance, each in [0, 1).
         eps: added to the denominator.
@@ -447,7 +459,7 @@ class CPUAdam(Optimizer):
         swapper: brings state to memory that `allocate_state` has put elsewhere. None: all of it is in memory.
 
     Raises:
-        ConfigError: a hyper-parameter out of range, a parameter that is not float32 or bfloat16 on the host.
+        ConfigError: a hyper-parameter out of range, a parameter that is neither float32 nor, on the host, bfloat16.
         UnsupportedError: amsgrad, maximize, capturable or differentiable asked for in a group, or a parameter with gaps
             in its memory.
     """

@@ -217,10 +217,10 @@ def usable_gradient(grad: torch.Tensor, parameter: torch.Tensor, name: str) -> t
 def check_compute_weights(compute: torch.Tensor | None, parameter: torch.Tensor, name: str) -> None:
     if compute is None:
         return
-    is_half = compute.dtype in (torch.bfloat16, torch.float16)
+    is_half = compute.dtype is torch.bfloat16 or (compute.dtype is torch.float16 and compute.is_cpu)
     if not (is_half and parameter.dtype is torch.float32 and is_flat_like(compute, parameter)):
         raise ConfigError(
-            f"the compute weights of {name} must be bfloat16 or float16 on the host with shape "
+            f"the compute weights of {name} must be bfloat16, or float16 on the host, beside it with shape "
             f"{tuple(parameter.shape)} and strides {parameter.stride()}, "
             f"got {compute.dtype} on {compute.device} with shape {tuple(compute.shape)} and strides {compute.stride()}"
         )

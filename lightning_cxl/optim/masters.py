@@ -398,6 +398,12 @@ class MasterWeights:
         for pair in self:
             settle(pair.compute)
 
+    def bring_to_host(self) -> None:
+        """Bring masters that are on the device to the host, when the run is over, as the model comes there."""
+        for pair in self:
+            if pair.is_on_device and not pair.is_shared:
+                pair.master.data = pair.master.data.cpu()
+
     def compute_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the compute parameter of a master, and anything else as it is."""
         pair = self.find(parameter)

@@ -448,11 +448,13 @@ class ParameterStates:
         State on a device comes to the host, as the model does.
         """
         swapper, self.swapper, self.allocate = self.swapper, None, allocate_from_torch
+        if swapper is not None:
+            self._leave(swapper, states)
         for parameter, own in self.by_parameter.items():
             if not own.momentum.values.is_cpu:
                 own.come_to_memory(torch.Tensor.cpu, states.get(parameter, {}))
-        if swapper is None:
-            return
+
+    def _leave(self, swapper: StateSwapper, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         on_ssd = [(parameter, own, own.record) for parameter, own in self.by_parameter.items() if own.record]
         try:
             swapper.wait()

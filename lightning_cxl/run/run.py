@@ -467,6 +467,7 @@ class Run:
         """Keeps optimizers from gradients that are not finite."""
         self.optimizers: list[Optimizer] = []
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
+            cleanup.callback(self.masters.bring_to_host)
             self.on_ssd: StateOnSsd | None = None
             if host.ssd_options is not None and plan.ssd_records:
                 budget_bytes = host.topology.tier(SSD).capacity_bytes

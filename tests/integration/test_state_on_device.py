@@ -1,6 +1,8 @@
 """Weights that stay on the device and are updated there: nothing of them on the host, the same bits, also resumed."""
 
+import gc
 import math
+import pickle
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Callback
 
 import lightning_cxl
-from lightning_cxl.errors import GradientOverflowError
+from lightning_cxl.errors import ConfigError, GradientOverflowError
 from lightning_cxl.optim import cpu_adam
 from tests import training_device
 from tests.integration.training import assert_equal, run, weights_of
@@ -73,6 +75,9 @@ def test_nothing_of_them_is_on_the_host(bf16, count):
     assert f"({len(there) + 2} of them on the device)" in looks.report["optimizers"][0]
     # the run is over: the model is on the host again, and so is all that belongs to it
     assert {value.device.type for entry in trainer.optimizers[0].state.values() for value in entry.values()} == {"cpu"}
+    gc.collect()
+    assert torch.accelerator.memory_allocated() <= 2 * 512 * len(module.losses), "the losses of both runs alone"
+    assert pickle.loads(pickle.dumps(trainer.optimizers[0])).param_groups
 
 
 @pytest.mark.parametrize("on_overflow", ["ignore", "error", "skip"])
@@ -107,6 +112,22 @@ def test_sums_and_norms_of_gradients_on_both(accumulate, clip):
         assert_equal(ours, plain)
     else:
         torch.testing.assert_close(ours, plain, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_multiplied_by_the_factor_of_their_step(dtype):
+    def stepped(device):
+        weight = torch.nn.Parameter(torch.ones(640, device=device))
+        adam = lightning_cxl.CPUAdam([weight], lr=0.1)
+        for step, factor in enumerate((1.0, 0.1, 0.5)):
+            grad = torch.randn(640, generator=torch.Generator().manual_seed(step)).to(dtype)
+            weight.grad_dtype = None
+            weight.grad, adam.grad_scale = grad.to(device), factor
+            adam.step()
+            assert torch.equal(weight.grad.cpu(), grad)
+        return weight.detach().cpu()
+
+    assert_equal(stepped(training_device.current), stepped("cpu"))
 
 
 class Overflows(Fixed):
@@ -179,9 +200,11 @@ def initial():
     return TinyTransformer(dropout=0.0)
 
 
-@pytest.mark.parametrize("tier", ["dram", "ssd"])
-def test_what_a_tier_is_asked_for_stays_on_the_host(tmp_path, tier):
-    looks, rule = Looks(), {"model.head": {"optimizer_state": tier}}
+@pytest.mark.parametrize(
+    ("what", "tier"), [("optimizer_state", "dram"), ("optimizer_state", "ssd"), ("gradients", "dram")]
+)
+def test_what_a_tier_is_asked_for_stays_on_the_host(tmp_path, what, tier):
+    looks, rule = Looks(), {"model.head": {what: tier}}
     fit(2, callbacks=[looks], tier_rules=rule, tiers={"ssd": {"path": str(tmp_path), "budget": "64MiB"}})
     assert looks.masters["model.head.weight"] == "cpu" != looks.masters["model.embed.weight"]
 
@@ -199,6 +222,32 @@ def test_weights_that_are_unfrozen_later():
     ours, plain = (weights_of(fit(on_device=there, task=Unfreezes)[0]) for there in (True, False))
     assert_equal(ours, plain)
     assert not torch.equal(ours["model.embed.weight"], initial().embed.weight.bfloat16())
+
+
+def test_frozen_weights_take_nothing_of_the_device():
+    class Frozen(Unfreezes):
+        def on_train_batch_start(self, batch, batch_idx):
+            pass
+
+    looks = Looks()
+    fit(2, task=Frozen, callbacks=[looks])
+    assert looks.masters["model.embed.weight"] == "cpu" and "model.embed.weight" not in looks.state
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_manual_optimization(bf16):
+    """Torch's default dtype is bfloat16 in `training_step` of bf16-true."""
+
+    class Manual(Fixed):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    ours, plain = (weights_of(fit(on_device=there, task=Manual, bf16=bf16)[0]) for there in (True, False))
+    assert_equal(ours, plain)
 
 
 class Writes(Fixed):
@@ -277,3 +326,17 @@ def test_the_sum_of_squares_there_is_finite_if_all_elements_are(dtype):
     first, *others = cpu_adam.sums_of_squares(there, 1, cpu_adam.chosen_isa(None))
     assert first == pytest.approx(grads[0].double().square().sum().item(), rel=1e-6)
     assert [math.isfinite(each) for each in others] == [True, False, False]
+
+
+def test_an_optimizer_of_users_updates_float32_weights_there_and_refuses_other_halves():
+    weights = [torch.nn.Parameter(torch.ones(3, device=training_device.current)) for _ in range(2)]
+    half = weights[0].detach().half()
+    adam = lightning_cxl.CPUAdam(weights, lr=0.1, compute_weights={weights[0]: half})
+    weights[0].grad = torch.ones_like(weights[0])
+    with pytest.raises(ConfigError, match="float16 on the host"):
+        adam.step()
+    weights[0].grad, weights[1].grad = None, torch.ones_like(weights[1])
+    adam.step()
+    torch.testing.assert_close(weights[1].detach().cpu(), torch.full((3,), 0.9))
+    with pytest.raises(ConfigError, match=r"float32 weights, and bfloat16 weights on the host; .* is torch\.bfloat16"):
+        lightning_cxl.CPUAdam([torch.nn.Parameter(weights[1].detach().bfloat16())])
