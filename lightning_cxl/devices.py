@@ -189,6 +189,13 @@ class TransferEngine:
         """Return a region in which the host waits. Added to a total is how long the device has nothing to do then."""
         return timing.timed(total, name)
 
+    def computing(self, name: str) -> AbstractContextManager[None]:
+        """Return a region in which the device is given work, which profilers and the page about a run show by name."""
+        return timing.named(name)
+
+    def watch(self) -> None:
+        """Note when the device computes and copies, from now on: `timing.last_step` has it."""
+
     def use_in_this_thread(self) -> None:
         """Make the device the calling thread's own, so that nothing it does touches another one."""
 
@@ -274,6 +281,8 @@ class DeviceEngine(TransferEngine):
         self._in_flight: deque[DeviceTransfer] = deque()
         self._stalls: deque[tuple[timing.Total, torch.Event, torch.Event]] = deque()
         self._is_stalling = False
+        self._watched: deque[tuple[str, str, torch.Event, torch.Event]] = deque(maxlen=8192)
+        self._origin: tuple[torch.Event, float] | None = None  # and when it passed; None where nobody watches
         self._lock = threading.Lock()
 
     def d2h_all(self, copies: Sequence[Copy], *, after: After = None, from_here: bool = False) -> Transfer:
@@ -311,6 +320,32 @@ class DeviceEngine(TransferEngine):
             with self._lock:
                 self._stalls.append((total, begin, end))
 
+    @contextmanager
+    def computing(self, name: str) -> Iterator[None]:
+        with timing.named(name), self._watching(name, "device: computing", current_stream(self.device)):
+            yield
+
+    def watch(self) -> None:
+        if self._origin is None:
+            origin = torch.Event(self.device, enable_timing=True)
+            origin.record(current_stream(self.device))
+            origin.synchronize()
+            self._origin = origin, time.perf_counter()
+
+    @contextmanager
+    def _watching(self, name: str, lane: str, stream: torch.Stream) -> Iterator[None]:
+        if self._origin is None:
+            yield
+            return
+        begin, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        try:
+            yield
+        finally:
+            end.record(stream)
+            with self._lock:
+                self._watched.append((name, lane, begin, end))
+
     def use_in_this_thread(self) -> None:
         torch.accelerator.set_device_index(self.device.index)
 
@@ -324,6 +359,7 @@ class DeviceEngine(TransferEngine):
         from_here: bool,
     ) -> Transfer:
         self._retire()
+        lane = "device: copies to it" if stream is self._h2d_stream else "device: copies to the host"
         origin = torch.accelerator.current_stream(self.device)
         if after is None:
             stream.wait_stream(origin)
@@ -335,8 +371,9 @@ class DeviceEngine(TransferEngine):
                 torch.no_grad(),
                 torch.Stream(
                     stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
-                ),
-            ):  # an object of its own: it keeps what was current before, which is another stream for another thread
+                ),  # an object of its own: it keeps what was current before, which is another stream for another thread
+                self._watching(f"copy of {sum(each.nbytes for each in on_host) / 1e6:,.1f} MB", lane, stream),
+            ):
                 for source, destination in copies:
                     destination.copy_(source, non_blocking=True)
         finally:  # also for copies that have been started before one that fails
@@ -360,6 +397,13 @@ class DeviceEngine(TransferEngine):
             while self._stalls and self._stalls[0][2].query():
                 total, begin, end = self._stalls.popleft()
                 timing.add(total, begin.elapsed_time(end) / 1e3)
+            while self._origin is not None and self._watched and self._watched[0][3].query():
+                name, lane, begin, end = self._watched.popleft()
+                origin, at_s = self._origin
+                begin_s, end_s = (at_s + origin.elapsed_time(each) / 1e3 for each in (begin, end))
+                timing.note(timing.Span(name, lane, begin_s, end_s))
+                if end_s - at_s > 1.0:  # milliseconds of events are float32
+                    self._origin = end, end_s
 
     def synchronize(self) -> None:
         with self._lock:

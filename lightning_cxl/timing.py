@@ -52,15 +52,18 @@ def totals() -> dict[str, float]:
 
 
 class Span(NamedTuple):
-    """What a thread did, in seconds since a moment of this process."""
+    """What a thread did, or the device, in seconds since a moment of this process."""
 
     name: str
-    thread: str
+    thread: str  # or what of the device: its computing, or its copies one way
     begin: float
     end: float
 
 
 _spans: deque[Span] = deque(maxlen=8192)  # of about one step of 80 blocks with 8 micro-batches
+
+
+note = _spans.append
 
 
 def named(name: str) -> AbstractContextManager[None]:
@@ -85,6 +88,6 @@ def timed(total: Total | None, name: str) -> Iterator[None]:
             yield
     finally:
         end = time.perf_counter()
-        _spans.append(Span(name, threading.current_thread().name, begin, end))
+        note(Span(name, threading.current_thread().name, begin, end))
         if total is not None:
             add(total, end - begin)

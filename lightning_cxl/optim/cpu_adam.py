@@ -252,14 +252,11 @@ class AdamStep:
         numel = min(max(update.grad.numel() for update in updates), _DEVICE_CHUNK)
         words = torch.empty(numel, dtype=torch.float32, device=device)
         is_nan = torch.empty(numel, dtype=torch.bool, device=device)
-        options: list[dict[str, Any]] = [  # once: to read a learning rate that is on a device waits for it
-            {
-                **{name: float(group[name]) for name in ("lr", "weight_decay", "eps")},
-                **dict(zip(("beta1", "beta2"), map(float, group["betas"]), strict=True)),
-                "decoupled": group["decoupled_weight_decay"],
-            }
-            for group in self._groups
-        ]
+        options: list[dict[str, Any]] = []
+        for group in self._groups:  # once: to read a learning rate that is on a device waits for it
+            beta1, beta2 = map(float, group["betas"])
+            numbers = {name: float(group[name]) for name in ("lr", "weight_decay", "eps")}
+            options.append({**numbers, "beta1": beta1, "beta2": beta2, "decoupled": group["decoupled_weight_decay"]})
         for update in updates:
             kept = update.kept
             step = float(kept.step) + 1

@@ -203,8 +203,7 @@ def usable_gradient(grad: torch.Tensor, parameter: torch.Tensor, name: str) -> t
         )
     if grad.device != parameter.device:
         raise ConfigError(
-            f"the gradient of {name} is on {grad.device}, the parameter on {parameter.device}: copy it there before "
-            "the step"
+            f"the gradient of {name} is on {grad.device}, the parameter on {parameter.device}: bring it there"
         )
     _check_memory(grad, f"the gradient of {name}")
     if grad.dtype in GRAD_FORMATS and is_flat_like(grad, parameter):
@@ -220,7 +219,7 @@ def check_compute_weights(compute: torch.Tensor | None, parameter: torch.Tensor,
     is_half = compute.dtype is torch.bfloat16 or (compute.dtype is torch.float16 and compute.is_cpu)
     if not (is_half and parameter.dtype is torch.float32 and is_flat_like(compute, parameter)):
         raise ConfigError(
-            f"the compute weights of {name} must be bfloat16, or float16 on the host, beside it with shape "
+            f"the compute weights of {name} must be bfloat16 or float16 on the host with shape "
             f"{tuple(parameter.shape)} and strides {parameter.stride()}, "
             f"got {compute.dtype} on {compute.device} with shape {tuple(compute.shape)} and strides {compute.stride()}"
         )

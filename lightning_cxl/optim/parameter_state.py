@@ -312,10 +312,8 @@ class ParameterState:
         """Check that this memory is still right for `parameter`, which may have changed since this was made."""
         parameter = local(parameter)
         if parameter.device != self.momentum.values.device:
-            raise ConfigError(
-                f"{name} is on {parameter.device}, and its optimizer state on {self.momentum.values.device}: bring the "
-                "model back, or make a new optimizer"
-            )
+            where = f"{parameter.device}, and its optimizer state on {self.momentum.values.device}"
+            raise ConfigError(f"{name} is on {where}: bring the model back, or make a new optimizer")
         if parameter.dtype is not self.dtype:
             before, now = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, parameter.dtype))
             raise ConfigError(

@@ -8,13 +8,11 @@ Device memory at the peak, or where the CPU computes, host memory that is not of
     gradients on their way to the host            those of the two largest units or parameters outside of units
     state and gradients that stay on the device   with `state_on_device`: 12 bytes per parameter, 8 of float32 weights
 
-Their update takes no time here: the device reads and writes about 40 bytes per parameter
-
 Of several ranks, each gathers a unit in the place of a slot, reduces a unit's gradients before its shard of them
 leaves, and has a unit's shard on the device besides. Host memory and copies of a job are those of one machine.
 
-It leaves out what a dry run does not see, the driver's and CUDA libraries' own memory (about 0.5 GiB a process) and
-what the allocator has cached.
+It leaves out what a dry run does not see, the driver's and CUDA libraries' own memory (about 0.5 GiB a process), what
+the allocator has cached, and the time of updates on the device (about 40 bytes per parameter are read and written).
 
 Per micro-batch the device reads the weights of units twice, for the forward and for the recompute, and activations go
 out and come back. A gradient comes once per micro-batch. With one micro-batch it lands where it stays and the host

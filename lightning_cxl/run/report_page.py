@@ -20,7 +20,7 @@ Samples = Sequence[tuple[float, Mapping[str, int]]]  # bytes by what holds them,
 
 _COLOURS = {  # by the first words of a span
     "forward": "#4878d0", "recompute": "#82c6e2", "fetch": "#6acc64", "gradients": "#956cb4", "update": "#ee854a",
-    "wait": "#d65f5f", "save": "#8c613c", "step": "#d5bb67",
+    "wait": "#d65f5f", "copy": "#2a7f62", "save": "#8c613c", "step": "#d5bb67",
     "tiers": "#4878d0", "rest": "#956cb4", "children": "#ee854a",
 }  # fmt: skip
 _STALLS = {
@@ -95,7 +95,7 @@ class Report(dict[str, Any]):
             "<h2>What limits the step</h2>",
             f"<p>{escape(self._limit())}</p>",
             _table(["of one step, on average", ""], [[name, _number(name, x)] for name, x in self._per_step.items()]),
-            *(["<h2>The last step, as the host saw it</h2>", _lanes(self._last_step)] if self._last_step else []),
+            *(["<h2>The last step</h2>", _lanes(self._last_step)] if self._last_step else []),
             "<h2>Memory</h2>",
             _table(["role", "tier", "planned", "used", "peak"], self._roles()),
             _table(["tier", "capacity", "budget", "used", "peak"], self._tiers()),
@@ -171,10 +171,10 @@ def _drawing(names: Iterable[str], parts: Iterable[str], height: int) -> str:
 
 
 def _lanes(spans: Sequence[Span]) -> str:
-    """Draw what each thread did, a lane for each."""
+    """Draw what each thread did, and the device, a lane for each."""
     begin, end = min(each.begin for each in spans), max(each.end for each in spans)
     scale, drawn, kinds, y = 1000 / max(end - begin, 1e-9), [], dict[str, None](), 0
-    for thread in dict.fromkeys(each.thread for each in spans):
+    for thread in sorted({each.thread for each in spans}, key=lambda each: (not each.startswith("device: "), each)):
         drawn.append(f'<text x="0" y="{y + 12}">{escape(thread)}</text>')
         own = [each for each in spans if each.thread == thread]
         for each in sorted(own, key=lambda each: (each.begin, -each.end)):  # what is inside of another one lies on it

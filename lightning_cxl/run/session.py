@@ -170,6 +170,8 @@ class Session:
                 "`accelerator.free_memory()`, `fabric.strategy.teardown()` or `trainer.end()`"
             )
         self.active.enter_context(host.activate())
+        if self.config.report is not None:
+            host.engine.watch()
         if self._recorder is None:
             self._recorder = recorder.start(host.topology, host.memory.stats, host.engine.use_in_this_thread)
 
@@ -259,6 +261,8 @@ class Session:
 
     def _see(self) -> tuple[dict[str, float], list[timing.Span], Samples]:
         samples = [] if self._recorder is None else self._recorder.samples()
+        if self.host is not None:
+            self.host.engine.synchronize()  # what the device has done is noted when it is done
         return self._since(self._begun), timing.last_step(self._begun.get("step_s", 0.0)), samples
 
     def _totals(self) -> dict[str, float]:

@@ -45,7 +45,6 @@ from lightning_cxl.streaming.replay import (
 )
 from lightning_cxl.streaming.unit_weights import peek
 from lightning_cxl.streaming.units import Compiler, StandIn, call_under
-from lightning_cxl.timing import named
 from lightning_cxl.torch_private import (
     caches_weights,
     compiled_module,
@@ -342,7 +341,7 @@ class ActivationOffload:
     def running(self, phase: Phase, unit: str) -> Iterator[None]:
         before, self.phase = self.phase, phase
         try:
-            with named(f"{phase} of {unit}"):
+            with self.engine.computing(f"{phase} of {unit}"):
                 yield
         finally:
             self.phase = before

@@ -3,6 +3,7 @@
 import csv
 import gc
 import html
+import itertools
 import json
 import pickle
 import pickletools
@@ -235,6 +236,33 @@ def test_a_page_about_the_run_has_the_numbers_of_its_report(tmp_path):
     check_snapshot((tmp_path / "pages/run.memory.pickle").read_bytes(), report)
 
 
+@pytest.mark.usefixtures("device_apart")
+def test_a_page_shows_when_the_device_computed_and_copied(tmp_path):
+    training_device.make_late("copies and kernels")
+    options = {"report": str(tmp_path), "on_overflow": "ignore"}
+    run(options, lambda: Task(TinyTransformer(depth=6, dropout=0.0)), 4)
+    events = json.loads((tmp_path / "run.trace.json").read_text())["traceEvents"]
+    lanes = {name: [each for each in events if each["tid"] == f"device: {name}"] for name in LANES}
+    blocks = [f"{phase} of model.blocks.{index}" for phase in ("forward", "recompute") for index in range(6)]
+    for name, at_least in zip(
+        LANES, (12, 9, 6), strict=True
+    ):  # the last three units of a forward stay for the backward
+        each = sorted((each["ts"], each["ts"] + each["dur"]) for each in lanes[name])
+        assert len(each) >= at_least and all(a[1] <= b[0] + 1 for a, b in itertools.pairwise(each)), (
+            "one after the other"
+        )
+    computed = {each["name"]: each for each in lanes["computing"]}
+    assert computed.keys() >= set(blocks) and all(each["dur"] > 1e3 for each in computed.values()), "kernels of 0.1 ms"
+    assert all(each["dur"] > 900 for name in LANES[1:] for each in lanes[name]), "copies of 1 ms"
+    begin, end = (f(each["ts"] for each in computed.values()) for f in (min, max))
+    during = [each for each in lanes["copies to it"] if begin < each["ts"] < end]
+    assert during and computed["forward of model.blocks.1"]["ts"] > computed["forward of model.blocks.0"]["ts"]
+    assert "<text" in (page := (tmp_path / "run.html").read_text()) and all(
+        f">device: {name}<" in page for name in LANES
+    )
+
+
+LANES = ("computing", "copies to it", "copies to the host")
 READ_BY_THE_PAGE = {
     *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "BININT", "BININT1", "BININT2", "LONG1"),
     *("EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "APPEND", "APPENDS", "SHORT_BINUNICODE", "BINUNICODE"),
