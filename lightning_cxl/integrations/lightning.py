@@ -93,6 +93,12 @@ else:
     from pytorch_lightning.utilities import rank_zero_only
     from pytorch_lightning.utilities.types import OptimizerLRScheduler
 
+__all__ = [  # what other modules take from here of Lightning's
+    "STRATEGY_REGISTRY", "Accelerator", "Callback", "CheckpointIO", "DataParallelStrategy", "FabricLauncher",
+    "FabricParallelStrategy", "LightningArgumentParser", "LightningCLI", "LightningDataModule", "LightningModule",
+    "OptimizerLRScheduler", "RichProgressBar", "StrategyRegistry", "Trainer", "seed_everything",
+]  # fmt: skip
+
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 

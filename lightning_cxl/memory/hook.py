@@ -124,10 +124,10 @@ class HostAllocationMode(torch_private.TorchDispatchMode):  # type: ignore[no-un
         """Answer ``clone``, ``.to`` or ``pin_memory``; the copy is complete on return, whatever ``non_blocking`` is."""
         if func is torch_private.TO_COPY:
             if not _makes_host_tensor(source, kwargs):
-                return func(*args, **kwargs)
+                return func(*args, **kwargs)  # type: ignore[no-any-return]
             like = func(source, **{**kwargs, "device": "meta", "pin_memory": False})
         elif source.device.type != "cpu":
-            return func(*args, **kwargs)
+            return func(*args, **kwargs)  # type: ignore[no-any-return]
         else:
             memory_format = kwargs.get("memory_format") or torch.preserve_format
             like = torch.empty_like(source, device="meta", memory_format=memory_format)

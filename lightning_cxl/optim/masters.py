@@ -216,7 +216,7 @@ class _Front:
     def data(self: Any) -> torch.Tensor:
         """The weights, to which someone may write."""
         if torch.compiler.is_dynamo_compiling():
-            return self.detach()  # writes to which torch counts
+            return self.detach()  # type: ignore[no-any-return]  # writes to which torch counts
         if (pair := self._pair()) is not None:
             pair.settle()
         data = torch_private.plain_data(self)

@@ -84,7 +84,7 @@ def chunked_cross_entropy(
         and torch.float16 not in (compute_type(hidden), layer.weight.dtype)
     ):
         differentiate = torch.is_grad_enabled()
-        plain: Any = _PlainLayer.apply
+        plain: Callable[..., Tensor] = _PlainLayer.apply
         return plain(hidden, layer.weight, layer.bias, labels, trained, scores, count, tokens, differentiate)
 
     def sum_of(part: Tensor, targets: Tensor) -> Tensor:

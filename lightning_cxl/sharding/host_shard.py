@@ -162,7 +162,7 @@ class HostShard(Tensor):
         return self.host.data_ptr()  # without one, an asynchronous save of DCP would take the shard for empty
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return memo.setdefault(id(self), self.clone())
+        return memo.setdefault(id(self), self.clone())  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

@@ -78,7 +78,7 @@ class UnreadWeight(Tensor):
     @property
     def data(self) -> Tensor:
         """The weight without autograd; what is set in its place is the values from now on, as for any tensor."""
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
     def data(self, values: Tensor) -> None:
@@ -146,7 +146,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return UnreadWeight(views, weight.dtype, lambda: func(whole(), *rest, **kwargs), weight.device)
 
     def read(index: int) -> Tensor:
-        return func(whole(), *rest, **kwargs)[index]
+        return func(whole(), *rest, **kwargs)[index]  # type: ignore[no-any-return]
 
     return [UnreadWeight(view, weight.dtype, partial(read, index), weight.device) for index, view in enumerate(views)]
 

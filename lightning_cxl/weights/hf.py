@@ -374,7 +374,7 @@ def _config(model_class: Any, path: Path, overrides: dict[str, Any]) -> Any:
 def _dtype(config: Any, path: Path) -> torch.dtype:
     named = getattr(config, "dtype", None)
     if named is not None:
-        return getattr(torch, named) if isinstance(named, str) else named
+        return getattr(torch, named) if isinstance(named, str) else named  # type: ignore[no-any-return]
     with open_weights(path) as files:
         found = (entry.dtype for file in files for entry in file.entries.values() if entry.dtype.is_floating_point)
         return next(found, torch.get_default_dtype())

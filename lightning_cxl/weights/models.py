@@ -81,7 +81,7 @@ def empty_weights() -> Iterator[None]:
             twin = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             twin.__dict__.update(parameter.__dict__)
             twins[parameter] = twin
-        return twins[parameter]
+        return twins[parameter]  # type: ignore[no-any-return]
 
     hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # its annotation is wrong
     try:
@@ -321,7 +321,7 @@ def quantised_like(meta: Any, dtype: torch.dtype, make: Callable[[Sequence[int],
 def _quantised(source: WeightSource, meta: Any, dtype: torch.dtype, spec: TierSpec | None) -> nn.Parameter:
     """Return a quantised parameter for the place of one on the meta device; values are rounded to `dtype` first."""
     with large_blocks_apart():  # what the kernels take for chunks
-        parameter: Any = quantised_like(meta, dtype, lambda shape, own: _new(shape, own, spec))
+        parameter: nn.Parameter = quantised_like(meta, dtype, lambda shape, own: _new(shape, own, spec))
         with ordinary_memory(), default_dtype(torch.float32):  # bitsandbytes makes code books without naming a type
             if type(meta).__name__ == "Int8Params":
                 _fill_8bit(parameter, source, dtype)
