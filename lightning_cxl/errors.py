@@ -93,6 +93,6 @@ class SpillWarning(LightningCXLWarning):
     """Bytes went to another tier than the first choice."""
 
 
-def warn(text: str, category: type[Warning] = LightningCXLWarning) -> None:
-    """Warn at the line that calls the function that warns."""
-    warnings.warn(text, category, stacklevel=3)
+def warn(text: str, category: type[Warning] = LightningCXLWarning, level: int = 2) -> None:
+    """Warn at a line: 1 is this call, 2 the call of the function that it is in, and so on up to the user's."""
+    warnings.warn(text, category, stacklevel=level + 1)

@@ -459,6 +459,7 @@ class HostMemory:
             f"the memory report counts them. Raise the budget of {' and '.join(f'`{name}`' for name in names)}, or set "
             f"on_tier_full='error' to refuse instead.",
             SpillWarning,
+            level=4,
         )
 
     def _room_text(self, name: str) -> str:

@@ -375,7 +375,8 @@ class _Move(ReplacedMethod):
             loop.end_run(model)
             warn(
                 f"{type(model).__name__} was moved to `{there}`, which ends its run: all of it is plain again. "
-                "To train it on with offload, call `prepare`, Fabric's `setup` or `trainer.train` again"
+                "To train it on with offload, call `prepare`, Fabric's `setup` or `trainer.train` again",
+                level=3,
             )
         return self._plain(fn, *args, **keywords)
 

@@ -334,7 +334,8 @@ def with_original_names(model: Any, tensors: list[NamedTensor]) -> list[NamedTen
     if merged:
         warn(
             f"{len(merged)} tensors of {type(model).__name__} are merged from several, such as `{merged[0]}`, and are "
-            "saved so: transformers 5 and `lightning_cxl.from_pretrained` load these files, other tools do not."
+            "saved so: transformers 5 and `lightning_cxl.from_pretrained` load these files, other tools do not.",
+            level=3,
         )
     return [item._replace(name=names.get(id(empty[item.name]), item.name)) for item in tensors]
 
@@ -459,7 +460,8 @@ def _complete(model: Any, report: models.LoadReport) -> None:
     if report.missing_keys or report.unexpected_keys:
         warn(
             f"{type(model).__name__}: newly initialised, because no file holds them: {report.missing_keys or 'none'}. "
-            f"In the files but not in the model: {report.unexpected_keys or 'none'}."
+            f"In the files but not in the model: {report.unexpected_keys or 'none'}.",
+            level=3,
         )
     weights = models.distinct(models.model_weights(model))
     missing = set(report.missing_keys) | {weight.names[0] for weight in weights if weight.tensor.is_meta}

@@ -745,7 +745,7 @@ def _warn_of_other_state(model: nn.Module, state: Set[str], written: Set[str]) -
         if names
     ]
     if other:
-        warn(f"{type(model).__name__}: {'; '.join(other)}.")
+        warn(f"{type(model).__name__}: {'; '.join(other)}.", level=4)
 
 
 def _partial(final: Path) -> Path:

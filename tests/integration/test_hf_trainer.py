@@ -301,8 +301,9 @@ def test_a_plain_trainer_is_told_that_the_model_is_held(tmp_path):
     trainer.train()
     with pytest.raises(UnsupportedError, match=r"trainer\.end\(\)"):
         make_trainer(tmp_path, model=model).train()
-    with pytest.warns(LightningCXLWarning, match="ends its run"):
+    with pytest.warns(LightningCXLWarning, match="ends its run") as told:
         model.cpu()
+    assert told[0].filename == __file__
     trainer.end()
 
 

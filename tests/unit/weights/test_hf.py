@@ -147,8 +147,9 @@ def test_a_base_model_loads_into_one_with_a_new_head(tmp_path):
     save(tf.BertModel(tf.BertConfig(**BERT)), tmp_path)
     with pytest.raises(CheckpointError, match=r"2 weights are missing .*: `classifier\.weight`, `classifier"):
         from_pretrained(tf.BertForSequenceClassification, tmp_path)
-    with pytest.warns(LightningCXLWarning, match=r"newly initialised.*classifier\.weight"):
+    with pytest.warns(LightningCXLWarning, match=r"newly initialised.*classifier\.weight") as told:
         model = from_pretrained(tf.BertForSequenceClassification, tmp_path, num_labels=3, strict=False)
+    assert told[0].filename == __file__
     reference = tf.BertForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
     assert torch.equal(model.classifier.bias, torch.zeros(3))
     assert 0.005 < model.classifier.weight.std() < 0.06 and model.classifier.weight.shape == (3, 32)
