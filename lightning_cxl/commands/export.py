@@ -340,7 +340,7 @@ def export_checkpoint(
         under = Checkpoint(found.path, [], {}) if source is None else open_checkpoint(source, opened)
         files = {**under.files, **found.files}
         if CONFIG not in files:
-            raise ConfigError(f"`{found.path}` has no {CONFIG}: give that of the model that was trained with --base")
+            raise ConfigError(f"`{found.path}` has no {CONFIG}: give the folder of the trained model, with --base")
         config = json_object(files[CONFIG], CONFIG)
         config.pop("quantization_config", None)
         files.pop(ADAPTER_CONFIG, None)

@@ -87,6 +87,10 @@ def _option(default: Any, text: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": text, **more})
 
 
+def _count_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 def _choice(choices: tuple[str, ...], default: str | None, text: str) -> Any:
     return _option(default, text, choices=choices)
 
@@ -112,7 +116,7 @@ class PlanOptions:
     units_on_device: int | str = _option(
         0,
         "units whose weights stay on the device; auto: as many as have room (%(default)s)",
-        type=lambda text: text if text == "auto" else int(text),
+        type=_count_or_auto,
         metavar="K",
     )
     state_on_device: bool = _option(

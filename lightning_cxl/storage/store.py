@@ -529,7 +529,8 @@ class Store:
             details = json.loads(json.dumps(details))  # what cannot be kept is refused before anything is done
             if len(self._manifest.generations) > 1:
                 raise StorageError(
-                    f"generations {_numbers(self._manifest.generations)} are both kept: settle one of them before"
+                    f"generations {_numbers(self._manifest.generations)} are both kept: settle one of them before the "
+                    "next commit"
                 )
             self._engine.wait()
             for record in self._kept():

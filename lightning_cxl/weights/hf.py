@@ -59,7 +59,8 @@ class Quantizer:
         if config.quantization_method() is None:
             raise ConfigError(
                 f"bnb_4bit_quant_type={config.bnb_4bit_quant_type!r} with load_in_4bit={config.load_in_4bit} and "
-                f"load_in_8bit={config.load_in_8bit} quantises nothing: take load_in_8bit=True or load_in_4bit=True"
+                f"load_in_8bit={config.load_in_8bit} quantises nothing: take load_in_8bit=True, or load_in_4bit=True "
+                'with "nf4" or "fp4"'
             )
         try:
             self._own.validate_environment(device_map={"": "cpu"}, weights_only=True)

@@ -166,7 +166,7 @@ IN_8_BIT = {"load_in_8bit": True}
         ({**IN_8_BIT, "llm_int8_has_fp16_weight": True}, UnsupportedError, "full-precision weights"),
         ({**IN_8_BIT, "llm_int8_enable_fp32_cpu_offload": True}, UnsupportedError, "which tiers do instead"),
         ({}, ConfigError, "quantises nothing"),
-        ({"load_in_4bit": True, "bnb_4bit_quant_type": "af4"}, ConfigError, "quantises nothing"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "af4"}, ConfigError, 'nothing: .* with "nf4" or "fp4"'),
         ({**IN_8_BIT, "llm_int8_skip_modules": []}, UnsupportedError, "tied to `model.embed_tokens.weight`"),
     ],
 )

@@ -240,7 +240,7 @@ def test_an_export_onto_an_earlier_one_is_as_in_a_new_folder(base, tmp_path):
         ({"checkpoint": "empty"}, "no checkpoint that is known: it has nothing"),
         ({"checkpoint": "several.pt"}, "has the entries teacher, student, and which"),
         ({"checkpoint": "code.pt"}, r"was not read: .*GLOBAL .*\.Task .* could run code"),
-        ({"base": None}, r"has no config\.json: give that .* with --base"),
+        ({"base": None}, r"has no config\.json: give the folder of .*, with --base"),
         ({"folder": "base"}, "read and written at once"),
         ({"folder": "plain.pt"}, "is a file: give a folder"),
         ({"only_adapter": True}, "has no adapter"),
