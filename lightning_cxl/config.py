@@ -303,7 +303,8 @@ def show_options(kind: type) -> None:
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:
-    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.75)), "")
+    # below 0.82, `share_weights`, which is gone, would be told to be `stream_weights`
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.82)), "")
 
 
 def _budget(name: object, value: object) -> int:

@@ -58,6 +58,7 @@ def test_budgets_in_both_forms_and_the_tier_ssd_which_is_no_budget_of_memory(mon
         ({"pin_memory": 1}, "pin_memory must be one of True, False, 'auto'"),
         ({"budget": "1GiB"}, "unknown option 'budget'; the options are: tiers, tier_rules"),
         ({"stream_weight": True}, r"unknown option 'stream_weight': did you mean stream_weights\?"),
+        ({"share_weights": False}, "unknown option 'share_weights'; the options are: tiers, tier_rules"),
     ],
 )
 def test_bad_values(options, message):
