@@ -137,7 +137,8 @@ def run_tests(arguments: list[str]) -> int:
     if not OF_THREADS:
         return int(pytest.main([*options, *paths, *arguments], plugins=[CheckModules()]))
     status: list[int] = []
-    arguments = ["-k", "thread or chunk", "-o", "timeout=0", *arguments]
+    named = "thread or chunk or many_spans or any_address or size_of_a_piece or small_spans or random_bits"
+    arguments = ["-k", named, "-o", "timeout=0", *arguments]
     beside = threading.Thread(
         target=lambda: status.append(int(pytest.main([*options, *paths, *arguments], plugins=[CheckModules()])))
     )
