@@ -47,7 +47,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the proces
 class CudaDevices:
     """The operations that differ between kinds of devices, for CUDA."""
 
-    name = "cuda"  # the type of ``torch.device``
+    name = "cuda"  # the type of ``torch.device``; AMD's torch answers to the same name
 
     def num_devices(self) -> int:
         """Return how many devices this process can use; 0 where torch or the machine has none."""

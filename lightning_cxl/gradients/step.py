@@ -827,7 +827,7 @@ def describe_optimizer(optimizer: Optimizer) -> str:
     parameters = [parameter for group in optimizer.param_groups for parameter in plain(group["params"])]
     own, there = type(optimizer).__name__, sum(isinstance(optimizer, CPUAdam) and not p.is_cpu for p in parameters)
     rest = f"on the host, {len(optimizer.param_groups)} groups, {len(parameters)} parameters"
-    rest += f" ({there} of them on the device)" * bool(there)
+    rest += f" ({there} of them on the device)" if there else ""
     if not isinstance(optimizer, CPUAdam):
         return f"{own} {rest}"
     name = own if type(optimizer) is CPUAdam else f"{own} by CPUAdam"

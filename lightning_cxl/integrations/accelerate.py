@@ -160,11 +160,9 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
             self.device, self.num_processes // per_machine, per_machine, replicate=replicate
         )
         own = machines[rank]
-        gather, local = (
-            partial(processes.gather_on_machine, machine=own),
-            (machines[:rank].count(own), machines.count(own)),
-        )
-        session.bind(rank, self.num_processes, *local, self.device, gather)
+        gather = partial(processes.gather_on_machine, machine=own)
+        local_rank, num_local = machines[:rank].count(own), machines.count(own)
+        session.bind(rank, self.num_processes, local_rank, num_local, self.device, gather)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare objects as Accelerate does; models and optimizers stay where their tiers are.

@@ -41,13 +41,8 @@ _EMPTY = {"empty", "empty_strided", "empty_permuted", "empty_like", "new_empty",
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}
 _ONES = {"ones", "ones_like", "new_ones"}
 _FULL = {"full", "full_like", "new_full"}
-_COPIES = {
-    "clone",
-    *(
-        torch_private.schema_of(operator).name.partition("::")[2]
-        for operator in (torch_private.TO_COPY, torch_private.PIN_MEMORY)
-    ),
-}
+_COPIED = (torch_private.TO_COPY, torch_private.PIN_MEMORY)
+_COPIES = {"clone", *(torch_private.schema_of(operator).name.partition("::")[2] for operator in _COPIED)}
 _PAUSED = contextvars.ContextVar("lightning_cxl_hook_paused", default=False)
 
 

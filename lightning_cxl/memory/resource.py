@@ -610,7 +610,7 @@ class _Slabs(BlockList):
 
 
 _SLACK_FRACTION = 0.125
-_UNLUCKY_FRACTION = 0.5
+_UNLUCKY_FRACTION = 0.5  # the slack below the peak: see `PoolResource`
 
 
 class PoolResource(MemoryResource):
@@ -620,8 +620,9 @@ class PoolResource(MemoryResource):
     block that earlier large ones have left behind, and gets a slab of exactly its size where none is large enough.
 
     Free slabs are kept. At a new peak of use they give way to a new slab where the pool would otherwise hold more than
-    12.5 % and one shared slab above that peak; below it at 50 % only: less would give back and take the same slabs in
-    every step. `trim` gives all of them back, and so does a request that `upstream` could not serve otherwise.
+    12.5 % and one shared slab above that peak. Below it a new slab means that the free ones were cut unluckily, and
+    they give way at 50 % only: less would give back and take the same slabs in every step. `trim` gives all of them
+    back, and so does a request that `upstream` could not serve otherwise.
     """
 
     def __init__(self, upstream: MemoryResource, slab_bytes: int = 16 * 2**20) -> None:

@@ -33,8 +33,9 @@ from lightning_cxl.text import format_bytes
 # that of as many whole units as needed, evenly spread over their order, so that reading and writing it hides behind the
 # units whose state is in memory; then that of parameters outside of units, the largest first, but those that are larger
 # than the largest unit last of all, because each of the slots in memory must hold the largest. Where that is not
-# enough, weights of streamed units go, evenly spread again, those that no step writes first. The last are inputs of
-# units, where their sizes are known: those of the first units of a forward, which wait longest.
+# enough, weights of streamed units go, so late because they are read twice in every micro-batch: evenly spread again,
+# those that no step writes first. The last are inputs of units, where their sizes are known: those of the first units
+# of a forward, which wait longest.
 
 MEMORY_LEFT_FREE = 0.15  # part of memory, for what no plan lists: temporaries of torch, gaps in the C library's heap
 NO_ROOM = "does not fit in memory"  # the source of a request for the tier `ssd` that no decorator or rule makes

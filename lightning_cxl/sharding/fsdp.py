@@ -153,9 +153,8 @@ def refuse_other_cuts(model: nn.Module) -> None:
                 "Leave `shard_placement_fn` and tensor parallelism out, or leave the model to be cut here"
             )
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule) and torch_private.has_all_reduce_hook(
-            module
-        ):  # reduced gradients are of another stream
+        # reduced gradients are of another stream
+        if isinstance(module, FSDPModule) and torch_private.has_all_reduce_hook(module):
             raise UnsupportedError(
                 f"`{name}` has an all-reduce hook, and gradients leave the device while it may still run: take "
                 "`set_all_reduce_hook` out. Machines that replicate a model reduce with `replicate_machines=True`"

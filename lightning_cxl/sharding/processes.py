@@ -147,6 +147,7 @@ _PATIENCE = 5.0  # seconds; a collective that other ranks never join costs none,
 # A thread of gloo that drops the last reference to a tensor of Python's needs the interpreter's lock. When Python ends,
 # it stops a thread that waits for that lock, and a run that has done all its work fails, with SIGABRT (torch 2.13;
 # https://github.com/pytorch/pytorch/pull/179291). Destroying the process group is no remedy: a device mesh holds it.
+# Not covered is a collective that nobody has waited for, and one that Python runs after this, as it ends.
 @atexit.register
 def _wait_for_gloo() -> None:
     deadline, quiet = time.monotonic() + _PATIENCE, 0

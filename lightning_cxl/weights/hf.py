@@ -487,9 +487,8 @@ class Published(NamedTuple):
 
 
 _SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size"),
-    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-)
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
+)  # fmt: skip
 
 
 def _of(hub_id: str, model_type: str, *sizes: int, **others: Any) -> Published:

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import lightning_cxl
-from lightning_cxl import CPUAdam, OffloadConfig, Topology
-from lightning_cxl import devices as transfer
+from lightning_cxl import CPUAdam, OffloadConfig, Topology, devices
 from lightning_cxl.machine.binding import bind_rank
 from lightning_cxl.memory.host_memory import HostMemory
 from lightning_cxl.memory.placement import Placement, TensorRole
@@ -120,7 +119,7 @@ def test_ranks_run_and_allocate_on_sockets_in_turn(started):
 
 
 def test_ranks_are_near_their_device_as_its_pci_bus_says(started, monkeypatch):
-    monkeypatch.setattr(transfer.CudaDevices, "pci_address", lambda self, index: PORTS[1 - index])
+    monkeypatch.setattr(devices.CudaDevices, "pci_address", lambda self, index: PORTS[1 - index])
     both = started(2, lambda rank, gather: seen_by(rank, 2, gather, device="cuda"))
     for rank, found in enumerate(both):
         check_near(found, 1 - rank)

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.numa import binding as torch_binding
 
-from lightning_cxl import OffloadConfig, Topology
-from lightning_cxl import devices as transfer
+from lightning_cxl import OffloadConfig, Topology, devices
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine import binding
 from lightning_cxl.machine.binding import (
@@ -237,7 +236,7 @@ def process(monkeypatch):
     for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     gpus = SimpleNamespace(name="cuda", pci_address=lambda index: list(GPUS)[index])
-    monkeypatch.setitem(transfer._known, "cuda", gpus)
+    monkeypatch.setitem(devices._known, "cuda", gpus)
     yield process
     monkeypatch.undo()
     os.environ.pop("OMP_NUM_THREADS", None)
@@ -261,7 +260,7 @@ def test_the_node_of_a_device_is_read_from_its_pci_address(root, process, monkey
     assert device_node(torch.device("cuda", 1), root) is None
     properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xDC, pci_device_id=3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    assert transfer.CudaDevices().pci_address(0) == "0001:dc:03.0", "as sysfs names it"
+    assert devices.CudaDevices().pci_address(0) == "0001:dc:03.0", "as sysfs names it"
 
 
 def test_a_rank_is_bound_to_its_socket(root, process):
