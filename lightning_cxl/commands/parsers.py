@@ -295,7 +295,7 @@ COMMANDS: Mapping[str, Command] = {
     "convert": Command("a configuration of DeepSpeed as options of this package", "commands.convert"),
     "plan": Command("what a job holds where, whether it fits, seconds per step; loads no weights", "commands.plan"),
     "verify": Command(
-        "train a small copy of a model with and without offload, and compare all bits", "commands.verify"
+        "train a small copy of a model with and without offload, and compare all bits", "commands.verify", trains=True
     ),
     "env": Command("what this machine has, and what to change about it", "commands.env"),
     "calibrate": Command("measure memory, devices and disks, for `plan`", "commands.calibrate"),

@@ -30,7 +30,7 @@ def test_every_command_is_in_the_table_and_can_be_imported():
     assert list(COMMANDS) == NAMES
     for command in COMMANDS.values():
         assert callable(importlib.import_module(f"lightning_cxl.{command.module}").main)
-        assert command.trains == (command.module == "finetune.cli")
+        assert command.trains == (command.module in ("finetune.cli", "commands.verify"))
 
 
 ANSWERED_AT_ONCE = [
@@ -163,7 +163,7 @@ def test_ctrl_c_is_one_message_and_the_status_of_shells(ending, capsys):
     assert capsys.readouterr().err == "`python -m lightning_cxl plan` was interrupted\n"
 
 
-@pytest.mark.parametrize("name", ["fit", "predict"])
+@pytest.mark.parametrize("name", ["fit", "predict", "verify"])
 @pytest.mark.parametrize("error", [ValueError("a bug"), OSError("of the user's loader")])
 def test_errors_inside_of_training_keep_their_traceback(ending, error, name):
     with pytest.raises(type(error)):
