@@ -10,6 +10,7 @@ import argparse
 import copy
 import gc
 import importlib.util
+import inspect
 import json
 import random
 import statistics
@@ -18,7 +19,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -114,11 +115,16 @@ def script_of_transformers(options: argparse.Namespace) -> Script:
 def script_of_file(path: Path) -> Script:
     if not path.is_file() or path.suffix != ".py":
         raise ConfigError(f"--script: {path} is no Python file. {parsers.SCRIPT}")
-    sys.path.insert(0, str(path.absolute().parent))  # as for `python FILE`
+    sys.path.insert(0, str(path.absolute().parent))  # as for `python FILE`, and so is what argparse of the file sees
+    sys.argv = [str(path)]
     spec: Any = importlib.util.spec_from_file_location("lightning_cxl_script", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     own = {name: each for name, each in vars(module).items() if callable(each) and not name.startswith("_")}
+    for name in [name for name, each in own.items() if isinstance(each, nn.Module)]:
+        if name in ("model", "batch"):
+            raise ConfigError(f"{path}: `{name}` is an nn.Module, and must be a function. {parsers.SCRIPT}")
+        del own[name]
     if missing := " and ".join(f"{name}()" for name in ("model", "batch") if name not in own):
         there = ", ".join(own) or "no function"
         raise ConfigError(f"{path} does not define {missing}; it defines {there}. {parsers.SCRIPT}")
@@ -145,6 +151,8 @@ class Job:
                 f"{type(model).__name__} has no list of blocks of one class to offload. Name its blocks by --units, as "
                 f"module names or classes: {', '.join(sorted({type(each).__name__ for each in model.modules()}))}"
             )
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ConfigError(f"no parameter of {type(model).__name__} has requires_grad: leave it on for one at least")
         dtypes = {p.dtype for p in model.parameters()}
         self.precision = options.precision or ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))
         self.close = _CLOSE_IN_16_BITS if self.mixed or min(each.itemsize for each in dtypes) < 4 else _CLOSE
@@ -163,6 +171,8 @@ class Job:
 
     def loss_of(self, model: Any, number: int, trained: Trained) -> Any:
         def placed(x: Any) -> Any:
+            if isinstance(x, Mapping):  # that is no pytree, such as a BatchEncoding of transformers
+                return type(x)(tree_map(placed, dict(x)))  # type: ignore[call-arg]
             return x.to(self.device, self.dtype if x.is_floating_point() else None) if isinstance(x, Tensor) else x
 
         seed(number)  # of the batch, and of dropout
@@ -175,7 +185,10 @@ class Job:
             if self.script.loss is not None:
                 loss = self.script.loss(model, batch)
             elif hasattr(model, "training_step"):
-                loss = model.training_step(batch, number)
+                given = [batch]
+                with suppress(TypeError):  # Lightning allows a training_step without `batch_idx`
+                    given = [*inspect.signature(model.training_step).bind(batch, number).args]
+                loss = model.training_step(*given)
             elif isinstance(batch, Mapping):
                 loss = model(**batch)
             else:
@@ -360,8 +373,8 @@ def measure_adam() -> Check:
     """Time `CPUAdam` beside torch's fused AdamW, in turn."""
 
     def stepper(kind: Callable[..., Any], **options: Any) -> Callable[[], float]:
-        parameter = nn.Parameter(torch.zeros(_ADAM_ELEMENTS))
-        parameter.grad = torch.ones(_ADAM_ELEMENTS)
+        parameter = nn.Parameter(torch.zeros(_ADAM_ELEMENTS, dtype=torch.float32, device="cpu"))
+        parameter.grad = torch.ones_like(parameter)
         optimizer = kind([parameter], lr=1e-3, **options)
 
         def step() -> float:
@@ -444,23 +457,24 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     options.precision = options.precision or (None if options.script else "bf16-true")
     device = next((each.device for each in devices_apart()), torch.device("cpu"))
-    job, out = Job(options, device), sys.stderr if options.json == parsers.TO_STDOUT else sys.stdout
     name = str(options.script or options.model)
-    print(
-        f"{name} with {len(job.units)} units (`{job.units[0]}` to `{job.units[-1]}`) on `{device}`, {job.precision}, "
-        f"{_STEPS} steps of {options.accumulate_grad_batches} micro-batches; torch {torch.__version__}",
-        file=out,
-        flush=True,
-    )
     found = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for check in checks(job):
-            found.append(check)
-            gc.collect()
-            print(f"  {check.verdict:9} {check.name}: {check.detail}", file=out, flush=True)
-    is_right = all(check.verdict != "WRONG" for check in found)
-    print("all is equal" if is_right else "something is WRONG: please report it with the output of --json", file=out)
+    with redirect_stdout(sys.stderr if options.json == parsers.TO_STDOUT else sys.stdout):  # what a script prints, too
+        job = Job(options, device)
+        print(
+            f"{name} with {len(job.units)} units (`{job.units[0]}` to `{job.units[-1]}`) on `{device}`, "
+            f"{job.precision}, {_STEPS} steps of {options.accumulate_grad_batches} micro-batches; torch "
+            f"{torch.__version__}",
+            flush=True,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for check in checks(job):
+                found.append(check)
+                gc.collect()
+                print(f"  {check.verdict:9} {check.name}: {check.detail}", flush=True)
+        is_right = all(check.verdict != "WRONG" for check in found)
+        print("all is equal" if is_right else "something is WRONG: please report it with the output of --json")
     if options.json is not None:
         data = {"model": name, "device": str(device), "torch": torch.__version__, "precision": job.precision}
         data |= {"is_right": is_right, "checks": [check._asdict() for check in found]}

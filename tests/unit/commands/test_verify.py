@@ -53,6 +53,7 @@ def ask(tmp_path, on_device, capsys):
 def short(monkeypatch):
     monkeypatch.setattr(verify, "_ADAM_ELEMENTS", 1 << 12)
     monkeypatch.setattr(sys, "path", [*sys.path])  # which --script adds a folder to
+    monkeypatch.setattr(sys, "argv", ["lightning_cxl", "verify", "--clip", "1"])
 
 
 @pytest.mark.parametrize(
@@ -348,6 +349,22 @@ GOOD = {
         ),
         ({"loss": ""}, [], r"must be one number that has a gradient, got a tensor of shape \[3, 2\]"),
         ({"loss": "def loss(model, batch): return model(batch).sum().item()"}, [], "got float"),
+        ({"more": "model = model()"}, [], r"file.py: `model` is an nn.Module, and must be a function"),
+        (
+            {"model": GOOD["model"] + ".requires_grad_(False)"},
+            [],
+            "no parameter of Sequential has requires_grad: leave it on for one at least",
+        ),
+        (
+            {"loss": "def loss(model, batch): return model(batch).sum() * 1e30 * 1e30"},
+            [],
+            "^the loss in step 0 is not finite without offload, too: scale the loss down",
+        ),
+        (
+            {"loss": "def loss(model, batch): return (model(batch).sum() * 0).sqrt()"},
+            [],
+            "^the gradient of `1.0.bias` in step 0 is not finite without offload",
+        ),
         ({"model": GOOD["model"] + "\nit = model()\ndef model(): return it"}, [], "twice the same .* output of `0.0`"),
         ({}, ["--blocks", "4"], "--blocks is of --model"),
         ({}, ["--lora", "1"], "--lora is of --model"),
@@ -364,6 +381,78 @@ def test_what_a_script_lacks_is_said_before_anything_is_compared(tmp_path, on_de
         verify.main(["--script", str(file), *options])
     sys.modules.pop("lightning_cxl_script", None)  # it may have a model
     assert " ok " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "differs"),
+    [
+        ({"more": "import argparse; argparse.ArgumentParser().parse_args()"}, [], None),
+        ({"more": "torch.set_default_dtype(torch.float64)"}, [], None),
+        (
+            {
+                "batch": "from collections import UserDict\ndef batch(number): return UserDict(input=torch.rand(3, 2))",
+                "loss": "def loss(model, batch): return model(**batch).sum()",
+            },
+            ["--precision", "bf16-true"],
+            None,
+        ),
+        (
+            {
+                "model": "class Model(nn.Sequential):\n    def training_step(self, batch): return self(batch).sum()\n"
+                "def model(): return Model(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2)))",
+                "loss": "",
+            },
+            [],
+            None,
+        ),
+        (
+            {
+                "model": "class Model(nn.Sequential):\n    def forward(self, x): return super().forward(x).sum()\n"
+                "def model(): return Model(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2)))",
+                "loss": "loss = nn.MSELoss()",
+            },
+            [],
+            None,
+        ),
+        (
+            {
+                "loss": "def loss(model, batch):\n    model.count = getattr(model, 'count', 0) + 1\n"
+                "    return model(batch).sum() * model.count"
+            },
+            [],
+            ("resumed in the middle", "skipped", r"not the same without offload, too; .*micro-batch 4: loss"),
+        ),
+    ],
+    ids=["parses options", "default dtype", "no pytree", "no batch_idx", "loss is a module", "state of its own"],
+)
+def test_what_a_script_may_do(tmp_path, on_device, capsys, change, options, differs):
+    file = tmp_path / "file.py"
+    file.write_text("\n".join((GOOD | change).values()) + "\nprint('hello')")
+    try:
+        assert verify.main(["--script", str(file), "--json", "-", *options]) == 0
+    finally:
+        torch.set_default_dtype(torch.float32)
+        sys.modules.pop("lightning_cxl_script", None)
+    said = capsys.readouterr()
+    assert said.err.startswith("hello\n")
+    found = {check["name"]: check for check in json.loads(said.out)["checks"]}
+    if differs is not None:
+        name, verdict, detail = differs
+        check = found.pop(name)
+        assert check["verdict"] == verdict and re.search(detail, check["detail"]), check
+    assert {check["verdict"] for check in found.values()} == {"ok", "measured"}
+
+
+def test_a_small_loss_that_differs_is_found(tmp_path, on_device, capsys, monkeypatch):
+    takes_another_rate(monkeypatch)
+    file = tmp_path / "file.py"
+    change = {
+        "batch": "def batch(number): return torch.rand(3, 2) * (1 if number else 300)",
+        "loss": "def loss(model, batch): return model(batch).square().mean()",
+    }
+    file.write_text("\n".join((GOOD | change).values()))
+    assert verify.main(["--script", str(file), "--accumulate-grad-batches", "1"]) == 1
+    assert "WRONG     CPUAdam, updates behind the training: losses differ by" in capsys.readouterr().out
 
 
 def test_a_script_that_is_none_is_refused(tmp_path):
