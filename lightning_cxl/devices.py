@@ -32,8 +32,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -289,12 +289,10 @@ class DeviceEngine(TransferEngine):
         for source, destination in copies:
             check_copy(source, destination, self.device, torch.device("cpu"))
         sources, destinations = [source for source, _ in copies], [destination for _, destination in copies]
-        timing.add("d2h_bytes", sum(source.nbytes for source in sources))
         return self._start(self._d2h_stream, copies, sources, destinations, after, from_here)
 
     def h2d(self, source: torch.Tensor, destination: torch.Tensor, *, after: After = None) -> Transfer:
         check_copy(source, destination, torch.device("cpu"), self.device)
-        timing.add("h2d_bytes", source.nbytes)
         return self._start(self._h2d_stream, [(source, destination)], [destination], [source], after, from_here=True)
 
     def mark(self) -> Transfer:
@@ -306,45 +304,42 @@ class DeviceEngine(TransferEngine):
         if self._is_stalling:
             yield
             return
-        # the first event passes when the device has done all, the second one when the host goes on
-        begin, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
-        stream = torch.accelerator.current_stream(self.device)
-        begin.record(stream)
         self._is_stalling = True
-        try:
-            with timing.named(name):
+        try:  # the first event passes when the device has done all, the second one when the host goes on
+            with self._between_events(current_stream(self.device), self._stalls, total), timing.named(name):
                 yield
         finally:
             self._is_stalling = False
-            end.record(stream)
-            with self._lock:
-                self._stalls.append((total, begin, end))
 
     @contextmanager
     def computing(self, name: str) -> Iterator[None]:
-        with timing.named(name), self._watching(name, "device: computing", current_stream(self.device)):
+        with timing.named(name), self._watching(current_stream(self.device), name, "device: computing"):
             yield
 
     def watch(self) -> None:
         if self._origin is None:
-            origin = torch.Event(self.device, enable_timing=True)
-            origin.record(current_stream(self.device))
+            origin = self._timed_event(current_stream(self.device))
             origin.synchronize()
             self._origin = origin, time.perf_counter()
 
+    def _watching(self, stream: torch.Stream, name: str, lane: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._origin is None else self._between_events(stream, self._watched, name, lane)
+
     @contextmanager
-    def _watching(self, name: str, lane: str, stream: torch.Stream) -> Iterator[None]:
-        if self._origin is None:
-            yield
-            return
-        begin, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
-        begin.record(stream)
+    def _between_events(self, stream: torch.Stream, kept: deque[Any], *what: str) -> Iterator[None]:
+        """Keep `what` this region is, with events of `stream` at its begin and its end."""
+        begin = self._timed_event(stream)
         try:
             yield
         finally:
-            end.record(stream)
+            end = self._timed_event(stream)
             with self._lock:
-                self._watched.append((name, lane, begin, end))
+                kept.append((*what, begin, end))
+
+    def _timed_event(self, stream: torch.Stream) -> torch.Event:
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(stream)
+        return event
 
     def use_in_this_thread(self) -> None:
         torch.accelerator.set_device_index(self.device.index)
@@ -359,7 +354,9 @@ class DeviceEngine(TransferEngine):
         from_here: bool,
     ) -> Transfer:
         self._retire()
+        nbytes = sum(each.nbytes for each in on_host)
         lane = "device: copies to it" if stream is self._h2d_stream else "device: copies to the host"
+        timing.add("h2d_bytes" if stream is self._h2d_stream else "d2h_bytes", nbytes)
         origin = torch.accelerator.current_stream(self.device)
         if after is None:
             stream.wait_stream(origin)
@@ -372,7 +369,7 @@ class DeviceEngine(TransferEngine):
                 torch.Stream(
                     stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
                 ),  # an object of its own: it keeps what was current before, which is another stream for another thread
-                self._watching(f"copy of {sum(each.nbytes for each in on_host) / 1e6:,.1f} MB", lane, stream),
+                self._watching(stream, f"copy of {nbytes / 1e6:,.1f} MB", lane),
             ):
                 for source, destination in copies:
                     destination.copy_(source, non_blocking=True)
@@ -394,11 +391,10 @@ class DeviceEngine(TransferEngine):
         with self._lock:
             while self._in_flight and self._in_flight[0].done():
                 self._in_flight.popleft()
-            while self._stalls and self._stalls[0][2].query():
-                total, begin, end = self._stalls.popleft()
+            for total, begin, end in _passed(self._stalls):
                 timing.add(total, begin.elapsed_time(end) / 1e3)
-            while self._origin is not None and self._watched and self._watched[0][3].query():
-                name, lane, begin, end = self._watched.popleft()
+            for name, lane, begin, end in _passed(self._watched):
+                assert self._origin is not None, "else nothing is watched"
                 origin, at_s = self._origin
                 begin_s, end_s = (at_s + origin.elapsed_time(each) / 1e3 for each in (begin, end))
                 timing.note(timing.Span(name, lane, begin_s, end_s))
@@ -411,6 +407,12 @@ class DeviceEngine(TransferEngine):
         for transfer in in_flight:
             transfer.wait_host()
         self._retire()
+
+
+def _passed(kept: deque[Any]) -> Iterator[Any]:
+    """Take out those whose last event has passed, oldest first."""
+    while kept and kept[0][-1].query():
+        yield kept.popleft()
 
 
 def current_stream(device: torch.device) -> torch.Stream:

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, seed_everything
 
 import lightning_cxl
 from lightning_cxl.errors import ConfigError, GradientOverflowError
@@ -197,8 +197,6 @@ def test_memory_that_is_refused_leaves_nothing_half_updated(monkeypatch, refused
 
 
 def initial():
-    from lightning.pytorch import seed_everything
-
     seed_everything(5, verbose=False)
     return TinyTransformer(dropout=0.0)
 
