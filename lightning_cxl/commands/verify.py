@@ -20,7 +20,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -173,6 +173,11 @@ class Job:
         def placed(x: Any) -> Any:
             if isinstance(x, Mapping):  # that is no pytree, such as a BatchEncoding of transformers
                 return type(x)(tree_map(placed, dict(x)))  # type: ignore[call-arg]
+            if is_dataclass(x) and not isinstance(x, type):
+                moved = copy.copy(x)  # not `replace`, which needs an __init__ with every field
+                for each in fields(x):
+                    object.__setattr__(moved, each.name, tree_map(placed, getattr(x, each.name)))
+                return moved
             return x.to(self.device, self.dtype if x.is_floating_point() else None) if isinstance(x, Tensor) else x
 
         seed(number)  # of the batch, and of dropout
@@ -474,7 +479,14 @@ def main(arguments: Sequence[str]) -> int:
                 gc.collect()
                 print(f"  {check.verdict:9} {check.name}: {check.detail}", flush=True)
         is_right = all(check.verdict != "WRONG" for check in found)
-        print("all is equal" if is_right else "something is WRONG: please report it with the output of --json")
+        skipped = sum(check.verdict == "skipped" for check in found)
+        print(
+            "something is WRONG: please report it with the output of --json"
+            if not is_right
+            else f"all that was compared is equal; {skipped} was skipped"
+            if skipped
+            else "all is equal"
+        )
     if options.json is not None:
         data = {"model": name, "device": str(device), "torch": torch.__version__, "precision": job.precision}
         data |= {"is_right": is_right, "checks": [check._asdict() for check in found]}

@@ -435,6 +435,8 @@ def test_what_a_script_may_do(tmp_path, on_device, capsys, change, options, diff
         sys.modules.pop("lightning_cxl_script", None)
     said = capsys.readouterr()
     assert said.err.startswith("hello\n")
+    ending = "all is equal" if differs is None else "all that was compared is equal; 1 was skipped"
+    assert said.err.endswith(f"{ending}\n")
     found = {check["name"]: check for check in json.loads(said.out)["checks"]}
     if differs is not None:
         name, verdict, detail = differs
