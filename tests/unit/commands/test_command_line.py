@@ -67,17 +67,6 @@ def test_help_and_wrong_options_import_no_torch():
     assert not imported & {"torch", "lightning", "numpy", "transformers"}
 
 
-@pytest.mark.parametrize("name", ["fit", "plan"])
-def test_every_other_call_says_something_before_it_imports_torch(name, tmp_path):
-    """The torch that is found first stops the process, as does the user who sees nothing for seconds."""
-    (tmp_path / "torch.py").write_text("raise SystemExit(7)")
-    arguments = {"plan": ["--model", "gpt2"]}.get(name, [])
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    shown = run("-m", "lightning_cxl", name, *arguments, env={**os.environ, "PYTHONPATH": path})
-    assert (shown.returncode, shown.stdout) == (7, "")
-    assert shown.stderr == f"python -m lightning_cxl {name}: importing torch and Lightning ...\n"
-
-
 def test_source_that_shadows_the_installed_package_says_what_to_do(tmp_path):
     package = Path(lightning_cxl.__file__).parent
     shutil.copytree(package, tmp_path / "lightning_cxl", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -87,20 +76,6 @@ def test_source_that_shadows_the_installed_package_says_what_to_do(tmp_path):
     assert f"{tmp_path / 'lightning_cxl'} is source code without its compiled modules" in command.stderr
     assert "run the command `lightning-cxl`" in command.stderr and "pip install -e ." in command.stderr
     assert run("-m", "lightning_cxl", "plan", "--help", **options).returncode == 0
-
-
-def test_the_package_imports_neither_command_lines_nor_torchs_checkpoints():
-    """They are a quarter of what the import of this package adds to that of torch and Lightning.
-
-    An instruction set that there is not is refused where it is used, and not here.
-    """
-    code = "import sys, lightning.pytorch; old = set(sys.modules); import lightning_cxl; print(*set(sys.modules) - old)"
-    environment = {**os.environ, "LIGHTNING_CXL_ISA": "nonsense"}
-    new = run("-c", code, "--help", env=environment).stdout.split()  # a script's own option gets all of the package
-    assert {"lightning_cxl.run.run", "lightning_cxl.native._cpu", "lightning_cxl.native._adam"} <= set(new)
-    others = ("transformers", "datasets", "rich", "jsonargparse")
-    heavy = ("lightning.pytorch.cli", "torch.distributed.checkpoint", *others)
-    assert not [name for name in new if name.startswith(heavy)]
 
 
 @pytest.mark.parametrize(

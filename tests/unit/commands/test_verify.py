@@ -19,7 +19,7 @@ from lightning_cxl.run import user_loop
 from lightning_cxl.streaming import activations
 from lightning_cxl.streaming.activations import UnitInput
 from lightning_cxl.streaming.replay import ModuleState
-from lightning_cxl.streaming.unit_weights import Place, Slot
+from lightning_cxl.streaming.unit_weights import Slot
 from lightning_cxl.weights.hf import with_adapters
 
 SCRIPTS = {path.stem: path for path in (Path(__file__).parents[2] / "fixtures" / "scripts").glob("*.py")}
@@ -61,7 +61,6 @@ def short(monkeypatch):
     [
         ["--precision", "32-true"],
         pytest.param(["--precision", "bf16-true", "--accumulate-grad-batches", "3"], marks=pytest.mark.full),
-        pytest.param(["--precision", "bf16-mixed", "--clip", "0"], marks=pytest.mark.full),
         pytest.param(["--precision", "bf16-true", "--lora", "4"], marks=pytest.mark.full),
     ],
     ids=" ".join,
@@ -76,26 +75,10 @@ def test_a_model_is_equal_with_offload(ask, options):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("contrast", ["--accumulate-grad-batches", "1"]),
         ("conv", []),
-        ("encoder", ["--precision", "bf16-true"]),
-        ("experts", ["--clip", "0"]),
-        ("module", ["--precision", "bf16-mixed", "--units", "BasicBlock"]),
-        ("tied", []),
-        *(
-            pytest.param(name, ["--precision", precision, "--units", *units], marks=pytest.mark.full)
-            for name, units in [
-                ("conv", ["layer1", "layer2"]),
-                ("encoder", ["TransformerEncoderLayer"]),
-                ("experts", ["blocks.*.experts.*"]),
-                ("module", ["middle"]),
-                ("tied", ["Block"]),
-            ]
-            for precision in ("32-true", "bf16-true", "bf16-mixed")
-            if (name, precision) not in [("conv", "bf16-true"), ("module", "bf16-true")]  # no such kernel there
-        ),
+        ("experts", ["--clip", "0", "--accumulate-grad-batches", "1"]),
+        ("tied", ["--precision", "bf16-mixed", "--units", "Block"]),
     ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_a_model_of_a_script_is_equal_with_offload(ask, name, options):
     status, found = ask(*options, model=name)
@@ -113,17 +96,6 @@ def computes_with_old_weights(patch):
     patch.setattr(Slot, "is_image_of", lambda self, unit: self.unit is unit)
 
 
-def shows_another_place(patch):
-    plain = Place.show
-
-    def show(self, slot=None):
-        plain(self, slot)
-        if slot is not None and self.host.dim() == 1:
-            self.parameter.data = self.parameter.data.flip(0).contiguous() + 1
-
-    patch.setattr(Place, "show", show)
-
-
 def loses_an_input(patch):
     plain = UnitInput.load
 
@@ -132,10 +104,6 @@ def loses_an_input(patch):
         return torch.zeros_like(loaded).requires_grad_(loaded.requires_grad)
 
     patch.setattr(UnitInput, "load", load)
-
-
-def leaves_the_device_behind(patch):
-    patch.setattr(MasterWeights, "_write", lambda self, pair: None)
 
 
 def loads_no_state(patch):
@@ -158,56 +126,6 @@ def is_on_another_tier(patch):
     patch.setattr(verify, "residency", lambda tensor: {"elsewhere": tensor.nbytes})
 
 
-def adds_twice(patch):
-    plain = GradientMeter.accumulate_all
-    patch.setattr(
-        GradientMeter, "accumulate_all", lambda self, additions: (plain(self, additions), plain(self, additions))
-    )
-
-
-def adds_all_but_the_last_number(patch):
-    plain = GradientMeter.accumulate_all
-
-    def accumulate_all(self, additions):
-        before = additions[0].accumulator.view(-1)[-1].clone()
-        plain(self, additions)
-        additions[0].accumulator.view(-1)[-1] = before
-
-    patch.setattr(GradientMeter, "accumulate_all", accumulate_all)
-
-
-def shifts_a_unit(patch):
-    plain = Slot.wait
-
-    def wait(self):
-        plain(self)
-        self.memory.copy_(self.memory.roll(4))
-
-    patch.setattr(Slot, "wait", wait)
-
-
-def mixes_rows_of_an_input(patch):
-    plain = UnitInput.load
-
-    def load(self, engine):
-        loaded = plain(self, engine)
-        return loaded.detach().flip(1).requires_grad_(loaded.requires_grad)
-
-    patch.setattr(UnitInput, "load", load)
-
-
-def rounds_weights_on_the_device(patch):
-    plain = MasterWeights._write
-
-    def write(self, pair):
-        plain(self, pair)
-        pair.settle()
-        with torch.no_grad():
-            pair.compute.copy_(pair.compute.bfloat16())
-
-    patch.setattr(MasterWeights, "_write", write)
-
-
 def leaves_a_weight_out(patch):
     plain = MasterWeights.write_back
     patch.setattr(MasterWeights, "write_back", lambda self, masters, **how: plain(self, list(masters)[1:], **how))
@@ -228,74 +146,8 @@ def changed_state(patch, name, change):
     patch.setattr(user_loop._LoadStateDict, "__call__", load)
 
 
-def forgets_how_many_steps_were_made(patch):
-    changed_state(patch, "step", lambda value: value * 0 + 1)
-
-
-def resumes_without_momentum(patch):
-    changed_state(patch, "exp_avg", torch.zeros_like)
-
-
 def resumes_with_a_rounded_variance(patch):
     changed_state(patch, "exp_avg_sq", lambda value: value.bfloat16().float())
-
-
-def counts_steps_wrong(patch):
-    plain = cpu_adam.scalars_of
-    patch.setattr(cpu_adam, "scalars_of", lambda group, step, scale: plain(group, step + 50, scale))
-
-
-def has_no_momentum(patch):
-    plain = cpu_adam.scalars_of
-    patch.setattr(cpu_adam, "scalars_of", lambda group, step, scale: plain({**group, "betas": (0.0, 0.0)}, step, scale))
-
-
-FAULTS = {
-    drops_a_sum: ("weights stream", "step 0: gradient of `"),
-    computes_with_old_weights: ("weights stream", "micro-batch 2: output of `model.layers.0"),
-    shows_another_place: ("weights stream", "micro-batch 0: output of `model.layers.0.input_layernorm`"),
-    loses_an_input: ("weights stream", "step 0: gradient of `model.layers."),
-    leaves_the_device_behind: ("weights stream", "step 0: weight `"),
-    loads_no_state: ("resumed in the middle", "step 2: weight `"),
-    takes_another_rate: ("CPUAdam, updates behind the training", "losses differ"),
-    adds_twice: ("weights stream", "step 0: gradient of `"),
-    adds_all_but_the_last_number: ("weights stream", "step 0: gradient of `"),
-    shifts_a_unit: ("weights stream", "micro-batch 0: output of `"),
-    mixes_rows_of_an_input: ("weights stream", "step 0: gradient of `"),
-    rounds_weights_on_the_device: ("weights stay on the device", "step 0: weight `"),
-    leaves_a_weight_out: ("weights stay on the device", "step 0: weight `"),
-    recomputes_with_other_random_numbers: ("weights stream", "step 0: gradient of `"),
-    forgets_how_many_steps_were_made: ("resumed in the middle", "step 2: weight `"),
-    resumes_without_momentum: ("resumed in the middle", "step 2: weight `"),
-    resumes_with_a_rounded_variance: ("resumed in the middle", "step 2: weight `"),
-    counts_steps_wrong: ("CPUAdam, updates behind the training", "losses differ"),
-    has_no_momentum: ("CPUAdam, updates behind the training", "losses differ"),
-    makes_no_numbers: ("CPUAdam, updates behind the training", "losses differ by nan"),
-    is_on_another_tier: ("pages are where the plan has them", "on `elsewhere`"),
-}
-
-
-MODELS = (
-    *("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi", "phi3", "starcoder2", "olmo", "olmo2", "cohere"),
-    *("stablelm", "gpt_neox", "gpt2", "opt", "bloom", "falcon", "granite", "smollm3", "glm"),
-)
-
-
-@pytest.mark.parametrize(
-    ("fault", "model"),
-    [
-        *((fault, "llama") for fault in FAULTS),
-        # a fault in each model
-        *(pytest.param(*pair, marks=pytest.mark.full) for pair in zip(FAULTS, MODELS, strict=True)),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_what_goes_wrong_is_found_and_named(ask, fault, model, monkeypatch):
-    fault(monkeypatch)
-    status, found = ask("--precision", "32-true", model=model)
-    check, place = FAULTS[fault]
-    assert status == 1
-    assert found[check][0] == "WRONG" and place in found[check][1], found
 
 
 def forgets_what_blocks_count(patch):
@@ -303,27 +155,26 @@ def forgets_what_blocks_count(patch):
     patch.setattr(ModuleState, "replay", lambda self: nullcontext())
 
 
-IN_SCRIPTS = {
-    drops_a_sum: ("conv", "weights stream", "step 0: gradient of `"),
-    computes_with_old_weights: ("conv", "weights stream", "micro-batch 2: output of `layer2.0."),
-    loses_an_input: ("encoder", "weights stream", "step 0: gradient of `encoder.layers."),
-    recomputes_with_other_random_numbers: ("encoder", "weights stream", "step 0: gradient of `encoder.layers."),
-    shifts_a_unit: ("tied", "weights stream", "micro-batch 0: output of `blocks."),
-    adds_twice: ("experts", "weights stream", "step 0: gradient of `"),
+FAULTS = {
+    drops_a_sum: ("llama", "weights stream", "step 0: gradient of `"),
+    computes_with_old_weights: ("llama", "weights stream", "micro-batch 2: output of `model.layers.0"),
+    loses_an_input: ("llama", "weights stream", "step 0: gradient of `model.layers."),
+    leaves_a_weight_out: ("llama", "weights stay on the device", "step 0: weight `"),
+    recomputes_with_other_random_numbers: ("llama", "weights stream", "step 0: gradient of `"),
     loads_no_state: ("tied", "resumed in the middle", "step 2: weight `"),
-    shows_another_place: ("tied", "weights stream", "micro-batch 0: output of `blocks."),
-    leaves_a_weight_out: ("module", "weights stay on the device", "step 0: weight `"),
-    takes_another_rate: ("module", "CPUAdam, updates behind the training", "losses differ"),
+    resumes_with_a_rounded_variance: ("llama", "resumed in the middle", "step 2: weight `"),
+    takes_another_rate: ("llama", "CPUAdam, updates behind the training", "losses differ"),
+    makes_no_numbers: ("llama", "CPUAdam, updates behind the training", "losses differ by nan"),
+    is_on_another_tier: ("llama", "pages are where the plan has them", "on `elsewhere`"),
     forgets_what_blocks_count: ("conv", "weights stream", "step 0: buffer `layer2."),
-    rounds_weights_on_the_device: ("conv", "weights stay on the device", "step 0: weight `"),
 }
 
 
-@pytest.mark.parametrize("fault", IN_SCRIPTS, ids=lambda fault: fault.__name__)
-def test_what_goes_wrong_with_the_model_of_a_script_is_found_and_named(ask, fault, monkeypatch):
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_what_goes_wrong_is_found_and_named(ask, fault, monkeypatch):
     fault(monkeypatch)
-    model, check, place = IN_SCRIPTS[fault]
-    status, found = ask(*(["--units", "BasicBlock"] if model == "module" else []), model=model)
+    model, check, place = FAULTS[fault]
+    status, found = ask(*(["--precision", "32-true"] if model == "llama" else []), model=model)
     assert status == 1
     assert found[check][0] == "WRONG" and place in found[check][1], found
 
@@ -340,34 +191,12 @@ GOOD = {
     ("change", "options", "says"),
     [
         ({}, [], None),
-        ({"batch": "", "model": ""}, [], r"file.py does not define model\(\) and batch\(\); it defines loss"),
-        ({"model": "def model(): return 3"}, [], r"model\(\) must return an nn.Module, got 3"),
-        (
-            {"model": "def model(): return nn.Linear(2, 2)"},
-            [],
-            r"Linear has no list of blocks .* or classes: Linear$",
-        ),
         ({"loss": ""}, [], r"must be one number that has a gradient, got a tensor of shape \[3, 2\]"),
-        ({"loss": "def loss(model, batch): return model(batch).sum().item()"}, [], "got float"),
-        ({"more": "model = model()"}, [], r"file.py: `model` is an nn.Module, and must be a function"),
-        (
-            {"model": GOOD["model"] + ".requires_grad_(False)"},
-            [],
-            "no parameter of Sequential has requires_grad: leave it on for one at least",
-        ),
         (
             {"loss": "def loss(model, batch): return model(batch).sum() * 1e30 * 1e30"},
             [],
             "^the loss in step 0 is not finite without offload, too: scale the loss down",
         ),
-        (
-            {"loss": "def loss(model, batch): return (model(batch).sum() * 0).sqrt()"},
-            [],
-            "^the gradient of `1.0.bias` in step 0 is not finite without offload",
-        ),
-        ({"model": GOOD["model"] + "\nit = model()\ndef model(): return it"}, [], "twice the same .* output of `0.0`"),
-        ({}, ["--blocks", "4"], "--blocks is of --model"),
-        ({}, ["--lora", "1"], "--lora is of --model"),
         ({}, ["--units", "Conv2d"], "units: `Conv2d` matches no module name and no class"),
     ],
 )

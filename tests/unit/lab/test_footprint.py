@@ -7,7 +7,6 @@ from lightning_cxl.memory.placement import TensorRole
 
 R = TensorRole
 GIB = 2**30
-QWEN, NEMO = PUBLISHED["qwen2.5-7b"], PUBLISHED["mistral-nemo-12b"]
 TINY = ModelShape(name="tiny", num_parameters=1000, num_layers=8, hidden=16)
 
 # GiB of the classes that arXiv 2507.03305's authors place (CXL-Aware-LLM-Finetuning, numa_allocation_patch.py)
@@ -26,15 +25,6 @@ def test_the_classes_of_the_paper_are_as_large_as_published(name):
         assert sizes[role] / GIB == pytest.approx(gib, abs=0.006), role
     assert sum(sizes[role] for role in ROLES) == 20 * PUBLISHED[name].num_parameters
     assert sum(sizes[role] for role in ROLES) / GIB == pytest.approx(total, abs=0.06)
-
-
-@pytest.mark.parametrize(
-    ("shape", "batch", "gib"),
-    [(QWEN, 1, 6.12), (QWEN, 3, 18.4), (NEMO, 1, 12.5), (NEMO, 3, 37.5)],
-)
-def test_activations_are_as_large_as_published(shape, batch, gib):
-    for job in (zero_offload(shape, batch, 32768), split_masters(shape, batch, 32768)):
-        assert job.bytes_of()[R.ACTIVATIONS] / GIB == pytest.approx(gib, abs=0.03)
 
 
 def moved(job):

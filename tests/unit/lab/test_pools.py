@@ -39,15 +39,6 @@ def test_a_published_model_saves_what_memascend_saves(models, name):
     assert found.saving(found.units) == pytest.approx(saving, rel=0.01)
 
 
-def test_means_of_the_four_models(models):
-    def mean(in_flight: int) -> float:
-        found = [pool_bytes(model, in_flight=in_flight) for model in models.values()]
-        return sum(pool.saving(pool.units) for pool in found) / len(found)
-
-    assert mean(1) == pytest.approx(0.7271, rel=0.01)
-    assert mean(2) == pytest.approx(0.818, rel=0.01)
-
-
 def test_the_command_prints_and_writes_a_row_for_each_model(monkeypatch, tmp_path, capsys):
     models = {name: TinyTransformer(depth=depth, tied=name == "tied") for name, depth in (("one", 2), ("tied", 3))}
     monkeypatch.setattr(pools, "model_on_meta", models.get)

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 from footprint import PUBLISHED
-from scaling import main, scaling, table
+from scaling import main
 from schedule.sharded import simulate
 from sharded import predicted_s, units_of
 
-from lightning_cxl.commands.plan import PlannedModel, Settings
 from lightning_cxl.machine.speeds import load_machine
 from tests.integration.llama import tiny_llama
 
@@ -22,20 +21,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     tiny_llama(4, vocab_size=512, hidden_size=256, intermediate_size=768).config.save_pretrained(folder)
     return str(folder)
-
-
-def test_every_number_of_gpus_has_a_row_and_several_machines_have_two(folder):
-    rows = scaling(PlannedModel(folder), Settings(sequence=256), EIGHT, (1, 4, 8, 12, 16, 32))
-    several = [(count, count // 8, how) for count in (16, 32) for how in ("replicate", "shard")]
-    found = [(row.num_gpus, row.num_machines, row.between_nodes) for row in rows]
-    assert found == [(1, 1, ""), (4, 1, ""), (8, 1, ""), *several]
-    assert rows[0].efficiency == 1 and rows[0].received_bytes == 0
-    for row in rows:
-        assert row.tokens_per_s == pytest.approx(256 * row.num_gpus / row.seconds)
-        assert row.efficiency == pytest.approx(row.tokens_per_s / row.num_gpus / rows[0].tokens_per_s)
-    assert rows[3].host_bytes == rows[2].host_bytes == rows[5].host_bytes > rows[4].host_bytes > rows[6].host_bytes
-    cells = table(rows)
-    assert len({len(row) for row in cells}) == 1 and cells[1][:3] == ("1", "1", "-")
 
 
 def test_the_script_says_that_it_predicts(folder, tmp_path, capsys):

@@ -1,34 +1,6 @@
 """What the overlap benchmark compares with: ideals, and placements of the paper, against figures worked out by hand."""
 
-import pytest
 from schedule.ideal import UnitShape
-from schedule.paper import GIB, MODELS
-from schedule.replay import Setting, contenders
-
-from lightning_cxl.memory.placement import TensorRole
-
-CONTENDERS = [pytest.param(each, id=f"{each.name}, {each.layout.name}") for each in contenders()]
-
-
-def setting_of(shape, mode="after backward", dram_bytes=128 * GIB):
-    return Setting(shape, 8, 4096, 150e12, dram_bytes, mode)
-
-
-@pytest.mark.parametrize("contender", CONTENDERS)
-@pytest.mark.parametrize("shape", MODELS)
-@pytest.mark.parametrize("mode", ["after backward", "during backward"])
-def test_every_contender_places_every_role_and_fits_the_machine(shape, contender, mode):
-    setting = setting_of(shape, mode)
-    splits, layout = setting.splits(contender), contender.layout
-    assert set(splits) == set(layout.roles) | {TensorRole.ACTIVATIONS}
-    local = splits[TensorRole.ACTIVATIONS].get("dram0", 0) * setting.activation_bytes
-    for role, each in layout.roles.items():
-        assert sum(splits[role].values()) == pytest.approx(1)
-        local += splits[role].get("dram0", 0) * each.stored * shape.num_parameters
-    if contender.num_cards:
-        assert local <= setting.dram_bytes * (1 + 1e-6)
-    else:  # as if there were enough of it
-        assert all(split == {"dram0": 1.0} for split in splits.values())
 
 
 def test_ideal_and_bound():

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from simulation.addresses import AddressMap
 from simulation.clock import LinkClock
 from simulation.engine import SimulatedEngine
 from simulation.links import HostTraffic, Link, Links
@@ -25,24 +24,6 @@ def links(duplex=1.0, device_latency=0.0, tier_latency=0.0):
         device=Link(8, 8, device_latency, duplex=2),
         tiers={"slow": Link(4, 4, tier_latency, duplex=duplex), "fast": Link(16, 16), "uneven": Link(4, 2)},
     )
-
-
-@pytest.mark.parametrize(
-    ("direction", "shares", "seconds"),
-    [
-        ("h2d", {"slow": 1.0}, 16), ("d2h", {"fast": 1.0}, 8), ("d2h", {"uneven": 1.0}, 32),
-        ("h2d", {"slow": 0.5, "fast": 0.5}, 8), ("h2d", {"slow": 0.75, "fast": 0.25}, 12),
-    ],
-)  # fmt: skip
-def test_a_copy_takes_as_long_as_its_slowest_resource(direction, shares, seconds):
-    clock, route = LinkClock(), links().route(direction, shares)
-    flow = clock.submit(direction, 64, route, now_s=100.0)
-    assert (flow.start_s, clock.next_event_s()) == (100.0, 100.0 + seconds)
-    assert route.seconds(64) == seconds
-    clock.advance(math.nextafter(100.0 + seconds, 0))
-    assert not flow.has_ended()
-    clock.advance(1000.0)  # told late
-    assert (flow.end_s, clock.next_event_s()) == (100.0 + seconds, math.inf)
 
 
 def copied(direction, nbytes, tier="fast", now=0.0, after=(), **of_links):
@@ -112,35 +93,11 @@ def test_a_copy_and_an_adam_update_take_what_is_predicted(split):
     assert seconds == pytest.approx(predict_adam_seconds(10**9, split, PLAIN))
 
 
-def test_a_mix_slower_than_one_direction_is_as_fast_as_that():
-    slow = replace(PLAIN, tiers=tuple(replace(tier, adam_bytes_per_s=1e9) for tier in PLAIN.tiers))
-    assert links_of(slow).tiers["cxl0"].duplex == 1
-
-
 def buffer(address, nbytes, *tiers):
     """A buffer (of no real memory) whose tiers have equal parts."""
     part = nbytes // len(tiers)
     spans = tuple(Span(tier, node, node * part, part) for node, tier in enumerate(tiers))
     return Buffer(address, nbytes, spans, None)
-
-
-@pytest.mark.parametrize("new", [(0, 100), (40, 20), (20, 30), (50, 40), (10, 21), (99, 1), (0, 40), (60, 40)])
-def test_memory_that_is_given_out_again_is_what_it_was_noted_as_last(new):
-    addresses = AddressMap()
-    with pytest.raises(KeyError, match="note it when it is allocated"):
-        addresses.shares(0, 1)
-    for start, name in ((0, "first"), (40, "second"), (60, "third")):
-        addresses.note(buffer(start, {0: 40, 40: 20, 60: 40}[start], "dram"), name)
-    start, nbytes = new
-    addresses.note(buffer(start, nbytes, "cxl"), "new")
-    for address in range(100):
-        try:
-            name = addresses.name(address, 1)
-        except KeyError:
-            continue  # of an old buffer that the new one covers in part, and that is dead therefore
-        assert (name == "new") == (start <= address < start + nbytes)
-        assert addresses.shares(address, 1) == {"cxl" if name == "new" else "dram": 1.0}
-    assert addresses.shares(start, nbytes) == {"cxl": 1.0}
 
 
 MB = 1_000_000
@@ -167,23 +124,6 @@ def engine(tiers):
 
 def empty(nbytes):
     return torch.zeros(nbytes, dtype=torch.uint8)
-
-
-@pytest.mark.parametrize(
-    ("direction", "tier", "seconds"),
-    [("h2d", "dram", 0.05), ("d2h", "dram", 0.025), ("h2d", "cxl", 0.1), ("d2h", {"dram": 0.75, "cxl": 0.25}, 0.03125)],
-)
-def test_a_copy_takes_at_least_what_its_links_allow(engine, tiers, direction, tier, seconds):
-    on_host, on_device = empty(MB // 2), empty(MB // 2)
-    tiers.by_address[on_host.data_ptr()] = tier
-    copy = engine.d2h(on_device, on_host) if direction == "d2h" else engine.h2d(on_host, on_device)
-    copy.wait()
-    (interval,) = engine.trace.lane(direction)
-    assert interval.end_s - interval.start_s >= 1e-3 + seconds
-    assert interval.nbytes == MB // 2
-    assert interval.name == (tier if isinstance(tier, str) else "dram + cxl")
-    assert tiers.asked == [(on_host.data_ptr(), MB // 2)]
-    assert engine.max_lag_s > 0
 
 
 def test_a_reader_that_does_not_wait_finds_the_last_bytes_missing(engine, monkeypatch):

@@ -121,18 +121,6 @@ def test_without_binding_and_where_torch_has_bound_cpus_stay(host):
     assert all(place.is_bound and not place.notes for place in node)
 
 
-def test_a_socket_of_several_nodes(tmp_path):
-    distances = ("10 12 21 21", "12 10 21 21", "21 21 10 12", "21 21 12 10")
-    nodes = ([0, 1], [2, 3], [4, 5], [6, 7])
-    host = read_host_cpus(write_machine(tmp_path, nodes, distances, sockets=(0, 0, 1, 1)), range(8))
-    for device_nodes, expected in (
-        ([1, 3], [((0, 1, 2, 3), (0, 1)), ((4, 5, 6, 7), (2, 3))]),
-        ([1, 0, 3, 2], [((2, 3), (1,)), ((0, 1), (0,)), ((6, 7), (3,)), ((4, 5), (2,))]),
-    ):
-        places = decide(host, device_nodes, allowed=range(8))
-        assert [(place.cpus, place.node_ids) for place in places] == expected
-
-
 def test_auto_leaves_one_process_and_one_socket_and_a_kernel_without_numa_as_they_are(host, tmp_path):
     assert not decide(host, [1])[0].is_bound
     small = read_host_cpus(write_machine(tmp_path / "one", ([0, 1],), ("10",)), (0, 1))
@@ -200,13 +188,6 @@ def test_each_socket_s_memory_and_card_come_first(root):
     assert topology.tier("cxl").read_bytes_per_s == 50e6, "of both cards"
     whole = replace(topology, measured_on=frozenset(range(8)))
     assert describe_machine(seen) == describe_machine(whole), "a calibration of the whole machine is found"
-
-
-def test_tier_cxl_that_dram_stands_in_for_is_near_too(tmp_path):
-    _, seen = seen_by(write_machine(tmp_path / "plain", ([0, 1], [2, 3]), ("10 21", "21 10")))
-    with pytest.warns(match="backed by DRAM"):
-        emulated = seen.tier("cxl")
-    assert emulated.node_ids == (1, 0) and emulated.nearest_first and emulated.emulated
 
 
 def test_room_is_a_budget_or_what_is_free_and_a_control_group_s_limit_is_divided_once(root):

@@ -1,20 +1,13 @@
 """What is said about a training that was killed: by a signal, and by the kernel because memory was full."""
 
-import json
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 
 import pytest
 
 from lightning_cxl.machine import recorder
-from tests.integration.test_memory_limits import group
-
-__all__ = ["group"]
 
 TRAINS = """
 import sys, time
@@ -29,19 +22,6 @@ memory = Memory()
 running = recorder.start(Topology.detect(), memory.stats, list)
 """
 WAITS = TRAINS + "print('runs', flush=True); time.sleep(60)"
-WORKER_GROWS = (
-    TRAINS
-    + """
-import os
-if os.fork() == 0:
-    held = []
-    while True:
-        held.append(b"x" * (4 << 20))
-        time.sleep(0.01)
-os.wait()
-os.kill(os.getpid(), 9)
-"""
-)
 
 
 class Memory:
@@ -103,19 +83,6 @@ def test_a_training_that_ends_leaves_nothing(folder, end):
     assert recorder.last() == "no training of this user on this machine was killed"
 
 
-@pytest.mark.parametrize("how", ["fork", "forkserver", "spawn"])
-def test_a_child_of_multiprocessing_that_ends_was_not_killed(folder, how):
-    child = multiprocessing.get_context(how).Process(target=records, args=(folder,))
-    child.start()
-    child.join()
-    assert child.exitcode == 0 and list(folder.iterdir()) == []
-
-
-def records(folder):
-    recorder._folder = lambda: folder
-    assert recorder.start(recorder.Topology.detect(), memory.stats, list) is not None
-
-
 def test_a_training_in_another_container_that_shares_the_folder_goes_on(folder):
     """Its process has another number here, or none."""
     with begin(WAITS, folder, "unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child") as child:
@@ -128,46 +95,6 @@ def test_a_training_in_another_container_that_shares_the_folder_goes_on(folder):
     while not (texts := recorder.killed()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert "was killed at" in texts[0]
-
-
-def test_a_worker_that_outlives_its_training_hides_nothing(folder):
-    forks = f"{TRAINS}import os\nif os.fork() == 0: time.sleep(20)\nprint('runs', flush=True); time.sleep(60)"
-    with begin(forks, folder) as child:
-        child.stdout.readline()
-        time.sleep(0.3)
-        child.kill()
-        child.wait()
-        (text,) = recorder.killed()
-        assert f"process {child.pid}" in text
-        subprocess.run(["pkill", "-f", str(folder)])
-
-
-def test_a_training_of_another_machine_is_left_to_it(folder):
-    with begin(WAITS, folder) as child:
-        child.stdout.readline()
-        time.sleep(0.3)
-        child.kill()
-    (path,) = folder.glob("run-*")
-    data = path.read_bytes()
-    header = json.loads(data[:4096])
-    path.write_bytes(json.dumps({**header, "boot": "x", "node": "another"}).encode().ljust(4096) + data[4096:])
-    assert recorder.killed() == [] and path.exists()
-    path.write_bytes(json.dumps({**header, "boot": "x"}).encode().ljust(4096) + data[4096:])
-    (text,) = recorder.killed()
-    assert "was ended by the machine, which has started anew" in text
-
-
-def test_the_latest_of_several_is_kept(folder):
-    with ExitStack() as children:
-        running = [children.enter_context(begin(WAITS, folder)) for _ in range(3)]
-        for child in running:
-            child.stdout.readline()
-        for child in running:
-            time.sleep(0.3)
-            child.kill()
-    texts = recorder.killed()
-    assert [f"process {child.pid}" in text for child, text in zip(running, texts, strict=True)] == [True] * 3
-    assert recorder.last() == texts[-1]
 
 
 def test_a_long_command_fits(folder, monkeypatch):
@@ -206,31 +133,6 @@ def test_nothing_is_recorded_where_the_folder_cannot_be_used(monkeypatch, caplog
     assert recorder.start(recorder.Topology.detect(), memory.stats, list) is None
 
 
-@pytest.mark.alone
-def test_a_training_whose_workers_filled_memory_is_said_to_be_killed_by_the_kernel(folder, group):
-    (group.folder / group.limit).write_text(str(500 << 20))
-    enter = f'echo $$ > {group.folder}/cgroup.procs && exec "$@"'
-    with begin(WORKER_GROWS, folder, "sh", "-c", enter, "sh") as child:
-        assert child.wait(100) == -signal.SIGKILL
-    (text,) = recorder.killed()
-    assert "killed by the kernel, as memory was full" in text
-    assert "its child processes grew by" in text
-
-
-@pytest.mark.parametrize(("kills", "after_error"), [(1, True), (0, True), (1, False)])
-def test_a_training_that_ends_by_an_error_says_that_the_kernel_killed_a_process(
-    folder, caplog, monkeypatch, kills, after_error
-):
-    """As when a worker of a DataLoader is killed, which torch reports as an error of the training."""
-    monkeypatch.setattr(recorder, "_oom_kills", lambda: 7)
-    running = recorder.Recorder(recorder.Topology.detect(), memory.stats, list)
-    time.sleep(0.3)
-    monkeypatch.setattr(recorder, "_oom_kills", lambda: 7 + kills)
-    running.close(after_error=after_error)
-    assert ("the kernel has killed a process for memory" in caplog.text) is (kills == 1 and after_error)
-    assert list(folder.iterdir()) == []
-
-
 def test_a_fork_leaves_the_file_to_its_parent(folder):
     running = recorder.Recorder(recorder.Topology.detect(), memory.stats, list)
     pid = os.fork()
@@ -241,12 +143,3 @@ def test_a_fork_leaves_the_file_to_its_parent(folder):
     assert len(list(folder.iterdir())) == 1
     running.close()
     assert list(folder.iterdir()) == []
-
-
-def test_memory_that_nobody_uses_any_more_ends_the_thread(folder):
-    dropped = Memory()
-    running = recorder.Recorder(recorder.Topology.detect(), dropped.stats, list)
-    del dropped
-    running._thread.join(5)
-    assert not running._thread.is_alive() and list(folder.iterdir()) == []
-    running.close()

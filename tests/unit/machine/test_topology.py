@@ -38,31 +38,6 @@ def test_read_nodes_of_a_machine_with_two_cards(machine):
     assert (card.read_latency_ns, card.write_latency_ns) == (250, 250)
 
 
-@pytest.mark.parametrize(
-    ("files", "distances"),
-    [
-        # from the nearest node with CPUs
-        ({"node1/cpulist": "1\n", "node2/distance": "31 17 10\n"}, {0: 10, 1: 10, 2: 17}),
-        # node 1 is off, so the second column is node 2's own
-        ({"online": "0,2", "has_memory": "0,2", "node2/distance": "28 10\n"}, {0: 10, 2: 28}),
-        # a socket without DIMMs: its CPUs are the nearest to node 1
-        ({"has_memory": "0-1", "node2/cpulist": "2-3\n"}, {0: 10, 1: 24}),
-    ],
-)
-def test_distances(machine, files, distances):
-    nodes = read_nodes(machine("3node", {f"{NODE}/{name}": text for name, text in files.items()}))
-    assert {node.node_id: node.distance for node in nodes} == distances
-
-
-def test_movable_is_a_node_without_normal_memory_and_ratings_fall_back_to_access_class_0(machine):
-    initiators = f"{NODE}/node1/access{{}}/initiators/{{}}".format
-    files = {initiators(1, "read_latency"): None, initiators(1, "write_latency"): None}
-    files |= {initiators(0, "read_bandwidth"): "1000\n", initiators(0, "read_latency"): "777\n"}
-    dram, card = read_nodes(machine("2node", {f"{NODE}/has_normal_memory": "0\n", **files}))
-    assert (dram.movable, card.movable) == (False, True)
-    assert (card.read_bytes_per_s, card.read_latency_ns, card.write_latency_ns) == (28672e6, 777, None)
-
-
 def test_kernel_without_numa_is_one_node(tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal:  1024 kB\nMemAvailable: 512 kB\n")
@@ -87,12 +62,6 @@ def test_memory_only_nodes_are_cxl(machine, name, cards):
     assert copy.deepcopy(topology).tiers == pickle.loads(pickle.dumps(topology)).tiers == topology.tiers
     with pytest.raises(TierNotFoundError, match=r"no tier 'cxl7'.*'dram', 'cxl'"):
         topology.tier("cxl7")
-
-
-def test_speed_of_a_tier_is_unknown_when_one_node_has_no_rating(machine):
-    missing = {f"{NODE}/node2/access1/initiators/{kind}": None for kind in ("read_bandwidth", "read_latency")}
-    cxl = Topology.detect(machine("3node", missing)).tier("cxl")
-    assert (cxl.read_bytes_per_s, cxl.read_latency_ns, cxl.write_bytes_per_s) == (None, None, 2 * 28672e6)
 
 
 def test_memory_of_a_gpu_and_cards_outside_of_the_cpuset_are_left_out(machine):

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_cxl.config import SsdOptions
 from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundError, UnsupportedError
-from lightning_cxl.machine.topology import Node, Tier, TierKind, Topology
+from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.placement import (
     Placement,
     Placer,
@@ -294,15 +294,6 @@ def test_a_decision_is_placed_with_its_reason_and_leaves_the_rest_to_rules_and_h
     asked = decided.place(TensorRole.COMPUTE_GRADS, 100, tier="dram", source="rule 'x'")
     assert asked.tiers == ("dram", "cxl") and "rule 'x'" in asked.reason
     assert decided.place(TensorRole.ACTIVATIONS, 100).tiers == ("cxl", "dram")
-
-
-def test_spill_prefers_a_tier_that_can_hold_it():
-    near, far, dram = (Node(i, False, 1 << 30) for i in range(3))
-    kinds = {"dram": (TierKind.DRAM, dram), "near": (TierKind.CXL, near), "far": (TierKind.CXL, far)}
-    topology = Topology(tuple(Tier(name, kind, (node,)) for name, (kind, node) in kinds.items()))
-    for free, tiers in (((1000, 1000, 1000), ("dram", "near", "far")), ((0, 99, 100), ("dram", "far", "near"))):
-        found = Placer(topology, lambda free=free: dict(zip(kinds, free, strict=True)))
-        assert found.place(TensorRole.VARIANCE, 100).tiers == tiers
 
 
 def test_a_missing_tier_is_there_when_it_is_asked_for():

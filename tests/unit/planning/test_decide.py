@@ -24,7 +24,6 @@ from lightning_cxl.machine.speeds import MachineSsd
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.placement import Placement, Placer, TensorRole, resolve
 from lightning_cxl.planning.decide import NO_ROOM, check_fits, memory_bytes_of, settle_state
-from lightning_cxl.planning.job import model_job
 
 TOPOLOGY = Topology.fake(("1GiB",), ("1GiB",)).with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))
 LARGE = MachineSsd(capacity_bytes=1 << 40)
@@ -130,18 +129,6 @@ def expected_slots(inventory):
     return NUM_UPDATE_SLOTS * updates + NUM_WEIGHT_SLOTS * weights
 
 
-def memory_for_five():
-    """Return the bytes of memory that hold a model when the state of five of its eight units is on drives."""
-    unit = sum(each.nbytes for each in listed().tensors if each.in_state and each.unit == "layers.0")
-    return memory_bytes_of(listed()) - 5 * unit + sum(slots_of(listed(rules={"layers.0": {"optimizer_state": "ssd"}})))
-
-
-def test_units_go_evenly_spread_and_parameters_outside_of_units_last():
-    assert on_ssd(settled(listed(), memory_for_five())) == units((0, 2, 4, 5, 7))
-    assert len(on_ssd(settled(listed(), memory_for_five() - 1))) == 6
-    assert on_ssd(settled(listed())) == ["embed.weight", *units(range(8)), "head.weight", "head.bias"]
-
-
 def test_only_state_and_weights_go_and_every_reader_is_told_so():
     inventory = settled(listed())
     assert {each.role for each in inventory.tensors if each.tier == "ssd"} == {*STATE_ROLES, TensorRole.COMPUTE_WEIGHTS}
@@ -204,14 +191,6 @@ def test_no_more_goes_there_than_the_tier_holds():
     assert on_ssd(inventory)
 
 
-def test_weights_go_when_all_state_is_there_and_memory_is_still_too_small():
-    least_with_state = memory_bytes_of(settled(listed(rules={"": {"weights": "dram"}})))
-    assert on_ssd(settled(listed(), least_with_state), "weights") == []
-    inventory = settled(listed(), least_with_state - 1)
-    assert 0 < len(on_ssd(inventory, "weights")) < 8 and len(on_ssd(inventory)) == 11
-    assert on_ssd(settled(listed()), "weights") == units(range(8), " weights")
-
-
 @pytest.mark.parametrize(("options", "why"), [({"streams": False}, "stream"), ({"optimizer": SGD}, "CPUAdam")])
 def test_weights_that_do_not_stream_or_that_another_optimizer_writes_stay_with_a_reason(options, why):
     rules = {"": {"weights": "ssd"}}
@@ -233,38 +212,6 @@ def test_frozen_weights_have_a_record_of_their_own_which_no_update_visits():
     assert slots_of(inventory) == [NUM_UPDATE_SLOTS * trained.nbytes + NUM_WEIGHT_SLOTS * largest]
 
 
-def test_weights_that_nobody_trains_are_only_read():
-    inventory = listed(rules={"": {"weights": "ssd"}}, optimizer=None)  # as they are for an evaluation
-    assert slots_of(inventory) == [NUM_WEIGHT_SLOTS * inventory.ssd_records[0].nbytes]
-    job = model_job("it", inventory)
-    assert (job.moved_bytes("ssd_write"), job.num_swaps) == (0, 0)
-    assert job.moved_bytes("ssd_read") == 2 * job.ssd_bytes()
-
-
-def test_frozen_weights_go_first():
-    everything = settled(listed(**HALF_FROZEN))
-    assert len(on_ssd(everything, "weights")) == 16
-    memory = memory_bytes_of(settled(listed(**HALF_FROZEN, rules={"": {"weights": "dram"}})))
-    for part in (0.0, 0.3, 0.6, 0.9):
-        needed = memory - 1 - part * (memory - memory_bytes_of(everything))
-        found = on_ssd(settled(listed(**HALF_FROZEN), int(needed)), "weights")
-        assert found and sum("frozen" in name for name in found) == min(len(found), 8)
-
-
-def test_what_a_step_moves_of_weights_and_of_state():
-    rules = {"layers.[0-4]": {"weights": "ssd"}, "layers.[3-7]": {"optimizer_state": "ssd"}}
-    inventory = listed(rules=rules, frozen="layers.0", **NVME, micro_batches=3)
-    job, there = model_job("it", inventory), [each for each in inventory.tensors if each.tier == "ssd"]
-    weights = sum(each.nbytes for each in there if each.role is TensorRole.COMPUTE_WEIGHTS)
-    frozen = next(each.nbytes for each in there if each.role is TensorRole.COMPUTE_WEIGHTS and not each.is_updated)
-    state = sum(each.nbytes for each in there) - weights
-    assert weights == 5 * frozen
-    assert job.moved_bytes("ssd_write") == weights - frozen + state
-    assert job.moved_bytes("ssd_read") == 2 * 3 * weights + job.moved_bytes("ssd_write")
-    assert (job.ssd_bytes(), job.ssd_bytes(2)) == (weights + state, weights + 2 * state)
-    assert (job.num_records, job.num_swaps) == (10, 7)  # units 3 and 4 bring weights and state at once
-
-
 def test_slots_hold_records_that_are_cut_over_several_drives():
     tiers = {"ssd": {"path": [f"/nvme{i}" for i in range(3)]}}
     inventory = listed(rules={"layers.*": {"optimizer_state": "ssd", "weights": "ssd"}}, tiers=tiers)
@@ -275,21 +222,6 @@ def test_slots_hold_records_that_are_cut_over_several_drives():
     assert slots > expected_slots(inventory)
     automatic = settled(listed(tiers=tiers), ssd=MachineSsd(capacity_bytes=1 << 40, num_drives=3))
     assert slots_of(automatic)[0] >= slots
-
-
-def test_inputs_go_last_those_of_the_first_units_first_and_no_more_than_needed():
-    all_but_inputs = settled(listed(rules={"layers.*": {"activations": "dram"}}, tokens=512))
-    least = memory_bytes_of(all_but_inputs)
-    assert len(on_ssd(all_but_inputs, "weights")) == 8
-    assert on_ssd(settled(listed(tokens=512), least), "inputs") == []
-    inputs = listed(tokens=512).bytes_of(TensorRole.ACTIVATIONS) // 8
-    (slots,) = {r.nbytes * NUM_INPUT_SLOTS for r in settled(listed(tokens=512)).ssd_records if r.is_inputs}
-    for count in range(4, 9):
-        memory = least - count * inputs + slots
-        after = settled(listed(tokens=512), memory)
-        assert memory_bytes_of(after) == memory
-        assert on_ssd(after, "inputs") == units(range(count), " inputs")
-        assert len(on_ssd(after, "weights")) == 8
 
 
 def test_inputs_that_are_asked_for_elsewhere_or_whose_size_is_not_known_stay():
@@ -313,17 +245,6 @@ def test_inputs_that_are_asked_for_there_are_listed_also_where_their_size_is_not
 ROLE = TensorRole.MOMENTUM
 SPLIT = Placement(("dram", "cxl"), shares=(0.8, 0.2))
 SPILLING = Placement(("dram", "cxl", "far"), shares=(0.8, 0.2, 0.0))
-
-
-def test_a_plan_reports_every_tier_of_a_split() -> None:
-    plan = list_tensors(nn.Linear(1000, 1), None, OffloadConfig(), Workload(batch=1, sequence=1))
-    splits, reasons = {ROLE: {"dram": 0.8, "cxl": 0.2}}, {ROLE: "both are busy"}
-    placer = Placer(Topology.fake(("1GiB",), ("1GiB",)), lambda: {"dram": 1, "cxl": 1}, splits=splits, reasons=reasons)
-    report = replace(plan, placer=placer).report()
-    # 1000 weights and a bias of 4 bytes, each split by itself
-    assert report["planned_roles"]["momentum"] == {"dram": 3203, "cxl": 801}
-    assert report["planned_roles"]["variance"] == {"dram": 4004}
-    assert [text.partition(" (")[0] for text in report["reasons"]["momentum"]] == ["dram 80 %, cxl 20 %"]
 
 
 @given(st.integers(0, 2**50), st.lists(st.integers(1, 1000), min_size=1, max_size=5))

@@ -91,26 +91,6 @@ def test_streams_of_different_lengths_in_several_groups(groups, seed, shift, num
     assert found == wanted
 
 
-@settings(max_examples=100)
-@given(st.data(), st.integers(1, 1000) | st.integers(1, 700_000), st.integers(0, 63), threads, isas)
-def test_a_single_bit_anywhere_is_read(data, nbytes, shift, num_threads, isa):
-    """Random bytes would hide a hole: their OR is all ones."""
-    position, bit = data.draw(st.integers(0, nbytes - 1)), data.draw(st.integers(0, 7))
-    room = np.zeros(nbytes + shift, dtype=np.uint8)
-    room[shift + position] = 1 << bit
-    found = sweep([(0, room.ctypes.data + shift, nbytes, _membench.READ)], num_threads, isa)
-    assert found == 1 << (8 * (position % 8) + bit)
-
-
-@pytest.mark.slow
-def test_more_bytes_than_32_bits_can_count():
-    """Memory that was never written is one page of zeros, many times: this takes next to no memory."""
-    room = np.zeros(2**32 + 1000, dtype=np.uint8)
-    room[-1] = 0x80
-    found = [sweep([(0, room.ctypes.data, room.nbytes, _membench.READ)], isa=isa) for isa in ISAS]
-    assert found == [0x80 << 56] * len(ISAS)
-
-
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 def test_no_wide_instruction_outside_the_functions_for_that_isa():
     """An AVX instruction in common code would stop older CPUs with SIGILL."""

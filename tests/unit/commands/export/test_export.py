@@ -237,24 +237,16 @@ def test_an_export_onto_an_earlier_one_is_as_in_a_new_folder(base, tmp_path):
     ("options", "message"),
     [
         ({"checkpoint": "nowhere"}, "there is no checkpoint"),
-        ({"checkpoint": "empty"}, "no checkpoint that is known: it has nothing"),
         ({"checkpoint": "several.pt"}, "has the entries teacher, student, and which"),
         ({"checkpoint": "code.pt"}, r"was not read: .*GLOBAL .*\.Task .* could run code"),
         ({"base": None}, r"has no config\.json: give the folder of .*, with --base"),
         ({"folder": "base"}, "read and written at once"),
-        ({"folder": "plain.pt"}, "is a file: give a folder"),
-        ({"only_adapter": True}, "has no adapter"),
-        ({"adapter_config": "adapter"}, "needs no --adapter-config"),
         ({"checkpoint": "lora.pt"}, "does not say how they are scaled"),
-        ({"checkpoint": "lora.pt", "adapter_config": "empty"}, r"there is no .*adapter_config\.json"),
         ({"checkpoint": "lora.pt", "adapter_config": "other"}, "has 4 tensors that .* lacks 4 .such as"),
-        ({"checkpoint": "lora.pt", "adapter_config": "adapter", "only_adapter": True, "dtype": torch.float16}, "dtype"),
         ({"checkpoint": "two_adapters.pt", "adapter_config": "adapter"}, r"several adapters \(default, second\)"),
         ({"checkpoint": "twice.pt"}, "weights twice, under `(policy|reference).` and under"),
         ({"checkpoint": "part.pt", "base": "only_config"}, "no file holds|are missing|missing"),
         ({"checkpoint": "tied_apart.pt", "base": "tied"}, "are tied in the model and differ"),
-        ({"checkpoint": "adapter", "only_adapter": True}, "an adapter.s folder"),
-        ({"checkpoint": "homeless", "base": None}, "'nowhere', which is no folder"),
         ({"checkpoint": "on_tied", "base": "tied"}, "which the model ties to another weight"),
     ],
 )
@@ -272,7 +264,7 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(base, tmp
     }
     for name, contents in files.items():
         torch.save(contents, tmp_path / f"{name}.pt")
-    for folder in ("empty", "only_config", "tied", "homeless"):
+    for folder in ("only_config", "tied"):
         (tmp_path / folder).mkdir()
     model.config.save_pretrained(tmp_path / "only_config")
     llama(tied=True).save_pretrained(tmp_path / "tied")
@@ -283,9 +275,6 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(base, tmp
     other.save_pretrained(tmp_path / "other")
     lora.add_adapter("second", lora.peft_config["default"])
     torch.save(lora.state_dict(), tmp_path / "two_adapters.pt")
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = "nowhere"
-    (tmp_path / "homeless" / "adapter_config.json").write_text(json.dumps(config))
     on_embedding = adapted(AutoModelForCausalLM.from_pretrained(base), target_modules=["embed_tokens"])
     on_embedding.save_pretrained(tmp_path / "on_tied", save_embedding_layers=False)
     given = {"checkpoint": "plain.pt", "folder": "out", "base": "base", **options}
@@ -310,13 +299,6 @@ def test_only_config_and_tokenizer_are_written_whatever_a_checkpoint_names(base,
     assert new <= {"crafted.ckpt", "model.safetensors", "config.json", "generation_config.json", *TOKENIZER_FILES}
     assert (tmp_path / "deep" / "out" / "vocab.txt").read_text() == "kept"
     assert not any(path.read_bytes() == b"planted" for path in tmp_path.rglob("*.*") if path.is_file())
-
-
-@pytest.mark.parametrize("files", [{"config.json": b"{}"}, {"config.json": {}}, {3: "text"}, ["config.json"]])
-def test_files_that_are_no_texts_are_refused(base, tmp_path, files):
-    torch.save({"state_dict": llama().state_dict(), "transformers_files": files}, tmp_path / "crafted.ckpt")
-    with pytest.raises(CheckpointError, match="are not texts"):
-        export_checkpoint(tmp_path / "crafted.ckpt", tmp_path / "out", base=base)
 
 
 def test_what_a_file_of_the_folder_links_to_stays(base, tmp_path):

@@ -4,18 +4,15 @@ Measured: raw data of the authors of arXiv 2507.03305, github.com/DandinPower, f
 `-s` prints the largest errors.
 """
 
-import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lightning_cxl.machine.speeds import Cache, load_machine
+from lightning_cxl.machine.speeds import load_machine
 from lightning_cxl.planning.job import predict_adam_seconds, predict_copy_seconds
 
 MACHINES = Path(__file__).resolve().parents[4] / "examples" / "machines"
 PAPER = load_machine(MACHINES / "paper_a.yaml")
-TWO_CARDS = load_machine(MACHINES / "paper_a_two_cards.yaml")
 GIB, MIB = 2**30, 2**20
 TOLERANCE = 0.08
 
@@ -81,23 +78,3 @@ def test_copies_of_one_device_and_of_two_take_as_long_as_measured(direction, col
     one = [(row[:2], seconds(row[0] * MIB, row[1]) * 1e3, row[column]) for row in COPIES]
     check(f"{direction}, one GPU", one)
     check(f"{direction}, two GPUs", [(row[:1], 2 / seconds(2 * GIB, row[0], 2), row[column]) for row in TWO_GPUS])
-
-
-def test_by_hand_without_cache_and_contention():
-    plain = replace(PAPER, cache=Cache(), write_contention=math.inf)
-    card, latency = plain.tier("cxl0"), plain.device.copy_latency_s
-    assert predict_adam_seconds(10**9, split_of(0.5), plain) == pytest.approx(14e9 / card.adam_bytes_per_s)
-    read = 2 * 0.75 * GIB / card.device_read_bytes_per_s
-    assert predict_copy_seconds(GIB, split_of(0.75), plain, "h2d", 2) == pytest.approx(read + latency)
-    written = (0.75 * GIB - card.device_write_buffer_bytes) / card.device_write_bytes_per_s
-    slowest = max(written, GIB / plain.device.d2h_bytes_per_s)
-    assert predict_copy_seconds(GIB, split_of(0.75), plain, "d2h") == pytest.approx(slowest + latency)
-
-
-def test_cards_work_side_by_side():
-    one = predict_adam_seconds(10**9, {"cxl0": 1.0}, TWO_CARDS)
-    both = predict_adam_seconds(10**9, {"cxl0": 0.5, "cxl1": 0.5}, TWO_CARDS)
-    assert both == pytest.approx(one / 2, rel=0.02)  # the cache's part takes as long in both
-    striped = {"cxl0": 0.5, "cxl1": 0.5}
-    to_dram = predict_copy_seconds(2 * GIB, {"dram0": 1.0}, TWO_CARDS, "d2h")
-    assert predict_copy_seconds(2 * GIB, striped, TWO_CARDS, "d2h") == pytest.approx(to_dram, rel=0.04)
