@@ -41,9 +41,9 @@ gpu:
 compat:
 	$(PYTHON) tests/compat.py
 
-# dist/: a wheel for each machine and every CPython from 3.11 on, compiled by GCC (zig's linker asks for an old glibc); the
-# sources; a lock file of what they need, an SBOM, hashes. Needs Debian's gcc and gcc-aarch64-linux-gnu, or one MACHINES
-MACHINES ?= x86_64 aarch64
+# dist/: a wheel of each of MACHINES for every CPython from 3.11 on, compiled by GCC (zig's linker asks for an old glibc);
+# the sources; a lock file of what they need, an SBOM, hashes. Other machines than this one need Debian's gcc-aarch64-linux-gnu
+MACHINES ?= $(shell uname -m)
 TOOLS := $(CURDIR)/build/wheel-tools
 
 wheels: $(TOOLS)/installed
