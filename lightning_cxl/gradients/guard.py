@@ -84,6 +84,11 @@ class GradientHooks:
             self._handles.append(parameter.register_hook(self._before_hook))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(was_trainable)
 
+    @property
+    def are_alone(self) -> bool:
+        """Whether no other hook sees what has been accumulated."""
+        return len(self._hooks) == 1
+
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()

@@ -288,6 +288,7 @@ class GradientOffload:
         if grad is None or not pair.master.requires_grad:
             return
         before, key = pair.master.grad, self._next_key()
+        self._refuse_part(pair, is_first=before is None)
         if before is None:
             pair.master.grad = grad if pair.is_on_device else self._move([pair], [grad], [pair.grad_dtype])[0]
         else:
@@ -305,6 +306,7 @@ class GradientOffload:
         if unit is not self._unit or id(pair) in self._group:
             self._copy_group()
         is_first = id(pair) not in self._pending
+        self._refuse_part(pair, is_first=is_first)
         self._pending[id(pair)] = pair
         self._unit = unit
         stays = is_first and grad.dtype is pair.grad_dtype
@@ -325,6 +327,14 @@ class GradientOffload:
         self._sums[id(pair)], pair.master.grad = grad, None
         self._pending[id(pair)] = pair
         self.finish_at_the_end()  # also if nothing arrives, because `torch.autograd.grad` takes it
+
+    def _refuse_part(self, pair: WeightPair, *, is_first: bool) -> None:
+        if not is_first and not self._watched[id(pair.compute)][1].are_alone:
+            raise UnsupportedError(
+                f"a hook of `register_post_accumulate_grad_hook` found one of several gradients of `{pair.name}` in "
+                "`.grad`, and not their sum, which is elsewhere. Use `register_hook`, which gets each of them, or read "
+                "and edit `.grad` after the last backward of the step"
+            )
 
     def _check(self, pair: WeightPair, grad: torch.Tensor) -> None:
         if grad.device != (device := self.engine.device):

@@ -258,6 +258,7 @@ def restore_masters(
                     local(remainder).copy_(lower)
             elif not pair.is_shared:
                 local(pair.master).copy_(value)
+                pair.version = -1  # the next step compares: the model may have weights of another time
 
 
 # The file of one process, or the folder of several: unfinished under a name of its own, then at once under its name.

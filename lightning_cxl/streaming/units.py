@@ -103,11 +103,14 @@ def streamable(model: nn.Module, units: NamedUnits) -> Iterator[tuple[str, nn.Mo
     storage) stay where they are. On the meta device, for planning, memory counts as this host's. Of a parameter that is
     cut over processes its shard counts.
     """
-    unit_of = {id(module): name for name, unit in units for module in unit.modules()}
+    units_of: dict[int, set[str]] = {}
+    for name, unit in units:
+        for module in unit.modules():
+            units_of.setdefault(id(module), set()).add(name)
     owners: dict[int, set[str]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(unit_of.get(id(module), ""))
+            owners.setdefault(id(parameter), set()).update(units_of.get(id(module), {""}))
     num_tensors: Counter[int] = Counter()  # in each storage
     distinct = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     for tensor in map(local, distinct.values()):

@@ -145,3 +145,23 @@ def test_a_backward_that_failed_leaves_nothing_for_the_next_ones(strategies, dir
             optimizer.zero_grad()
         runs.append({name: value.cpu() for name, value in model.state_dict().items()})
     assert all(torch.equal(value, runs[1][name]) for name, value in runs[0].items())
+
+
+def test_an_optimizer_that_is_loaded_alone_brings_no_weights_back(strategies):
+    runs = []
+    for given in ("auto", strategies()):
+        fabric, model, optimizer = of_five_blocks(given)
+        start = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+
+        def step(fabric=fabric, model=model, optimizer=optimizer):
+            fabric.backward(model(torch.arange(16, device=training_device.current).view(2, 8)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        model.load_state_dict(start)
+        optimizer.load_state_dict(saved)
+        step()
+        runs.append({name: value.cpu() for name, value in model.state_dict().items()})
+    assert all(torch.equal(value, runs[1][name]) for name, value in runs[0].items())

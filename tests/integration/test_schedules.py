@@ -495,6 +495,16 @@ def test_gradients_are_those_of_the_plain_run_when_backward_returns(task):
     assert ours.places == {"cpu"}
 
 
+class SumsHooked(Hooked):
+    def training_step(self, batch, batch_idx):
+        Manual.training_step(self, batch, 0)
+
+
+def test_a_hook_that_would_find_one_gradient_of_a_sum_is_an_error():
+    with pytest.raises(UnsupportedError, match=r"register_post_accumulate_grad_hook.*`model\.blocks\.1\.qkv\.weight`"):
+        fit({**EXACT, "stream_weights": True}, task=SumsHooked, steps=2)
+
+
 class Appends(Block):
     def __init__(self, there):
         super().__init__(32, 0.1)
