@@ -24,8 +24,8 @@ NOT_RUN = {
 MODEL = "Qwen/Qwen2.5-0.5B"
 MAKE_MODEL = f"""
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from lightning_cxl.finetune.data import cached_tokenizer
-tokenizer = cached_tokenizer(iter(["What is 1? It is 1."]), 300, "readme")
+from lightning_cxl.finetune.data import trained_tokenizer
+tokenizer = trained_tokenizer(iter(["What is 1? It is 1."]), 300, "readme")
 tokenizer.save_pretrained({MODEL!r})
 shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
 LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape)).save_pretrained({MODEL!r})

@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_cxl import chunked_loss, pack_sequences, packed_arguments
-from lightning_cxl.finetune.data import stdlib_files, train_tokenizer
+from lightning_cxl.finetune.data import find_files, trained_tokenizer
 
 VOCABULARY = 8192
 Batch = dict[str, torch.Tensor]
@@ -39,8 +39,8 @@ Batch = dict[str, torch.Tensor]
 
 def documents(count: int, row: int) -> list[list[int]]:
     """Return tokens of `count` files, every seventh of the sorted ones, in pieces of at most `row`."""
-    texts = [path.read_text() for path in stdlib_files()[::7][:count]]
-    encoded = train_tokenizer(texts, VOCABULARY)(texts, verbose=False)["input_ids"]
+    texts = [path.read_text() for path in find_files(None)[::7][:count]]
+    encoded = trained_tokenizer(texts, VOCABULARY, f"packing-{count}")(texts, verbose=False)["input_ids"]
     return [ids[start : start + row] for ids in encoded for start in range(0, len(ids), row)]
 
 

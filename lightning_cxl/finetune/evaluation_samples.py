@@ -21,18 +21,13 @@ class EvaluationSamples(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
-        data, most = getattr(trainer, "datamodule", None), self.max_new_tokens
+        data = getattr(trainer, "datamodule", None)
         if not isinstance(pl_module, CausalLM) or not isinstance(data, TextData):
-            given = f"a {type(pl_module).__name__} with {type(data).__name__}"
-            raise ConfigError(f"EvaluationSamples is for a CausalLM with TextData, not {given}: remove the callback")
+            raise ConfigError("EvaluationSamples is for a CausalLM with TextData: remove the callback")
         for number, (prompt, expected) in enumerate(data.held_out(self.count), 1):  # made by all, shown by one
-            with trainer.precision_plugin.forward_context():
-                new = pl_module.generate_tokens(prompt, max_new_tokens=most)[len(prompt) :]
-            assert data.tokenizer is not None  # since its setup
-            text = "\n".join(
-                f"{name}: {data.tokenizer.decode(ids, skip_special_tokens=True)}"
-                for name, ids in {"prompt": prompt, "model": new, "expected": expected[:most]}.items()
-            )
+            new = pl_module.generate_tokens(prompt, max_new_tokens=self.max_new_tokens)[len(prompt) :]
+            parts = (("prompt", prompt), ("model", new), ("expected", expected[: self.max_new_tokens]))
+            text = "\n".join(f"{name}: {data.tokenizer.decode(ids, skip_special_tokens=True)}" for name, ids in parts)
             if not trainer.is_global_zero:
                 continue
             print(f"\nstep {trainer.global_step}, held-out sample {number}\n{text}")

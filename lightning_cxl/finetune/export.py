@@ -22,8 +22,7 @@ class ExportPretrained(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not isinstance(pl_module, CausalLM):
-            kind = type(pl_module).__name__
-            raise ConfigError(f"ExportPretrained exports a CausalLM, not a {kind}: remove the callback")
+            raise ConfigError("ExportPretrained exports a CausalLM: remove the callback")
         model, given, adapters = pl_module.model, {}, pl_module.options.lora is not None
         if is_cut(model):  # all processes gather
             trained = {name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}

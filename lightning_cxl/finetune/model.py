@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightning_cxl.commands.export import FILES_KEY
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
@@ -77,23 +77,20 @@ class CausalLM(LightningModule):
             lr = 2e-4 if lora is not None else 1e-3 if name_or_path is None else 1e-5
         self.save_hyperparameters()
         self.options: Any = self.hparams
-        rates = {name: self.options[name] for name in ("lr", "weight_decay", "warmup_steps")}
-        sizes = {name: self.options[name] for name in _SIZES}
-        if min(sizes.values()) < 1 or min(rates.values()) < 0:
-            need = "sizes of a model must be at least 1, and lr, weight_decay and warmup_steps not negative"
-            raise ConfigError(f"{need}; got {sizes | rates}")
+        least = {"lr": 0, "weight_decay": 0, "warmup_steps": 0} | dict.fromkeys(_SIZES, 1)
+        too_small = {name: self.options[name] for name, bound in least.items() if self.options[name] < bound}
+        if too_small:
+            raise ConfigError(f"sizes must be at least 1, lr, weight_decay and warmup_steps not negative: {too_small}")
         if hidden_size % (2 * num_heads):
             raise ConfigError(f"hidden_size {hidden_size} must be an even multiple of num_heads {num_heads}")
         if lora is not None and name_or_path is None:
             raise ConfigError("lora needs a model to adapt: give name_or_path")
-        if quantization is not None:
-            quantization_fields(quantization, torch.get_default_dtype())  # refuses what it does not know
         if (mapped or quantization is not None) and (name_or_path is None or not _has_safetensors(name_or_path)):
             more = "download a model first (hf download NAME --local-dir FOLDER)"
             raise ConfigError(f"mapped and quantization need a folder with safetensors, not {name_or_path!r}: {more}")
         self.strict_loading = lora is None  # checkpoints have adapters alone, see `on_load_checkpoint`
         self.model: Any = None
-        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.tokenizer: Any = None
         self._seq_len = 0
         self._rng_states: dict[str, Tensor] | None = None
 
@@ -137,8 +134,7 @@ class CausalLM(LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the most likely next token at every position, ``(batch, seq)``."""
-        packed = packed_arguments(self.model, batch["position_ids"]) if "position_ids" in batch else None
-        return self(batch["input_ids"], **(packed or {})).argmax(dim=-1)
+        return self(batch["input_ids"], **(self._packed(batch) or {})).argmax(dim=-1)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self._batch_began = time.perf_counter()
@@ -149,6 +145,8 @@ class CausalLM(LightningModule):
         self.log("tokens_per_s", batch["input_ids"].numel() / seconds, prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
+        from transformers import get_scheduler  # imports peft and bitsandbytes, which evaluation does without
+
         total, options = self.trainer.estimated_stepping_batches, self.options
         if math.isinf(total):
             raise ConfigError("the cosine schedule needs an end: set trainer.max_steps or trainer.max_epochs")
@@ -158,52 +156,42 @@ class CausalLM(LightningModule):
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=options.lr, betas=(0.9, 0.95))
-        # a function has no state that a checkpoint brings back: a resumed run may have another length
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: cosine_factor(step, warmup_steps=options.warmup_steps, total_steps=int(total))
-        )
+        shape = {"scheduler_specific_kwargs": {"min_lr_rate": 0.1}}
+        # its checkpoints hold no length: a resumed run may have another one
+        scheduler = get_scheduler("cosine_warmup_with_min_lr", optimizer, options.warmup_steps, int(total), **shape)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def generate_tokens(self, prompt: Tensor, *, max_new_tokens: int = 64, seed: int = 0) -> Tensor:
         """Return a prompt continued by sampling: int64 ``(prompt and new tokens,)`` for ``(prompt tokens,)``.
 
-        Global random state and modes stay. All ranks call it.
+        Global random state and mode stay. The model has a Trainer; all ranks call it.
         """
-        model, kind, eos = self.model, self.device.type, self.tokenizer and self.tokenizer.eos_token_id
+        model, kind = self.model, self.device.type
+        ids, was_training = prompt[None].to(model.device), model.training
         # it ends where the settings of the model say; with `synced_gpus` all generate for as long as one has to
         options: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20, "max_new_tokens": max_new_tokens}
-        options |= {"pad_token_id": eos, "synced_gpus": is_cut(self)}
-        modes, ids = {module: module.training for module in model.modules()}, prompt[None].to(model.device)
+        options |= {"pad_token_id": self.tokenizer and self.tokenizer.eos_token_id, "synced_gpus": is_cut(self)}
+        where_it_runs = self.trainer.precision_plugin.forward_context()
         devices = [] if kind == "cpu" else [self.device]
-        with gathered(self), torch.no_grad(), torch.random.fork_rng(devices, device_type=kind):
+        with where_it_runs, gathered(self), torch.no_grad(), torch.random.fork_rng(devices, device_type=kind):
             torch.manual_seed(seed)
-            model.eval()
-            try:
-                tokens: Tensor = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[0]
-            finally:
-                for module, training in modes.items():
-                    module.training = training
+            tokens: Tensor = model.eval().generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[0]
+        model.train(was_training)
         return tokens
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # config, tokenizer and adapter's config as texts by file name, so that the checkpoint can be exported alone
         own, adapters = self.model, getattr(self.model, "peft_config", None) or {}
-        generation = own.generation_config if own.can_generate() else None
-        checkpoint[FILES_KEY] = {}
         with tempfile.TemporaryDirectory() as folder:
-            for part in (own.config, generation, *adapters.values(), self.tokenizer):
-                if part is not None:
-                    part.save_pretrained(folder)
-            for path in Path(folder).iterdir():
-                with contextlib.suppress(UnicodeDecodeError, IsADirectoryError):
-                    checkpoint[FILES_KEY][path.name] = path.read_text(encoding="utf-8")
+            for part in filter(None, (own.config, own.generation_config, *adapters.values(), self.tokenizer)):
+                part.save_pretrained(folder)
+            texts = [path for path in Path(folder).iterdir() if path.suffix in (".json", ".jinja", ".txt")]
+            checkpoint[FILES_KEY] = {path.name: path.read_text(encoding="utf-8") for path in texts}
         if self.options.lora is not None:
             trained, state = self._trained(), checkpoint["state_dict"]
             checkpoint["state_dict"] = {name: value for name, value in state.items() if name in trained}
         # so that dropout continues exactly after a resume
-        checkpoint[_RNG_KEY] = {"cpu": torch.get_rng_state()}
-        if self.device.type != "cpu":
-            checkpoint[_RNG_KEY][self.device.type] = torch.get_device_module(self.device).get_rng_state(self.device)
+        checkpoint[_RNG_KEY] = {kind: module.get_rng_state() for kind, module in self._random().items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._rng_states = checkpoint.get(_RNG_KEY)
@@ -219,25 +207,27 @@ class CausalLM(LightningModule):
             )
 
     def on_train_start(self) -> None:
-        states, self._rng_states = self._rng_states, None
-        if states is not None:
-            torch.set_rng_state(states["cpu"].cpu())
-            if self.device.type in states and self.device.type != "cpu":
-                torch.get_device_module(self.device).set_rng_state(states[self.device.type].cpu(), self.device)
+        states, self._rng_states = self._rng_states or {}, None
+        for kind, module in self._random().items():
+            if kind in states:
+                module.set_rng_state(states[kind].cpu())
+
+    def _random(self) -> dict[str, Any]:
+        return {self.device.type: torch.get_device_module(self.device), "cpu": torch}  # torch.cpu has no such state
 
     def _trained(self) -> set[str]:
         named = self.named_parameters(remove_duplicate=False)
         return {name for name, parameter in named if parameter.requires_grad}
 
+    def _packed(self, batch: Batch) -> dict[str, Any] | None:
+        return packed_arguments(self.model, batch["position_ids"]) if "position_ids" in batch else {}
+
     def _loss(self, batch: Batch) -> Tensor:
-        ids, labels, arguments = batch["input_ids"], batch["labels"], {}
-        if "position_ids" in batch:
-            packed = packed_arguments(self.model, batch["position_ids"])
-            if packed is None:
-                ids, labels = separate(ids, labels, batch["position_ids"])
-            arguments = packed or {}
+        ids, labels, packed = batch["input_ids"], batch["labels"], self._packed(batch)
+        if packed is None:
+            ids, labels = separate(ids, labels, batch["position_ids"])
         with chunked_loss(self.model):
-            loss: Tensor = self.model(input_ids=ids, labels=labels, use_cache=False, **arguments).loss
+            loss: Tensor = self.model(input_ids=ids, labels=labels, use_cache=False, **(packed or {})).loss
         return loss
 
     def _build(self) -> Any:
@@ -257,17 +247,8 @@ class CausalLM(LightningModule):
                     return from_pretrained(AutoModelForCausalLM, name, mapped=mapped, **options)
             return without_code(AutoModelForCausalLM.from_pretrained, name, **options)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            where = "a new Llama" if name is None else f"{name!r} (a local folder or a hub id)"
-            raise ConfigError(f"cannot load {where}: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"cannot load {name or 'a new Llama'}: {type(error).__name__}: {error}") from error
 
 
 def _has_safetensors(folder: str) -> bool:
     return any(Path(folder).glob("*.safetensors"))
-
-
-def cosine_factor(step: int, *, warmup_steps: int, total_steps: int, floor: float = 0.1) -> float:
-    """Return the factor on the learning rate at optimizer step `step` (from 0): linear up, cosine down to `floor`."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))

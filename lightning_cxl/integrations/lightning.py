@@ -63,6 +63,7 @@ if TYPE_CHECKING or not _OTHER_FIRST:
     from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as FabricLauncher
     from lightning.fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy
     from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
     from lightning.pytorch.accelerators import Accelerator
@@ -81,6 +82,7 @@ else:
     from lightning_fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as FabricLauncher
     from lightning_fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy
     from lightning_fabric.utilities.distributed import _init_dist_connection as init_dist_connection
+    from lightning_fabric.utilities.exceptions import MisconfigurationException
     from lightning_fabric.utilities.seed import reset_seed
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
     from pytorch_lightning.accelerators import Accelerator
@@ -96,7 +98,8 @@ else:
 __all__ = [  # what other modules take from here of Lightning's
     "STRATEGY_REGISTRY", "Accelerator", "Callback", "CheckpointIO", "DataParallelStrategy", "FabricLauncher",
     "FabricParallelStrategy", "LightningArgumentParser", "LightningCLI", "LightningDataModule", "LightningModule",
-    "OptimizerLRScheduler", "RichProgressBar", "StrategyRegistry", "Trainer", "seed_everything",
+    "MisconfigurationException", "OptimizerLRScheduler", "RichProgressBar", "StrategyRegistry", "Trainer",
+    "seed_everything",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

@@ -91,11 +91,6 @@ def pack_sequences(
     return packed
 
 
-def without_first(labels: Tensor, position_ids: Tensor) -> Tensor:
-    """Return labels of packed rows without those of the first token of each sequence."""
-    return labels.masked_fill(position_ids == 0, IGNORED)
-
-
 def lengths_of(position_ids: Tensor) -> Tensor:
     """Return the tokens of each sequence in packed rows ``(rows, tokens)``, one row after the other: int64."""
     steps = torch.diff(position_ids, prepend=torch.full_like(position_ids[:, :1], -1), dim=1)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cxl import packed_arguments
-from lightning_cxl.sequences.packing import separate, without_first
+from lightning_cxl.sequences.packing import separate
 from tests.cases import every_pair, every_value
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import EXACT, assert_identical, offload, train
@@ -95,7 +95,7 @@ class PackedTask(Task):
 
     def loss(self, batch):
         ids, positions = batch
-        labels = without_first(ids, positions)
+        labels = ids.masked_fill(positions == 0, -100)
         labels[:, : LATE.start] = -100
         return self.given(ids, labels, positions)
 

@@ -143,39 +143,35 @@ def test_arguments_of_calls_as_text_are_read():
     assert read_record(row("UTC"))[0][1]["tool_calls"][0]["function"]["arguments"] == "UTC"
 
 
-EXPECTED = "expected one JSON object per line"
-
-
 @pytest.mark.parametrize(
-    ("line", "reason"),
+    "line",
     [
-        ("{", f"not JSON .*{EXPECTED}"),
-        ("[1]", EXPECTED),
-        ('{"question": "Hi"}', EXPECTED),
-        ('{"prompt": "Hi", "completion": 7}', EXPECTED),
-        ('{"instruction": "Hi", "input": 7, "output": "Hello"}', EXPECTED),
-        ('{"messages": "Hi"}', EXPECTED),
-        ('{"messages": [{"role": "assistant", "content": "Hi"}], "tools": {"a": 1}}', EXPECTED),
-        ('{"messages": [{"role": "user", "content": "Hi"}]}', "no message has the role assistant"),
-        ('{"messages": [{"role": "assistant"}]}', "message 1 needs"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "message 1 needs"),
-        ('{"messages": [{"role": "user", "content": null, "tool_calls": [1]}]}', "message 1 needs"),
-        ('{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}', "message 1 needs"),
-        ('{"messages": [{"role": "assistant", "content": "Hi", "weight": 0}]}', "message 1 has a `weight`"),
+        "{",
+        "[1]",
+        '{"question": "Hi"}',
+        '{"prompt": "Hi", "completion": 7}',
+        '{"instruction": "Hi", "input": 7, "output": "Hello"}',
+        '{"messages": "Hi", "text": "Hi"}',
+        '{"messages": [{"role": "assistant", "content": "Hi"}], "tools": {"a": 1}}',
+        '{"messages": [{"role": "user", "content": "Hi"}]}',
+        '{"messages": [{"role": "assistant"}]}',
+        '{"messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "Hi"}]}',
+        '{"messages": [{"role": "user", "tool_calls": [1]}, {"role": "assistant", "content": "Hi"}]}',
+        '{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}',
+        '{"messages": [{"role": "assistant", "content": "Hi", "weight": 0}]}',
     ],
 )
-def test_what_is_no_conversation_is_refused_with_what_is_expected(line, reason):
-    with pytest.raises(ConfigError, match=reason):
+def test_what_is_no_conversation_is_refused_with_what_is_expected(line):
+    with pytest.raises(ConfigError, match="is refused: expected one JSON object per line"):
         read_record(line)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "is_json"),
     [
-        ("a.jsonl", '\n  \n{"messages": []}\n', True),
+        ("a.jsonl", '\n  \n{"messages": []}\n', True),  # is refused when it is read
         ("a.txt", '{"prompt": "", "completion": ""}\n', True),
         ("a.txt", '\ufeff{"text": "", "id": 3}', True),
-        ("a.json", "[\n", True),  # its lines are refused when they are read
         ("a.txt", "some text", False),
         ("a.txt", "", False),
         ("a.py", '{"name": "a dictionary in a text"}', False),

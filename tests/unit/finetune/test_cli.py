@@ -1,21 +1,16 @@
 """The command line, in this process: what a user types, with a tiny model."""
 
 import csv
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from pickle import UnpicklingError
 
 import pytest
 import torch
 import yaml
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_cxl.__main__ import main
-from lightning_cxl.errors import ConfigError, TierFullError
-from lightning_cxl.finetune.cli import option_errors
 from lightning_cxl.finetune.model import CausalLM
 from tests.unit.finetune.chats import CHATML, byte_tokenizer
 
@@ -173,6 +168,8 @@ def test_ctrl_c_says_what_is_saved_and_how_to_go_on(command, tmp_path, monkeypat
         ({"model.name_or_path": "qwen2.5-0.5b"}, "without weights: use Qwen/Qwen2.5-0.5B"),
         ({"trainer.strategy": "cxl_ofload"}, "no strategy 'cxl_ofload': did you mean 'cxl_offload'"),
         ({"trainer.strategy": "nothing"}, "invalid strategy name"),
+        ({"trainer.accelerator": "nothing"}, "invalid accelerator name"),
+        ({"trainer.devices": "-3"}, "should be an int > 0"),
         ({"ckpt_path": "nowhere.ckpt"}, "nowhere.ckpt"),
         ({"model.quantization": "4bit"}, "quantization need a folder"),
         ({"ckpt_path": "other.ckpt"}, "Error: "),
@@ -197,56 +194,3 @@ def test_a_misspelled_option_gets_the_nearest_name(command, tmp_path, capsys):
 @pytest.fixture
 def hub_is_off(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-
-@pytest.fixture
-def raising(tmp_path):
-    """Makes a function that raises in a module of a given name."""
-
-    def make(module, statement, **names):
-        path = tmp_path / "raising.py"
-        path.write_text(f"def run():\n    {statement}\n")
-        spec = importlib.util.spec_from_file_location(module, path)
-        made = importlib.util.module_from_spec(spec)
-        vars(made).update(names)
-        spec.loader.exec_module(made)
-        return made.run
-
-    return make
-
-
-@pytest.mark.parametrize(
-    ("modules", "error", "is_of_options"),
-    [
-        (["lightning.pytorch.trainer"], MisconfigurationException("no such accelerator"), True),
-        (["lightning.pytorch.trainer"], ValueError("no such accelerator"), True),
-        (["lightning.pytorch.trainer"], IndexError("an accident"), False),
-        (["lightning.pytorch.cli", "torch.serialization"], UnpicklingError("no checkpoint"), True),
-        (["lightning.pytorch.strategies", "lightning_cxl.run.checkpoint"], FileNotFoundError("nowhere.ckpt"), True),
-        (["lightning.pytorch.loops", "users_module"], ValueError("mine"), False),
-        (["lightning.pytorch.loops", "users_module"], OSError("mine"), False),
-        (["lightning.pytorch.loops", "users_module", "torch.nn"], RuntimeError("mine"), False),
-    ],
-)
-def test_what_lightning_itself_raises_is_about_options_and_a_bug_of_users_stays_as_it_is(
-    raising, modules, error, is_of_options
-):
-    run = raising(modules[-1], "raise error", error=error)
-    for module in reversed(modules[:-1]):
-        run = raising(module, "inner()", inner=run)
-    with pytest.raises(ConfigError if is_of_options else type(error), match=str(error)) as caught, option_errors():
-        run()
-    assert is_of_options or caught.value is error
-
-
-def test_our_errors_are_found_inside_of_others_and_a_bug_that_follows_one_stays_as_it_is():
-    with pytest.raises(TierFullError, match="no room in dram"), option_errors():
-        try:
-            raise TierFullError("no room in dram")
-        except TierFullError as error:
-            raise ValueError("a long text of jsonargparse") from error
-    with pytest.raises(ValueError, match="mine"), option_errors():
-        try:
-            raise TierFullError("no room in dram")
-        except TierFullError:
-            raise ValueError("mine")  # noqa: B904  # a bug has no cause

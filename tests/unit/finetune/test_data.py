@@ -12,18 +12,14 @@ from tokenizers import processors
 
 from lightning_cxl.config import cache_folder
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
-from lightning_cxl.finetune import data as module
 from lightning_cxl.finetune.data import (
     FALLBACK_TEMPLATE,
     IGNORED,
     SampleLoader,
     TextData,
-    cached_tokenizer,
-    cut,
-    stdlib_files,
+    find_files,
     tokenize,
-    train_tokenizer,
-    user_files,
+    trained_tokenizer,
 )
 from lightning_cxl.sequences.packing import separate
 from tests.unit.finetune.chats import CHATML, MARKED, REWRITES, by_hand, byte_tokenizer
@@ -44,11 +40,11 @@ def test_long_documents_are_pieces_with_the_special_tokens_of_their_tokenizer_an
 
 def test_split_is_disjoint_stable_and_as_large_as_asked(data, text_folder):
     data.setup()
-    train, val = data._train["input_ids"][:], data._held_out["input_ids"][:]
+    train, val = (data._split[part]["input_ids"][:] for part in ("train", "test"))
     assert len(val) == round(0.2 * (len(train) + len(val)))
     again = TextData(f"{text_folder}/**/*.txt", seq_len=16, batch_size=2, vocab_size=300, val_fraction=0.2, seed=9)
     again.setup()
-    assert all(map(torch.equal, again._held_out["input_ids"][:], val))
+    assert all(map(torch.equal, again._split["test"]["input_ids"][:], val))
 
 
 def test_prepared_data_is_opened_from_the_cache_until_something_changes(data, text_folder, cache):
@@ -152,7 +148,7 @@ def test_documents_may_come_in_lines(write_lines, text_folder):
     from_files.setup()
     assert from_lines.tokenizer.get_vocab() == from_files.tokenizer.get_vocab()
     found, expected = (
-        {tuple(ids.tolist()) for ids in chain(each._train["input_ids"], each._held_out["input_ids"])}
+        {tuple(ids.tolist()) for ids in chain(*(part["input_ids"] for part in each._split.values()))}
         for each in (from_lines, from_files)
     )
     assert found == expected
@@ -162,7 +158,7 @@ def test_documents_may_come_in_lines(write_lines, text_folder):
     ("rows", "template", "message"),
     [
         ([turns(1), "", turns(2), {"prompt": "Hi"}], CHATML, r'line `\{"prompt": "Hi"\}` is refused: expected one'),
-        ([turns(1), "{"], CHATML, r"line `\{` is refused: not JSON"),
+        ([turns(1), "{"], CHATML, r"line `\{` is refused: expected one JSON"),
         ([{"text": "a"}, {"text": 3}], CHATML, r'line `\{"text": 3\}` is refused'),
         ([turns(1), turns(2)], REWRITES, r"What is \d.*not found in its text"),
         ([turns(1)], "{{ raise_exception('must alternate') }}", r"What is 1.* the conversation: must alternate"),
@@ -185,12 +181,13 @@ def test_text_and_conversations_are_not_mixed(write_lines, text_folder):
         TextData([str(path), f"{text_folder}/00.txt"]).setup()
 
 
-def test_a_held_out_sample_that_begins_with_its_answer_has_a_prompt():
+def test_a_held_out_sample_that_begins_with_its_answer_has_a_prompt(data):
     """Nothing can be generated from no token."""
-    ids = torch.arange(20)
-    for end in (18, 4):
-        prompt, expected = cut({"input_ids": ids, "labels": ids.masked_fill(ids >= end, IGNORED)})
-        assert prompt.tolist() == list(range(16)) and expected.tolist() == list(range(16, end))
+    ids = list(range(20))
+    labels = [ids[:end] + [IGNORED] * (20 - end) for end in (18, 4)]
+    data._split = {"test": Dataset.from_dict({"input_ids": [ids, ids], "labels": labels}).with_format("torch")}
+    found = [(prompt.tolist(), expected.tolist()) for prompt, expected in data.held_out(2)]
+    assert found == [(ids[:16], ids[16:18]), (ids[:16], [])]
 
 
 def test_a_label_that_nothing_predicts_is_no_answer():
@@ -202,20 +199,21 @@ def test_a_label_that_nothing_predicts_is_no_answer():
     assert samples["scored"] == [0]
 
 
-def test_stdlib_files_are_the_running_interpreters_sources_without_tests_packages_and_broken_links(tmp_path):
-    files = stdlib_files()
+def test_stdlib_files_are_the_interpreters_sources_without_tests_packages_and_broken_links(tmp_path, monkeypatch):
+    files = find_files(None)
     assert os.__file__ in map(str, files) and len(files) > 100
     assert not any({"site-packages", "test", "tests", "__pycache__"} & set(path.parts[-4:-1]) for path in files)
     (tmp_path / "good.py").write_text("x = 1\n")
     (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere.py")
-    assert stdlib_files(tmp_path) == [tmp_path / "good.py"]
+    monkeypatch.setattr("sysconfig.get_path", lambda _: tmp_path)
+    assert find_files(None) == [tmp_path / "good.py"]
 
 
-def test_user_files_are_paths_and_globs_each_once_and_one_that_is_no_text_is_named(text_folder):
+def test_files_are_paths_and_globs_each_once_and_one_that_is_no_text_is_named(text_folder):
     one = text_folder / "00.txt"
-    assert user_files(str(one)) == [one]
-    assert len(user_files([f"{text_folder}/*.txt"])) == 6
-    assert len(user_files([f"{text_folder}/**/*.txt", str(one)])) == 12
+    assert find_files(str(one)) == [one]
+    assert len(find_files([f"{text_folder}/*.txt"])) == 6
+    assert len(find_files([f"{text_folder}/**/*.txt", str(one)])) == 12
     (text_folder / "picture.txt").write_bytes(b"\xff\xd8\xff")
     with pytest.raises(ConfigError, match=r"picture\.txt"):
         TextData(f"{text_folder}/*.txt").setup()
@@ -288,7 +286,7 @@ TEXTS = ["def f(x):\n    return x + 1\n" * 20, "class A:\n    pass\n" * 20]
 
 
 def test_training_learns_merges_and_keeps_the_vocabulary_bound():
-    tokenizer, text = train_tokenizer(TEXTS, 280), "  naïve 漢字 🙂\x00 "
+    tokenizer, text = trained_tokenizer(TEXTS, 280, "key"), "  naïve 漢字 🙂\x00 "
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
     assert len(tokenizer) == 280
     assert len(tokenizer("def f(x)")["input_ids"]) < len("def f(x)")
@@ -296,14 +294,11 @@ def test_training_learns_merges_and_keeps_the_vocabulary_bound():
 
 
 def test_a_failed_save_leaves_nothing_behind(cache, monkeypatch):
-    class Unsavable:
-        backend_tokenizer = property(lambda self: self)
+    def save(self, path):
+        Path(path).write_text("half")
+        raise OSError(28, "no space left")
 
-        def save(self, path):
-            Path(path).write_text("half")
-            raise OSError(28, "no space left")
-
-    monkeypatch.setattr(module, "train_tokenizer", lambda *_: Unsavable())
+    monkeypatch.setattr("tokenizers.ByteLevelBPETokenizer.save", save)
     with pytest.raises(OSError, match="no space"):
-        cached_tokenizer(TEXTS, 280, "key")
+        trained_tokenizer(TEXTS, 280, "key")
     assert list((cache / "tokenizers").iterdir()) == []

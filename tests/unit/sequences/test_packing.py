@@ -16,7 +16,6 @@ from lightning_cxl.sequences.packing import (
     packed_arguments,
     separate,
     why_not_apart,
-    without_first,
 )
 from tests.unit.sequences.models import VOCABULARY, tiny
 
@@ -59,11 +58,9 @@ def test_wrong_requests_are_refused():
         pack_sequences([[1, 2]], 0)
 
 
-def test_lengths_and_labels_come_from_positions():
+def test_lengths_come_from_positions():
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 1, 2]])
     assert lengths_of(positions).tolist() == [3, 2, 1, 2, 1, 3]
-    ids = torch.arange(12).view(2, 6)
-    assert without_first(ids, positions).tolist() == [[-100, 1, 2, -100, 4, -100], [-100, 7, -100, -100, 10, 11]]
 
 
 POSITIONS = torch.tensor([[*range(6), *range(9), 0, 0], [*range(3), *range(3), *range(3), *range(3), *range(5)]])
