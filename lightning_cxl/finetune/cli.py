@@ -51,14 +51,6 @@ class FitSummary(lightning.Callback):
         tokens = pl_module.generate_tokens(data.held_out(1)[0][0], max_new_tokens=self.max_new_tokens)
         self.sample = data.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def on_predict_batch_end(  # type: ignore[no-untyped-def]  # the Trainer's arguments
-        self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0
-    ) -> None:
-        if batch_idx == 0 and trainer.is_global_zero:
-            for number, (ids, predicted) in enumerate(zip(batch["input_ids"][:3], outputs, strict=False), 1):
-                print(f"row {number}, text:      {pl_module.tokenizer.decode(ids[1:49])!r}")
-                print(f"row {number}, predicted: {pl_module.tokenizer.decode(predicted[:48])!r}")
-
     def on_exception(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
     ) -> None:
@@ -143,6 +135,14 @@ class FinetuneCLI(lightning.LightningCLI):
             super().instantiate_classes()
         except (ValueError, TypeError) as error:
             raise ConfigError(str(error)) from error
+
+    def after_predict(self) -> None:
+        if self.trainer.is_global_zero:
+            batch, decode = next(iter(self.datamodule.predict_dataloader())), self.datamodule.tokenizer.decode
+            pairs = zip(batch["input_ids"][:3], self.trainer.predict_loop.predictions[0], strict=False)
+            for number, (ids, predicted) in enumerate(pairs, 1):
+                print(f"row {number}, text:      {decode(ids[1:49])!r}")
+                print(f"row {number}, predicted: {decode(predicted[:48])!r}")
 
     def after_fit(self) -> None:
         if self.trainer.is_global_zero:

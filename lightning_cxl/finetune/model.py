@@ -1,6 +1,5 @@
 """`CausalLM`: a `transformers` causal language model as a LightningModule."""
 
-import contextlib
 import math
 import tempfile
 import time
@@ -12,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightning_cxl.commands.export import FILES_KEY
-from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
+from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.integrations.lightning import LightningModule, OptimizerLRScheduler
 from lightning_cxl.sequences.chunked_loss import IGNORED, chunked_loss
 from lightning_cxl.sequences.packing import packed_arguments, separate
@@ -85,9 +84,6 @@ class CausalLM(LightningModule):
             raise ConfigError(f"hidden_size {hidden_size} must be an even multiple of num_heads {num_heads}")
         if lora is not None and name_or_path is None:
             raise ConfigError("lora needs a model to adapt: give name_or_path")
-        if (mapped or quantization is not None) and (name_or_path is None or not _has_safetensors(name_or_path)):
-            more = "download a model first (hf download NAME --local-dir FOLDER)"
-            raise ConfigError(f"mapped and quantization need a folder with safetensors, not {name_or_path!r}: {more}")
         self.strict_loading = lora is None  # checkpoints have adapters alone, see `on_load_checkpoint`
         self.model: Any = None
         self.tokenizer: Any = None
@@ -233,22 +229,20 @@ class CausalLM(LightningModule):
     def _build(self) -> Any:
         name, mapped, quantization = self.options.name_or_path, self.options.mapped, self.options.quantization
         options: dict[str, Any] = {"attn_implementation": self.options.attn, "dtype": torch.get_default_dtype()}
+        has_files = name is not None and any(Path(name).glob("*.safetensors"))
+        if (mapped or quantization is not None) and not has_files:
+            more = "download a model first (hf download NAME --local-dir FOLDER)"
+            raise ConfigError(f"mapped and quantization need a folder with safetensors, not {name!r}: {more}")
+        if quantization is not None:
+            options["quantization_config"] = quantization_fields(quantization, options["dtype"])
         try:
-            if name is None:
-                sizes = {theirs: self.options[ours] for ours, theirs in _SIZES.items()}
-                eos = self.tokenizer and self.tokenizer.eos_token_id
-                config = LlamaConfig(**sizes, tie_word_embeddings=True, bos_token_id=eos, eos_token_id=eos)
-                return AutoModelForCausalLM.from_config(config, **options)
-            if quantization is not None:
-                options["quantization_config"] = quantization_fields(quantization, options["dtype"])
-            if _has_safetensors(name):
-                # what we refuse, transformers may load: files that are quantised, or experts that must be merged
-                with contextlib.suppress(*(() if mapped or quantization is not None else (UnsupportedError,))):
-                    return from_pretrained(AutoModelForCausalLM, name, mapped=mapped, **options)
-            return without_code(AutoModelForCausalLM.from_pretrained, name, **options)
+            if has_files:
+                return from_pretrained(AutoModelForCausalLM, name, mapped=mapped, **options)
+            if name is not None:
+                return without_code(AutoModelForCausalLM.from_pretrained, name, **options)
+            sizes = {theirs: self.options[ours] for ours, theirs in _SIZES.items()}
+            eos = self.tokenizer and self.tokenizer.eos_token_id
+            config = LlamaConfig(**sizes, tie_word_embeddings=True, bos_token_id=eos, eos_token_id=eos)
+            return AutoModelForCausalLM.from_config(config, **options)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise ConfigError(f"cannot load {name or 'a new Llama'}: {type(error).__name__}: {error}") from error
-
-
-def _has_safetensors(folder: str) -> bool:
-    return any(Path(folder).glob("*.safetensors"))
