@@ -9,9 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from accelerate.utils import DistributedType
 from torch import nn
-from transformers import LlamaForCausalLM
 
 import lightning_cxl
 from lightning_cxl.accelerate import CXLAccelerator
@@ -36,7 +34,6 @@ from tests.integration.accelerate_loop import (
     warm,
     weights_of,
 )
-from tests.integration.llama import tiny_llama
 from tests.models import TinyTransformer, token_data
 
 pytestmark = [
@@ -179,23 +176,6 @@ def test_a_generator_against_a_discriminator(together):
     assert len(accelerator.report()["optimizers"]) == 2
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["torch", "CPUAdam"])
-def test_the_same_objects_again_after_free_memory(options):
-    def run(accelerator):
-        model, optimizer = made()
-        scheduler = warm(optimizer)
-        model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, token_data(2), scheduler)
-        losses, _ = trained(accelerator, model, optimizer, data, scheduler)
-        accelerator.free_memory()
-        given = optimizer
-        model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
-        assert optimizer is given, "who keeps it steps the optimizer that is in use"
-        more, weights = trained(accelerator, model, optimizer, data, scheduler)
-        return [*losses, *more, scheduler.get_last_lr()[0]], weights
-
-    compare(run, options)
-
-
 CLIPPED = {
     "generator": lambda model, optimizer: (p for p in model.parameters() if p.dim() > 1),
     "list": lambda model, optimizer: list(model.parameters()),
@@ -314,40 +294,6 @@ def test_models_and_optimizers_that_are_refused(prepare, options, text):
     accelerator.free_memory()
 
 
-def test_an_accelerator_that_has_prepared_a_model():
-    accelerator = make_accelerator()
-    accelerator.prepare(TinyTransformer())
-    with pytest.raises(ConfigError, match="before `prepare`"):
-        CXLAccelerator.attach(accelerator)
-
-
-@pytest.mark.parametrize(("kind", "num_processes"), [("NO", 2), ("MULTI_GPU", 2), ("FSDP", 1), ("DEEPSPEED", 1)])
-def test_several_processes_and_other_plugins(kind, num_processes):
-    accelerator = make_accelerator()
-    accelerator.state.distributed_type, accelerator.state.num_processes = DistributedType[kind], num_processes
-    with pytest.raises(UnsupportedError, match=f"{num_processes} processes"):
-        CXLAccelerator.attach(accelerator)
-    forget_accelerators()
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_model_of_transformers_alone(tied, tmp_path):
-    accelerator = make_accelerator(STREAMED, mixed_precision="bf16")
-    parts = prepared(accelerator, lambda: tiny_llama(tie_word_embeddings=tied))
-
-    def loss_of(model, batch):
-        return model(input_ids=batch[0], labels=batch[0]).loss
-
-    list(steps(accelerator, *parts, loss_of=loss_of))
-    weights = weights_of(accelerator, parts[0])
-    state = {"state_dict": accelerator.get_state_dict(parts[0])}
-    for kept, given in ((True, {"save_function": accelerator.save}), (False, state)):
-        accelerator.unwrap_model(parts[0], keep_fp32_wrapper=kept).save_pretrained(tmp_path / str(kept), **given)
-        loaded = LlamaForCausalLM.from_pretrained(tmp_path / str(kept)).state_dict()
-        assert loaded.keys() == weights.keys()
-        assert all(torch.equal(value, weights[name]) for name, value in loaded.items())
-
-
 def test_loaded_state_lies_on_its_tier(tmp_path):
     """Torch's own optimizers make new tensors when they load."""
     accelerator = make_accelerator(STREAMED)
@@ -361,12 +307,6 @@ def test_loaded_state_lies_on_its_tier(tmp_path):
     assert sum(average.nbytes for average in averages) > 0
     assert all(lightning_cxl.residency(average) == {"dram": average.nbytes} for average in averages)
     assert sum(accelerator.report()["roles"]["momentum"].values()) > 0
-
-
-def test_options_of_the_environment(monkeypatch):
-    monkeypatch.setenv("LIGHTNING_CXL_CPU_ADAM", "false")
-    accelerator = make_accelerator(None)
-    assert accelerator.offload.session.config.cpu_adam is False
 
 
 def test_a_file_of_options_that_is_no_good(tmp_path):
@@ -531,16 +471,6 @@ def a_block_that_is_frozen_for_a_while(accelerator, model, optimizer, batch, at)
     return one_step(accelerator, model, optimizer, batch)
 
 
-def accumulated_by_hand(accelerator, model, optimizer, batch, at):
-    loss = loss_of(model, batch)
-    accelerator.backward(loss)
-    if at % 2:
-        accelerator.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    return loss
-
-
 STEPS = {
     "an error in the backward": an_error_in_the_backward,
     "a plain backward": lambda *parts: one_step(*parts, backward=lambda accelerator, loss: loss.backward()),
@@ -559,10 +489,6 @@ def test_a_step(step):
     compare(training(STEPS[step]))
 
 
-def test_a_loss_scaler_and_accumulation_by_hand():
-    compare(training(accumulated_by_hand, num_batches=6), mixed_precision="fp16")
-
-
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_gradient_with_a_graph_that_leaves_its_parameter_is_refused(options):
@@ -571,28 +497,6 @@ def test_a_gradient_with_a_graph_that_leaves_its_parameter_is_refused(options):
     model, _ = accelerator.prepare(*narrow(6))
     with pytest.raises(UnsupportedError, match=r"a gradient that is part of a graph .*torch.autograd.grad"):
         loss_of(model, batches()[0]).backward(create_graph=True)
-
-
-def test_two_optimizers_that_step_at_different_times():
-    def run(accelerator):
-        torch.manual_seed(5)
-        model = without_dropout()
-        rest = [*model.embed.parameters(), *model.norm.parameters(), *model.head.parameters()]
-        optimizers = torch.optim.AdamW(model.blocks.parameters(), lr=1e-3), torch.optim.AdamW(rest, lr=2e-3)
-        model, *optimizers, data = accelerator.prepare(model, *optimizers, token_data(6))
-        losses = []
-        for at, batch in enumerate(data):
-            loss = loss_of(model, batch)
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            for optimizer, period in zip(optimizers, (2, 1), strict=True):
-                if at % period == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses, weights_of(accelerator, model)
-
-    compare(run)
 
 
 # -- between steps -----------------------------------------------------------------------------------------------------
@@ -677,17 +581,6 @@ def test_a_file_is_made_when_updates_are_done(monkeypatch):
 
 
 # -- prepared again, and not closed ------------------------------------------------------------------------------------
-
-
-def test_a_training_without_us_is_said():
-    accelerator = make_accelerator({"stream_weights": False})
-    model = nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match="no model has been prepared"):
-        accelerator.backward(model(torch.ones(2, 4)).sum())
-    model.zero_grad()
-    accelerator.prepare(model)
-    with pytest.warns(LightningCXLWarning, match="Linear gets gradients and was prepared without an optimizer"):
-        accelerator.backward(model(torch.ones(2, 4, device=accelerator.device)).sum())
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, nn.Sequential], ids=["the model", "a module around it"])

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import lightning_cxl
 from lightning_cxl.optim.kernels import split
-from tests.integration.training import EXACT, assert_equal, assert_same_weights, make_trainer, run, weights_of
+from tests.integration.training import EXACT, assert_equal, assert_same_weights, run, weights_of
 from tests.models import InStep, Task, no_dropout, token_data
 
 BF16 = {"precision": "bf16-true"}
@@ -147,26 +147,6 @@ def test_everything_is_restored_after_a_run_has_ended(tmp_path, options, trainer
     trainer.save_checkpoint(tmp_path / "again.ckpt")
     first, again = (read(tmp_path / f"{name}.ckpt") for name in ("four", "again"))
     assert first["lightning_cxl"]["num_gradients"] == again["lightning_cxl"]["num_gradients"] > 0
-
-
-@pytest.mark.on_cpu
-@pytest.mark.parametrize("options", [{}, EXACT, {"state": "8bit"}], ids=str)
-def test_states_go_into_optimizers_that_no_run_has_adopted(tmp_path, options):
-    """As with `trainer.strategy.setup_optimizers`, which some tools call to look at a checkpoint."""
-    _, trainer = fit(options, 4, save=tmp_path / "four.ckpt")
-    module = Sequential(no_dropout())
-    cold = make_trainer("cxl_offload")
-    cold.strategy.connect(module)
-    module.trainer = cold
-    cold.strategy.setup_optimizers(cold)
-    cold.strategy.load_optimizer_state_dict(cold.strategy.load_checkpoint(tmp_path / "four.ckpt"))
-    assert type(cold.optimizers[0]) is torch.optim.AdamW
-    ours, own = (list(one.optimizers[0].state.values()) for one in (trainer, cold))
-    for state, reference in zip(own, ours, strict=True):
-        assert state["step"] == 4
-        assert state["exp_avg"].dtype is torch.float32 and state["exp_avg"].abs().sum() > 0
-        if "exp_avg" in reference:  # else it has 8 bits there, and is decoded
-            assert torch.equal(state["exp_avg"], reference["exp_avg"].reshape(state["exp_avg"].shape))
 
 
 class Looks(Sequential):

@@ -11,8 +11,6 @@ from torch import nn
 from lightning_cxl import CXLFabricStrategy
 from tests import training_device
 from tests.integration.fabric_loop import make_fabric
-from tests.integration.front_end_runs import assert_identical, train
-from tests.integration.training import EXACT
 from tests.models import TinyTransformer
 
 
@@ -36,12 +34,6 @@ def test_the_strategy_by_name():
     assert isinstance(strategy, CXLFabricStrategy) and "not set up" in str(strategy)
     assert strategy.distributed_sampler_kwargs is None, "one process keeps its sampler"
     assert "tier_rules" in str(CXLFabricStrategy.__init__.__signature__)
-
-
-@pytest.mark.usefixtures("device_apart")  # fabric has no float16 on the CPU
-def test_a_loss_scaler_finds_gradients_on_the_host(tmp_path):
-    given = {"precision": "16-mixed", "clip": 0.1, "accumulate": 2}
-    assert_identical(train("Fabric", tmp_path, EXACT, **given), train("Fabric", tmp_path, **given))
 
 
 def test_a_file_has_the_master_weights_of_its_own_optimizer_only(strategies):
@@ -70,29 +62,6 @@ def test_a_module_without_weights_moves_at_once_and_one_with_weights_when_it_is_
     fabric = make_fabric(strategies())
     assert fabric.to_device(nn.BatchNorm1d(3, affine=False)).running_mean.device.type == training_device.current.type
     assert fabric.to_device(nn.Linear(2, 2)).weight.device.type == "cpu"
-
-
-def test_parameters_that_a_module_makes_when_it_moves_are_trained(strategies):
-    fabric, model = make_fabric(strategies()), TinyTransformer()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(False)
-    fabric.backward(model(torch.ones(2, 8, dtype=torch.long, device=training_device.current)).square().sum())
-    optimizer.step()
-    now = {name: value.cpu() for name, value in model.state_dict().items()}
-    assert {name for name, value in now.items() if torch.equal(value, before[name])} == {"unused.weight", "unused.bias"}
-
-
-def test_several_devices_need_a_launch(strategies):
-    strategy = strategies()
-    make_fabric(strategy)
-    strategy.parallel_devices = [training_device.current] * 2
-    with pytest.raises(RuntimeError, match="launch"):
-        strategy.setup_module(TinyTransformer())
-    strategy.parallel_devices = [training_device.current]
 
 
 def test_a_module_is_created_on_its_tier(strategies):

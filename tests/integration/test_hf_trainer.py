@@ -1,12 +1,9 @@
 """The Trainer of transformers: what it has of its own, beside the contract of front ends."""
 
 import contextlib
-import warnings
 
 import pytest
 import torch
-from accelerate import Accelerator
-from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import HPSearchBackend
 
@@ -25,7 +22,6 @@ from tests.integration.hf_trainer import (
     make_trainer,
     rows,
     train,
-    weights_of,
 )
 from tests.integration.llama import tiny_llama
 
@@ -78,21 +74,6 @@ def test_an_optimizer_of_bitsandbytes_steps_on_the_host(tmp_path):
     assert_identical(run(), run({"stream_weights": True}))
 
 
-@pytest.mark.on_cpu
-def test_embeddings_have_32_bit_state_also_where_an_optimizer_of_bitsandbytes_has_masters(tmp_path):
-    model = tiny_llama(vocab_size=128, hidden_size=64, intermediate_size=128).bfloat16()
-    trainer = make_trainer(tmp_path, {}, model=model, optim="adamw_bnb_8bit")
-    trainer.train()
-    kinds = {}
-    for name, parameter in model.named_parameters():
-        pair = trainer.accelerator.offload.session.run.masters.find(parameter)
-        assert pair.master is not parameter
-        kinds[name] = trainer.optimizer.optimizer.state[pair.master]["state1"].dtype
-    trainer.end()
-    assert kinds["model.embed_tokens.weight"] == torch.float32
-    assert kinds["model.layers.0.mlp.up_proj.weight"] == torch.uint8
-
-
 @pytest.mark.usefixtures("late_copies")
 @pytest.mark.filterwarnings("ignore:the gradient of:lightning_cxl.errors.LightningCXLWarning")  # its first scale
 @pytest.mark.parametrize(("options", "given"), [(EXACT, {}), (STREAMED, {"gradient_accumulation_steps": 2})], ids=str)
@@ -119,61 +100,6 @@ def test_a_loss_scaler(tmp_path, options, given):
         assert_close(found[0][:2], found[1][:2], atol=1e-4)  # last bits of weights decide how some are rounded to fp16
 
 
-class Averages(torch.optim.SGD):
-    """Evaluates with other weights than it trains, as optimizers without a schedule do."""
-
-    factor = 1.0
-
-    def train(self):
-        self._scale(1.0)
-
-    def eval(self):
-        self._scale(0.5)
-
-    @torch.no_grad()
-    def _scale(self, factor):
-        for parameter in self.param_groups[0]["params"]:
-            parameter.mul_(factor / self.factor)
-        self.factor = factor
-
-
-@pytest.mark.parametrize("options", [STREAMED, {"stream_weights": False}], ids=str)
-def test_optimizers_without_a_schedule_evaluate_with_other_weights(tmp_path, options):
-    found = []
-    for offload in (PLAIN, options):
-        model = tiny_llama()
-        averages = Averages(model.parameters(), lr=0.1)
-        parts = {"optimizers": (averages, torch.optim.lr_scheduler.ConstantLR(averages, 1.0))}
-        found.append(run(tmp_path, offload, model=model, parts=parts, **EVALUATED))
-    (plain, trained), (ours, same) = found
-    assert ours == plain
-    assert_identical(trained, same)
-
-
-WARM = {
-    "lr_scheduler_type": "cosine", "warmup_steps": 2, "save_strategy": "steps", "save_steps": 3,
-    "gradient_accumulation_steps": 2, "num_train_epochs": 2,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("options", [{}, {"stream_weights": True, "state": "8bit"}], ids=str)
-def test_the_best_model_is_loaded_at_the_end(tmp_path, options):
-    best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "save_only_model": True}
-    parts = {"eval_dataset": rows(4, seed=5)}
-    losses = []
-    for name, offload in (("plain", PLAIN), ("ours", options)):
-        trainer = make_trainer(tmp_path / name, offload, parts=parts, **{**WARM, **best, "learning_rate": 3e-2})
-        trainer.train()
-        weights = weights_of(trainer.model)
-        losses.append(trainer.evaluate()["eval_loss"])
-        finish(trainer)
-        assert trainer.state.best_metric == pytest.approx(losses[-1], abs=1e-6)
-        for key, value in load_file(f"{trainer.state.best_model_checkpoint}/model.safetensors").items():
-            assert torch.equal(weights[key], value), key
-    assert "optimizer.pt" not in {path.name for path in (tmp_path / "ours").rglob("*")}
-    assert options or losses[1] == pytest.approx(losses[0], abs=1e-5)
-
-
 # -- evaluation --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", [STREAMED, {"stream_weights": False}], ids=str)
 def test_evaluates_and_predicts_without_training(tmp_path, options):
@@ -187,25 +113,6 @@ def test_evaluates_and_predicts_without_training(tmp_path, options):
 
 
 # -- the user's own objects --------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("options", [STREAMED, EXACT], ids=str)
-def test_the_users_optimizer_and_scheduler_are_used_without_a_warning(tmp_path, options):
-    found = []
-    for offload in (PLAIN, options):
-        model = tiny_llama()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.SequentialLR(
-            optimizer,
-            [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3) for _ in range(2)],
-            milestones=[4],
-        )
-        trainer = make_trainer(tmp_path, offload, model=model, parts={"optimizers": (optimizer, scheduler)})
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer.train()
-            trainer.train()
-        assert not [each for each in caught if "lr_scheduler" in str(each.message)]
-        found.append(finish(trainer))
-    (assert_close if options == STREAMED else assert_identical)(*found)
 
 
 def test_an_existing_trainer(tmp_path):
@@ -246,22 +153,6 @@ def test_who_looks_before_the_step_sees_clipped_gradients(tmp_path):
         train(tmp_path, offload, parts={"callbacks": [looks]}, max_grad_norm=0.5)
     assert max(plain.norms) == pytest.approx(0.5, rel=1e-5)
     assert ours.norms == pytest.approx(plain.norms, rel=1e-5)
-
-
-@pytest.mark.skipif(training_device.chosen.type == "cpu", reason="updates overlap where the device is apart")
-def test_the_step_returns_before_units_are_updated(tmp_path, slow_updates):
-    under_way = []
-
-    class Watches(CXLTrainerMixin, Trainer):
-        def compute_loss(self, *arguments, **keywords):
-            run = self.accelerator.offload.session.run
-            under_way.append(any(unit.is_updating() for unit in run._streamer._units))
-            return super().compute_loss(*arguments, **keywords)
-
-    plain = train(tmp_path)
-    ours = train(tmp_path, STREAMED, ours=Watches)
-    assert under_way[0] is False and all(under_way[1:])
-    assert_close(plain, ours)
 
 
 @pytest.mark.parametrize(
@@ -394,15 +285,6 @@ def test_a_patched_method_may_edit_gradients(tmp_path, monkeypatch):
 def test_a_mixin_behind_the_trainer_is_refused_when_the_class_is_made():
     with pytest.raises(ConfigError, match=r"Write `class Mine\(CXLTrainerMixin, Trainer\)`"):
         type("Mine", (Trainer, CXLTrainerMixin), {})
-
-
-def test_an_accelerator_in_the_place_of_ours_is_refused(tmp_path):
-    trainer = make_trainer(tmp_path, STREAMED)
-    ours, trainer.accelerator = trainer.accelerator, Accelerator()
-    with pytest.raises(ConfigError, match="a plain Accelerator"):
-        trainer.train()
-    trainer.accelerator = ours
-    trainer.end()
 
 
 @pytest.mark.parametrize(

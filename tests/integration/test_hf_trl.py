@@ -9,7 +9,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from lightning_cxl.transformers import CXLTrainerMixin, offload
+from lightning_cxl.transformers import CXLTrainerMixin
 from tests.cases import every_value
 from tests.integration.hf_trainer import EXACT, PLAIN, arguments, assert_close, assert_identical, finish
 from tests.integration.llama import tiny_llama, word_tokenizer
@@ -142,12 +142,3 @@ def test_the_frozen_model_streams_and_stays_prepared(tmp_path):
     trainer.train()
     assert len(trainer.accelerator.offload.session.runs) == 2
     finish(trainer)
-
-
-def test_an_existing_trainer_with_a_reference(tmp_path):
-    plain = train(dpo, tmp_path)
-    trainer = offload(dpo(tmp_path), **STREAMED, **EXACT)
-    assert {p.device.type for p in trainer.model.parameters()} == {"cpu"}
-    torch.manual_seed(7)
-    trainer.train()
-    assert_identical(plain, finish(trainer))

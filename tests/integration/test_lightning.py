@@ -3,9 +3,7 @@
 import copy
 import io
 import json
-import os
 import pickle
-import signal
 from functools import partial
 
 import pytest
@@ -18,7 +16,7 @@ from torch import nn
 
 import lightning_cxl
 from tests.cases import every_value
-from tests.integration.training import assert_equal, make_trainer, offload, run
+from tests.integration.training import assert_equal, make_trainer, run
 from tests.models import Task, TinyTransformer, no_dropout, token_data
 
 on_cpu = pytest.mark.on_cpu
@@ -77,11 +75,6 @@ def test_float64_parameters_train_with_torchs_adam():
 
     plain, ours = (run(each, lambda: Double(no_dropout().double()), 4, precision="64-true")[0] for each in ("auto", {}))
     assert ours.losses == plain.losses
-
-
-def test_a_strategy_that_is_not_set_up_is_printed():
-    assert repr(offload(num_threads=3)) == "CXLOffloadStrategy(num_threads=3)"
-    assert "not set up" in str(offload())
 
 
 class Cli(Task):
@@ -203,27 +196,6 @@ def slurm(monkeypatch):
     commands = []
     monkeypatch.setattr(signal_connector, "call", lambda command: commands.append(command) or 0)
     return commands
-
-
-class Signalled(Task):
-    """The scheduler says at the third step that time is up."""
-
-    def on_train_batch_end(self, *_):
-        if self.global_step == 3:
-            assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL, "it would end this process"
-            os.kill(os.getpid(), signal.SIGUSR1)
-            self.trainer.should_stop = True
-
-
-def test_slurm_saves_requeues_and_resumes(tmp_path, slurm):
-    before = signal.getsignal(signal.SIGUSR1)
-    _, trainer = run({}, lambda: Signalled(no_dropout()), 6, default_root_dir=tmp_path)
-    assert isinstance(trainer._accelerator_connector.cluster_environment, SLURMEnvironment)
-    assert slurm == [["scontrol", "requeue", "1234"]]
-    assert [path.name for path in tmp_path.iterdir()] == ["hpc_ckpt_1.ckpt"]
-    assert signal.getsignal(signal.SIGUSR1) == before
-    resumed, trainer = run({}, lambda: Task(no_dropout()), 6, default_root_dir=tmp_path)
-    assert trainer.global_step == 6 and len(resumed.losses) == 3
 
 
 @pytest.mark.parametrize("environment", RANKS)

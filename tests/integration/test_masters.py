@@ -154,55 +154,6 @@ def test_assigned_gradients_are_those_that_count(precision, options):
     assert_close(ours, run(Surgery, "auto", precision="32-true")[0], precision)
 
 
-@on_cpu
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize("first", [True, False])
-def test_create_graph_keeps_the_graph(first):
-    class Graph(Task):
-        automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            if not first:
-                self.manual_backward(self.loss(batch))
-            self.loss(batch).backward(create_graph=True)
-            grad = self.model.head.weight.grad
-            assert grad.requires_grad
-            (second,) = torch.autograd.grad(grad.float().square().sum(), self.model.head.weight)
-            assert second.any()
-            self.optimizers().step()
-            self.optimizers().zero_grad()
-            self.grad = grad.detach().float()
-
-    ours, plain = (
-        run(lambda: Graph(model(), scheduler=False), each, 1)[0] for each in ({"activation_offload": False}, "auto")
-    )
-    torch.testing.assert_close(ours.grad, plain.grad, rtol=0.02, atol=1e-4)
-
-
-@on_cpu  # gradients of separate masters become dense
-def test_sparse_gradients_are_left_to_the_users_optimizer():
-    class Sparse(Task):
-        automatic_optimization = False
-
-        def __init__(self):
-            super().__init__(nn.Sequential(nn.Embedding(37, 16, sparse=True), nn.Linear(16, 37)))
-
-        def configure_optimizers(self):
-            dense = torch.optim.SGD(self.model[1].parameters(), lr=0.1)
-            return [dense, torch.optim.SparseAdam(list(self.model[0].parameters()), lr=0.1)]
-
-        def training_step(self, batch, batch_idx):
-            loss = self.loss(batch)
-            self.record(loss)
-            self.manual_backward(loss)
-            for optimizer in self.optimizers():
-                optimizer.step()
-                optimizer.zero_grad()
-
-    ours, plain = (run(Sparse, each, precision="32-true")[0] for each in ({}, "auto"))
-    assert ours.losses == plain.losses
-
-
 # -- writes to weights -------------------------------------------------------------------------------------------------
 
 
@@ -238,31 +189,6 @@ def test_writes_through_data_count_for_all_parameters(precision, options):
 
 
 # -- objects of the user -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("precision", "options"), [("32-true", {}), ("bf16-true", SEPARATE[0])], ids=str)
-def test_users_own_reference_steps_the_same_optimizer(precision, options):
-    class Own(Task):
-        automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            self.own.zero_grad()
-            loss = self.loss(batch)
-            self.record(loss)
-            self.manual_backward(loss)
-            self.own.step()
-
-        def configure_optimizers(self):
-            self.own = torch.optim.AdamW(self.parameters(), lr=1e-2)
-            return self.own
-
-    # Lightning does not count steps that it does not see, so batches limit the run
-    given = {"steps": -1, "max_epochs": 1, "limit_train_batches": 4}
-    ours, plain = (
-        run(lambda: Own(model()), each, precision=own, **given)[0]
-        for each, own in ((options, precision), ("auto", "32-true"))
-    )
-    assert_close(ours, plain, precision)
 
 
 # -- split masters train as float32 masters do -------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import csv
 import gc
 import html
-import itertools
 import json
 import pickle
 import pickletools
@@ -21,13 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
 from lightning_cxl import CXLFabricStrategy, timing
-from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.optim.cpu_adam import AdamStep
-from lightning_cxl.run.report_page import Report
-from lightning_cxl.run.session import Session
-from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.text import format_bytes
-from tests import training_device
 from tests.integration import accelerate_loop, hf_trainer
 from tests.integration.fabric_loop import make_fabric
 from tests.integration.training import offload, run
@@ -64,12 +58,6 @@ def test_lightnings_loggers_get_numbers_of_the_steps_between_two_lines(tmp_path)
     assert 0.5 * (timing.totals()["h2d_bytes"] - before) < copied <= timing.totals()["h2d_bytes"] - before
     streamed = trainer.strategy.report()["streamed"]
     assert timing.totals()["h2d_bytes"] - before >= streamed["num_fetches"] * streamed["host_bytes"] / 3
-
-
-def test_a_trainer_that_never_logs_gets_none(tmp_path):
-    given = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 0, "enable_checkpointing": True}
-    _, trainer = run({}, lambda: Task(TinyTransformer(dropout=0.0)), 2, **given)
-    assert trainer.global_step == 2
 
 
 def test_a_buffer_that_is_collected_while_totals_are_read_counts_itself():
@@ -175,30 +163,6 @@ def test_fabrics_strategy_returns_them():
     assert fabric.strategy.metrics() == {}, "of no run"
 
 
-def test_a_session_that_trains_again_counts_from_there():
-    session = Session()
-    for num_steps in (3, 1):
-        loop = UserLoop(session, training_device.current, Loop())
-        model = TinyTransformer()
-        (optimizer,) = loop.prepare(model, [torch.optim.AdamW(model.parameters())])
-        for batch in list(token_data())[:num_steps]:
-            with loop.backward():
-                accelerate_loop.loss_of(model, [each.to(training_device.current) for each in batch]).backward()
-            optimizer.step()
-        assert session.metrics()["cxl/step_s"] > 0
-        loop.close()
-
-
-def test_the_page_stays_that_of_the_training_when_it_validates_afterwards(tmp_path):
-    _, trainer = run({"report": str(tmp_path)}, lambda: Task(TinyTransformer(dropout=0.0)), 4)
-    page = (tmp_path / "run.html").read_text()
-    trainer.strategy.teardown()
-    trainer.strategy.report().save(tmp_path / "again.html")
-    assert ["step_s"] in [row[:1] for row in rows_of((tmp_path / "again.html").read_text())]
-    trainer.validate(trainer.lightning_module, token_data(2), verbose=False)
-    assert (tmp_path / "run.html").read_text() == page
-
-
 def test_torchs_profiler_shows_what_a_step_does():
     threads = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=threads) as profiler:
@@ -236,33 +200,6 @@ def test_a_page_about_the_run_has_the_numbers_of_its_report(tmp_path):
     check_snapshot((tmp_path / "pages/run.memory.pickle").read_bytes(), report)
 
 
-@pytest.mark.usefixtures("device_apart")
-def test_a_page_shows_when_the_device_computed_and_copied(tmp_path):
-    training_device.make_late("copies and kernels")
-    options = {"report": str(tmp_path), "on_overflow": "ignore"}
-    run(options, lambda: Task(TinyTransformer(depth=6, dropout=0.0)), 4)
-    events = json.loads((tmp_path / "run.trace.json").read_text())["traceEvents"]
-    lanes = {name: [each for each in events if each["tid"] == f"device: {name}"] for name in LANES}
-    blocks = [f"{phase} of model.blocks.{index}" for phase in ("forward", "recompute") for index in range(6)]
-    for name, at_least in zip(
-        LANES, (12, 9, 6), strict=True
-    ):  # the last three units of a forward stay for the backward
-        each = sorted((each["ts"], each["ts"] + each["dur"]) for each in lanes[name])
-        assert len(each) >= at_least and all(a[1] <= b[0] + 1 for a, b in itertools.pairwise(each)), (
-            "one after the other"
-        )
-    computed = {each["name"]: each for each in lanes["computing"]}
-    assert computed.keys() >= set(blocks) and all(each["dur"] > 1e3 for each in computed.values()), "kernels of 0.1 ms"
-    assert all(each["dur"] > 900 for name in LANES[1:] for each in lanes[name]), "copies of 1 ms"
-    begin, end = (f(each["ts"] for each in computed.values()) for f in (min, max))
-    during = [each for each in lanes["copies to it"] if begin < each["ts"] < end]
-    assert during and computed["forward of model.blocks.1"]["ts"] > computed["forward of model.blocks.0"]["ts"]
-    assert "<text" in (page := (tmp_path / "run.html").read_text()) and all(
-        f">device: {name}<" in page for name in LANES
-    )
-
-
-LANES = ("computing", "copies to it", "copies to the host")
 READ_BY_THE_PAGE = {
     *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "BININT", "BININT1", "BININT2", "LONG1"),
     *("EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "APPEND", "APPENDS", "SHORT_BINUNICODE", "BINUNICODE"),
@@ -307,15 +244,3 @@ def test_a_page_can_be_written_at_any_time_and_a_folder_that_cannot_be_written_e
     assert ["step_s"] in [row[:1] for row in rows_of((tmp_path / "page.html").read_text())]
     fabric.strategy.teardown()
     assert "the report was not written" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("per_step", "limit"),
-    [
-        ({"step_s": 2.0, "stall_update_s": 0.05}, "Nothing of the offload"),
-        ({"step_s": 2.0, "stall_update_s": 0.5, "stall_ssd_s": 0.2}, "update on the host limits"),
-        ({"step_s": 2.0, "stall_update_s": 0.5, "stall_ssd_s": 0.7}, "Drives limit the step"),
-    ],
-)
-def test_a_page_says_what_limits_the_step(per_step, limit):
-    assert limit in Report({}, per_step, [], [])._limit()

@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
-from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, SequentialLR, StepLR
 
 import lightning_cxl
@@ -73,14 +72,6 @@ def test_keywords_arrive_and_what_is_returned_comes_back(how):
         assert factor == expected
         assert loss == reference if how == "keyword" else loss.item() == pytest.approx(reference.item())
     assert ours.losses == pytest.approx(plain.losses, rel=1e-5) and len(ours.returned) == 3
-
-
-@pytest.mark.parametrize(("make", "options"), every_value([torch.optim.AdamW, torch.optim.SGD], [{}, EXACT]), ids=str)
-def test_torchs_own_steps_return_the_loss_and_refuse_keywords(options, make):
-    module = stepped(options, "closure", make)
-    assert [loss.item() for loss in module.returned] == module.losses
-    with pytest.raises(TypeError, match="factor"):
-        stepped(options, "closure and keyword", make)
 
 
 # -- Muon: the device orthogonalises -----------------------------------------------------------------------------------
@@ -202,34 +193,6 @@ def test_the_second_fit_goes_on_with_the_same_optimizer_and_scheduler(optimizer,
     assert held == {id(p) for p in ours.parameters()}, "the user's object holds the model's own parameters again"
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize("fails", [False, True])
-def test_after_a_run_the_scheduler_drives_the_users_own_optimizer(fails):
-    class Failing(Once):
-        def training_step(self, batch, batch_idx):
-            if fails:
-                raise RuntimeError("out of luck")
-            return super().training_step(batch, batch_idx)
-
-    module = Failing("sequential")
-    before = vars(module.own)["step"]  # the scheduler's wrapper
-    if fails:
-        with pytest.raises(RuntimeError, match="out of luck"):
-            run({}, module, 2)
-    else:
-        _, trainer = run({}, module, 2)
-        assert trainer.optimizers[0] is not module.own
-    for scheduler in (module.own_scheduler, *module.own_scheduler._schedulers):
-        assert scheduler.optimizer is module.own
-    assert vars(module.own)["step"] is before
-    if not fails:  # they go on by hand, together with the optimizer of the run
-        rate = module.own.param_groups[0]["lr"]
-        module.loss(next(iter(token_data()))).backward()
-        module.own.step()
-        module.own_scheduler.step()
-        assert trainer.optimizers[0].param_groups[0]["lr"] == module.own.param_groups[0]["lr"] != rate
-
-
 # -- parameters that join later ----------------------------------------------------------------------------------------
 
 
@@ -336,33 +299,6 @@ def test_parameters_that_join_are_trained_and_saved(tmp_path, way, options):
         assert ours.kinds == {AwaitedParams}, "whoever reads them waits for updates that run behind"
 
 
-@on_cpu
-def test_a_parameter_that_the_model_does_not_have(tmp_path):
-    """It is trained, saved in its place, and found by its place again."""
-
-    class Extra(Trainable):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.extra = [nn.Parameter(torch.zeros(37)), nn.Parameter(torch.zeros(37))]  # a list: not registered
-
-        def loss(self, batch):
-            x, y = batch
-            return nn.functional.cross_entropy((self.model(x) + sum(self.extra)).flatten(0, -2), y.flatten())
-
-        def configure_optimizers(self):
-            optimizer = super().configure_optimizers()
-            optimizer.param_groups[0]["params"] += self.extra
-            return optimizer
-
-    module, trainer = epochs({}, [ModelCheckpoint(tmp_path)], 1, task=Extra)
-    assert all(p.abs().sum() > 0 for p in module.extra)
-    trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]})
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
-    assert saved["lightning_cxl"]["optimizer_param_names"] == [None], "two have no name: their order counts"
-    assert len(saved["optimizer_states"][0]["param_groups"]) == 2
-
-
 # -- not torch's Adam: state moves, closures and lists of parameters are theirs ----------------------------------------
 
 
@@ -389,29 +325,6 @@ def assert_weights_as_plain(options, make_model, make, data):
 )
 def test_state_keeps_its_strides_when_it_moves(make):
     assert_weights_as_plain(EXACT, TinyConvNet, make, image_data())  # its weights are channels-last
-
-
-class Flat(torch.optim.SGD):
-    """Keeps momentum of all parameters in one buffer, which it multiplies as a whole."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            loss = closure()
-        parameters = self.param_groups[0]["params"]
-        if not self.state:
-            self.flat = torch.zeros(sum(p.numel() for p in parameters))
-            for p, part in zip(parameters, self.flat.split([p.numel() for p in parameters]), strict=True):
-                self.state[p]["momentum"] = part.view_as(p)
-        self.flat.mul_(0.9)
-        for p in (p for p in parameters if p.grad is not None):
-            p.sub_(self.state[p]["momentum"].add_(p.grad), alpha=0.05)
-        return loss
-
-
-@on_cpu
-def test_state_that_shares_its_storage_stays():
-    assert_weights_as_plain({}, no_dropout, lambda p: Flat(p, lr=0.05), token_data())
 
 
 class Sharpness(torch.optim.Optimizer):

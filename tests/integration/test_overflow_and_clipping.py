@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.plugins import MixedPrecision
 
 import lightning_cxl
 from lightning_cxl import GradientOverflowError
@@ -205,12 +205,6 @@ class StepHook(Recording):
         return made
 
 
-class OnTheObject(Recording):
-    def __init__(self, model):
-        super().__init__(model)
-        self.on_before_optimizer_step = lambda optimizer: None
-
-
 class Configured(Recording):
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -224,13 +218,10 @@ def with_hook(name, base=Recording):
 BeforeStep = with_hook("on_before_optimizer_step")
 LOOKS = {
     "on_before_optimizer_step": (BeforeStep, []),
-    "on_before_zero_grad": (with_hook("on_before_zero_grad"), []),
     "on_train_batch_end": (with_hook("on_train_batch_end"), []),
     "configure_gradient_clipping": (Configured, []),
     "step pre-hook": (StepHook, []),
-    "on the object": (OnTheObject, []),
     "callback": (Recording, [with_hook("on_before_optimizer_step", Callback)()]),
-    "LambdaCallback": (Recording, [LambdaCallback(on_before_optimizer_step=lambda *_: None)]),
 }
 
 
@@ -242,24 +233,6 @@ def test_whoever_may_look_finds_clipped_gradients(who):
     assert module.norm_after == pytest.approx(CLIP, rel=1e-4)
     assert getattr(module, "seen", CLIP) == pytest.approx(CLIP, rel=1e-4)
     assert module.losses == pytest.approx(fit_clipped("auto")[0].losses, rel=1e-6)
-
-
-def test_lightnings_own_callbacks_do_not_look(tmp_path):
-    callbacks = [ModelCheckpoint(tmp_path, every_n_train_steps=3)]
-    assert fit_clipped(callbacks=callbacks, enable_checkpointing=True)[0].deferred
-
-
-@pytest.mark.parametrize("name", ["clip_grad_by_norm", "clip_gradients", "main_params"])
-def test_a_plugins_own_clipping_is_used(name):
-    calls = []
-
-    def method(self, optimizer, *args):
-        calls.append(name)
-        return getattr(Precision, name)(self, optimizer, *args)
-
-    plugin = type("Own", (Precision,), {name: method})()
-    module, _ = fit_clipped(plugins=[plugin])
-    assert len(calls) == 8 and module.norm_after == pytest.approx(CLIP, rel=1e-4)
 
 
 @pytest.mark.parametrize("how", ["class", "LambdaCallback", "late hook"])

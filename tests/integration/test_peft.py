@@ -49,30 +49,6 @@ def test_is_the_plain_run(kind, streams):
     assert len(set(plain[0])) == 5
 
 
-def adapted_experts(kind):
-    """A mixture of experts with more layers than slots; peft registers a parametrization in every forward."""
-    transformers = pytest.importorskip("transformers")
-    model_class = getattr(transformers, f"{kind}ForCausalLM")
-    torch.manual_seed(0)
-    config = model_class.config_class(
-        vocab_size=37, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=6,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_local_experts=4,
-        num_experts_per_tok=2,
-    )  # fmt: skip
-    model = model_class(config).train()
-    names = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **names))
-
-
-@pytest.mark.parametrize("late", ["copies and kernels"], indirect=True)
-@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
-@pytest.mark.full
-def test_adapters_of_experts_are_no_writes_to_weights(late, kind):
-    arguments = {"task": LlamaTask, "steps": 3, "trainer_args": {"accumulate_grad_batches": 2}}
-    plain, ours = (train(lambda: adapted_experts(kind), each, **arguments) for each in ("auto", offload(**EXACT)))
-    assert_identical(plain, ours)
-
-
 def test_frozen_weights_stream_and_have_no_gradients():
     strategy = offload(**EXACT)
     model, _ = run(strategy, trainer_args={"accumulate_grad_batches": 2})

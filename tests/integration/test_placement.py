@@ -12,9 +12,6 @@ from lightning_cxl import ConfigError, residency
 from lightning_cxl.errors import TierFullError, UnsupportedError
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.policies import POLICIES, Decision
-from lightning_cxl.run import run as runs
-from lightning_cxl.run.run import place_model
-from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.training import EXACT, assert_same_weights, make_trainer, offload
 from tests.models import Block, Task, TinyTransformer, token_data
 
@@ -154,33 +151,6 @@ def test_views_of_one_storage_are_left_together():
     assert any("shared storage" in note for note in module.report["notes"])
 
 
-def test_zero_size_parameters_train():
-    class WithEmpty(TinyTransformer):
-        def __init__(self):
-            super().__init__()
-            self.nothing = nn.Parameter(torch.empty(0, 32))
-
-        def forward(self, tokens):
-            return super().forward(tokens) + self.nothing.sum()
-
-    module = run("cxl_offload", WithEmpty())
-    assert module.model.nothing.shape == (0, 32)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_weights_that_are_made_in_configure_model_take_what_was_planned(tied):
-    class MadeLate(LlamaTask):
-        def configure_model(self):
-            if self.model is None:
-                self.model = tiny_llama(vocab_size=4000, tie_word_embeddings=tied)
-
-    trainer = make_trainer(offload(), max_steps=1)
-    trainer.fit(MadeLate(None), token_data())
-    report = trainer.strategy.report()
-    planned, peak = (sum(report[f"{kind}_roles"]["compute_weights"].values()) for kind in ("planned", "peak"))
-    assert planned == pytest.approx(peak, rel=1e-3), "tied weights were placed twice for a moment"
-
-
 # -- policies that plan a whole run: bytes are where they decide, and losses are the same ------------------------------
 
 SPEEDS = """
@@ -247,33 +217,3 @@ def test_state_of_torchs_own_optimizers_is_planned(optimizer):
     with pytest.raises(TierFullError, match="cannot place"):
         make_trainer(strategy, max_steps=1).fit(module, token_data(1, batch=1, length=8, vocab=512))
     assert all(tier["held_bytes"] == 0 for tier in strategy.report()["tiers"].values())
-
-
-def test_optimizers_are_made_once():
-    calls = []
-
-    class WithMore(Task):
-        def configure_optimizers(self):
-            calls.append(1)
-            return torch.optim.AdamW([*self.parameters(), torch.nn.Parameter(torch.zeros(3))])
-
-    make_trainer(offload(), max_steps=1).fit(WithMore(TinyTransformer()), token_data(1))
-    assert len(calls) == 1
-
-
-def test_optimizers_made_on_parameters_that_are_replaced_are_made_again(monkeypatch):
-    def renew(model, *rest):
-        owner = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
-        owner.weight = torch.nn.Parameter(owner.weight.detach().clone())
-        return place_model(model, *rest)
-
-    monkeypatch.setattr(runs, "place_model", renew)
-    module = Task(TinyTransformer())
-    strategy = offload()
-    weights = {id(p) for p in module.parameters()}
-    make_trainer(strategy, max_steps=1).fit(module, token_data(1))
-    held = {p for group in strategy.optimizers[0].param_groups for p in group["params"]}
-    assert held == set(module.parameters()) and {id(p) for p in held} != weights
-    assert {strategy._session.trained.masters.name_of(p) for p in held} == {
-        name for name, _ in module.named_parameters()
-    }

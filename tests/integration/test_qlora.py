@@ -156,17 +156,6 @@ def test_is_the_run_without_us_on_the_cpu(folder, way, stream):
     assert planned == pytest.approx(peak - unit, rel=0.05)
 
 
-@pytest.mark.on_cpu
-@pytest.mark.parametrize("way", ["nf4, nested", "8 bit"])
-def test_what_belongs_to_a_weight_moves_with_it_where_the_cpu_computes(folder, way):
-    """Weights that were loaded before the run lie in ordinary memory."""
-    model, strategy = theirs(folder, way), offload(**EXACT)
-    result = fit(QLoRA(lambda: model), strategy)
-    assert_identical(plain(folder, way), result)
-    planned, peak = bytes_of_weights(strategy)
-    assert planned == pytest.approx(peak, rel=0.01)
-
-
 def test_a_run_resumes_as_plain_lightning_does_where_the_base_comes_from_its_files(folder, tmp_path):
     """bitsandbytes does not load the scales of 4-bit weights from a state dict."""
 
@@ -241,19 +230,6 @@ def test_frozen_blocks_are_copied_in_once_a_pass_and_never_out(folder, copies):
             assert not any(home.data_ptr() <= address < home.data_ptr() + home.numel() for address in copied_out)
     assert len(frozen) == LAYERS * 7 * 6
     assert all(map(torch.equal, frozen, bytes_of_frozen()))
-
-
-@pytest.mark.on_cpu
-@pytest.mark.parametrize("stream", [False, True])
-def test_evaluation_on_a_cpu_that_repacks_leaves_the_weights_alone(folder, stream, monkeypatch):
-    """As any CPU with AVX-512 BF16 would by itself."""
-    expected = plain(folder, "nf4, nested")
-    monkeypatch.setattr(bnb.nn.modules, "has_avx512bf16", lambda: True)
-    result, _, module = under_us(folder, "nf4, nested", stream_weights=stream)
-    assert_identical(expected, result)
-    layers = [each for each in module.model.modules() if isinstance(each, bnb.nn.Linear4bit)]
-    assert len(layers) == LAYERS * 7
-    assert all(layer.support_avx512bf16_for_cpu and len(layer._forward_hooks) == 0 for layer in layers)
 
 
 @pytest.mark.on_cpu
@@ -344,11 +320,6 @@ def assert_models_train_the_same(folder, kind, way, adapters, **options):
 @pytest.mark.parametrize("case", MODELS_APART)
 def test_models_train_as_without_us(tmp_path, case):
     assert_models_train_the_same(tmp_path, *MODELS_APART[case])
-
-
-def test_a_base_that_peft_has_prepared(tmp_path):
-    prepare = {"prepare": peft.prepare_model_for_kbit_training}
-    assert_models_train_the_same(tmp_path, "Llama", NF4, LAST_TOO | prepare)
 
 
 @pytest.mark.on_cpu

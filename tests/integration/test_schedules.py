@@ -1,8 +1,6 @@
 """Streamed weights and updates behind the device: never a stale weight, whatever users do, and really behind."""
 
 import copy
-import os
-import signal
 import threading
 import time
 from functools import partial
@@ -10,14 +8,11 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch import Callback, callbacks
-from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import lightning_cxl
 from lightning_cxl.errors import ConfigError, GradientOverflowError, UnsupportedError
 from lightning_cxl.gradients import step as updates
-from lightning_cxl.gradients.guard import GradientMeter
 from lightning_cxl.gradients.offload import MAX_STAGED, GradientOffload, HostWorker
 from lightning_cxl.optim.cpu_adam import AdamStep
 from lightning_cxl.run import run as runs
@@ -271,25 +266,6 @@ def test_a_graph_of_before_a_step_is_refused_while_updates_run(gate, part, optio
                 gate.is_open.set()
 
     fit(options, task=GoesBackLater, steps=1)
-
-
-def test_a_forked_process_does_not_wait_for_an_update(gate):
-    ended = []
-
-    class Forks(Callback):
-        def on_train_batch_end(self, trainer, module, *_):
-            child = os.fork()
-            if not child:
-                signal.alarm(20)
-                try:
-                    module.model.norm.weight.detach().sum()
-                finally:
-                    os._exit(0)  # whatever torch says of a device in a forked process
-            ended.append(os.waitpid(child, 0)[1])
-            gate.is_open.set()
-
-    fit({}, callbacks=[Forks()], steps=1)
-    assert ended == [0], "the child waited until it was ended"
 
 
 @slow_updates
@@ -658,38 +634,6 @@ def test_a_step_returns_while_its_updates_run(gate):
     assert not opens.was_open and gate.num_waiting == 6, "three blocks, embedding, norm, head"
 
 
-class HoldsUpdates(Task):
-    """Lets no update run from a forward to the next step's, and logs as users do."""
-
-    flops_per_batch = 1  # for `ThroughputMonitor`
-
-    def training_step(self, batch, batch_idx):
-        self.gate.is_open.set()
-        loss = super().training_step(batch, batch_idx)
-        self.gate.is_open.clear()  # the forward has waited for all updates
-        self.log("loss", loss, prog_bar=True)
-        return loss
-
-    def on_train_epoch_end(self):
-        self.gate.is_open.set()
-
-
-@pytest.mark.parametrize(
-    "callback",
-    [
-        callbacks.LearningRateMonitor, lambda: callbacks.TQDMProgressBar(refresh_rate=1),
-        lambda: callbacks.ThroughputMonitor(batch_size_fn=len), lambda: callbacks.EarlyStopping("loss"),
-        lambda: callbacks.ModelCheckpoint(every_n_train_steps=1000), lightning_cxl.OffloadProgressBar,
-    ],
-)  # fmt: skip
-def test_callbacks_of_lightning_cost_no_wait(tmp_path, gate, callback):
-    HoldsUpdates.gate, made = gate, callback()
-    given = {"enable_progress_bar": True} if isinstance(made, callbacks.ProgressBar) else {}
-    given |= {"enable_checkpointing": True} if isinstance(made, callbacks.ModelCheckpoint) else {}
-    fit(IGNORE, task=HoldsUpdates, callbacks=[made], logger=CSVLogger(tmp_path), log_every_n_steps=1, steps=3, **given)
-    assert gate.num_waiting >= 3 * 3
-
-
 @pytest.mark.parametrize("options", [IGNORE, ERROR], ids=str)
 def test_updates_run_behind_the_backward(gate, options):
     class Opens(TinyTransformer):
@@ -741,14 +685,6 @@ def test_a_bad_gradient_that_is_seen_after_other_updates_ends_the_run():
     task = BreaksInBlockOne(TinyTransformer(twice=True))
     with pytest.raises(GradientOverflowError, match="in the middle of a step of AdamW that has changed weights"):
         run(ERROR, task, 5)
-
-
-@pytest.mark.parametrize(("options", "measures"), [(IGNORE, False), (ERROR, True), ({}, True)], ids=str)
-def test_gradients_are_measured_only_where_somebody_asks(monkeypatch, options, measures):
-    measured, sums = [], GradientMeter.sums
-    monkeypatch.setattr(GradientMeter, "sums", lambda self, grads: (measured.append(len(grads)), sums(self, grads))[1])
-    fit(options, steps=1)
-    assert any(measured) is measures
 
 
 def sum_of_one(optimizer, *_):

@@ -13,13 +13,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_cxl import empty_weights, load_weights, save_weights
-from lightning_cxl.errors import LightningCXLWarning, SpillWarning, StorageError, TierFullError
-from lightning_cxl.inventory.tensors import NUM_WEIGHT_SLOTS, PlannedRecord
-from lightning_cxl.machine.speeds import MachineSsd
+from lightning_cxl.errors import SpillWarning, StorageError, TierFullError
 from lightning_cxl.memory.host_memory import HeapTrimmer
-from lightning_cxl.run import run as runs
 from lightning_cxl.run.session import format_report
-from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.storage import store
 from lightning_cxl.storage.drive import System
 from lightning_cxl.storage.store import Store
@@ -143,11 +139,6 @@ WAYS = {
 @pytest.mark.parametrize("way", others_full(WAYS, ["8bit", "inputs, accumulated", "inputs, dropout"]))
 def test_every_way_to_train_gives_the_same(tmp_path, way):
     both(tmp_path, **WAYS[way])
-
-
-def test_weights_of_another_optimizer_stay_in_memory(tmp_path):
-    with pytest.warns(LightningCXLWarning, match=r"no weights lie on tier `ssd`: rule '\*' asks for ssd, and only"):
-        both(tmp_path, bfloat16_four, WEIGHTS, optimizer="sgd")
 
 
 @pytest.mark.parametrize("in_backward", [True, False])
@@ -407,35 +398,6 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     small, large = in_a_process(bytes_of_weights_and_peaks, tmp_path)
     # weights, state and gradients would be four times as much as the weights; objects of Python are some 0.3 MB a block
     assert large[1] - small[1] < 0.3 * (large[0] - small[0]), (small, large)
-
-
-def test_a_run_takes_the_bytes_that_were_planned(tmp_path, monkeypatch):
-    class Norms(Part):
-        """Trains little of each block, as adapters do, and saves while it trains."""
-
-        def is_trained(self, name):
-            return "layernorm" in name
-
-        def on_train_batch_end(self, *args):
-            self.trainer.save_checkpoint(tmp_path / "saved.ckpt")
-
-    records: list[PlannedRecord] = []
-
-    def noted(options, budget_bytes, planned, *args):
-        records.extend(planned)
-        return StateOnSsd(options, budget_bytes, planned, *args)
-
-    monkeypatch.setattr(runs, "StateOnSsd", noted)
-    paths = [str(tmp_path / f"ssd{drive}") for drive in range(3)]
-    strategy = on_ssd(paths[0], ssd={"path": paths, "checkpoint": "reference"})
-    run(strategy, lambda: Norms(tiny_four()), 3)
-    report = strategy.report()
-    ssd = MachineSsd(capacity_bytes=0, versions=2, num_drives=3)
-    assert report["tiers"]["ssd"]["peak_bytes"] == sum(each.stored_bytes(ssd) for each in records)
-    staging = report["planned_roles"]["staging"]
-    assert sum(staging.values()) >= NUM_WEIGHT_SLOTS * max(each.nbytes_on(3) for each in records)
-    for tier, nbytes in report["peak_roles"]["staging"].items():
-        assert nbytes <= staging[tier]
 
 
 @pytest.mark.parametrize("on_tier_full", ["spill", "error"])

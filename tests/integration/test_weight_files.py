@@ -6,7 +6,7 @@ import transformers as tf
 from lightning.pytorch import LightningModule
 
 import lightning_cxl
-from lightning_cxl import ConfigError, residency
+from lightning_cxl import residency
 from tests.integration.training import make_trainer, offload, run
 from tests.models import TINY_LLAMA, Task, TinyTransformer, token_data
 
@@ -111,17 +111,3 @@ def test_weights_loaded_in_a_run_are_what_trains_next(tmp_path):
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_model_without_values_is_refused_by_name_and_leaves_nothing(tmp_path):
-    class Lazy(Language):
-        def configure_model(self):
-            with lightning_cxl.empty_weights():
-                self.model = tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))
-
-    trainer = make_trainer("cxl_offload", max_steps=1)
-    with pytest.raises(
-        ConfigError, match=r"tensors of Lazy are on the meta device.*`model\.model\.embed_tokens\.weight`"
-    ):
-        trainer.fit(Lazy(None), token_data())
-    assert not trainer.strategy._session.run

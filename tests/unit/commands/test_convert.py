@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 import lightning_cxl
-from lightning_cxl import __main__ as front
 from lightning_cxl.commands.convert import convert, main
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.errors import ConfigError
@@ -113,16 +112,6 @@ def test_what_is_printed_is_taken_by_every_front_end(name, tmp_path, monkeypatch
         if variable.startswith("LIGHTNING_CXL_"):
             monkeypatch.setenv(*variable.split("=", 1))
     assert OffloadConfig.resolve()[0] == made.config
-
-
-def test_the_command_line_of_lightning_reads_it(tmp_path, monkeypatch, capsys):
-    given, _, _ = FILES["transformers, drives"]
-    path = tmp_path / "run.yaml"
-    path.write_text(shown(given, tmp_path, capsys))
-    monkeypatch.setattr("sys.argv", ["lightning_cxl", "fit", "--config", str(path), "--print_config"])
-    with pytest.raises(SystemExit) as end:
-        front.main()
-    assert not end.value.code and "- /local_nvme" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("old", [{"cpu_offload_param": True}, {"offload_param": {"device": "auto"}}])

@@ -45,16 +45,6 @@ def test_report_and_text_of_a_machine_with_two_cards():
         assert shown in text
 
 
-def test_card_outside_the_cpuset_or_movable(machine):
-    memory = {"sys/devices/system/node/has_normal_memory": "0\n", "proc/self/status": "Mems_allowed_list:\t0-1\n"}
-    report = environment_report(machine("3node", memory))
-    assert [node["allowed"] for node in report["nodes"]] == [True, True, False]
-    movable, outside = report["advice"][:2]
-    assert "Node 1 is online as movable memory" in movable and "--no-movable" in movable
-    assert "Node 2 (1007.0 MiB) is outside this process's cpuset" in outside
-    assert "zone movable" in format_environment(report) and "allowed False" in format_environment(report)
-
-
 @pytest.mark.parametrize(
     ("section", "values", "message"),
     [

@@ -9,7 +9,6 @@ import pytest
 from lightning_cxl.commands import plan as command
 from lightning_cxl.commands.plan import main
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.policies import POLICIES
 from tests.integration.llama import tiny_llama
@@ -114,20 +113,6 @@ def test_a_job_that_fits(plan):
     assert data["policies"]["dram_only"]["predicted"]["of_dram_only"] == pytest.approx(1)
 
 
-def test_options_change_the_bytes(plan):
-    def roles(*arguments):
-        return plan(*arguments)[2]["roles"]
-
-    base = roles()
-    assert roles("--precision", "32-true")["compute_weights"] == 2 * base["compute_weights"]
-    assert roles("--state", "8bit")["momentum"] < 0.6 * base["momentum"]
-    assert roles("--master", "fp32")["master_weights"] > 1.5 * base["master_weights"]
-    assert roles("--seq", "1024")["activations"] == roles("--batch", "2")["activations"] == 2 * base["activations"]
-    assert 2 * base["compute_grads"] <= roles("--accumulate-grad-batches", "2")["compute_grads"]
-    assert "compute_weights" not in roles("--no-stream-weights")
-    assert "activations" not in roles("--no-activation-offload")
-
-
 def test_a_job_that_does_not_fit_the_host_says_what_would(plan, run):
     _, _, data = plan()
     room = f"{sum(data['roles'].values()) // 2 - (8 << 20)}B"
@@ -146,14 +131,6 @@ def test_a_job_that_does_not_fit_the_host_says_what_would(plan, run):
             assert status == 0
             assert (found["host_bytes"], found["device_bytes"]) == (each["host_bytes"], each["device_bytes"])
     assert plan("--seq", "256", dram=room, cxl=room)[0] == 3 or "sequence 256" in ways
-
-
-@pytest.mark.parametrize("is_host", ["false", "true"])
-def test_auto_is_what_a_run_takes(plan, is_host):
-    assert plan("--policy", "auto", is_host=is_host)[2]["policy"] == "bandwidth"
-    data = plan("--policy", "by_role", is_host=is_host)[2]
-    on = {role: set(tiers) for role, tiers in data["policies"]["by_role"]["bytes"].items()}
-    assert on["momentum"] == {"dram0"} and on["compute_weights"] == {"dram0" if is_host == "true" else "cxl0"}
 
 
 @pytest.mark.parametrize(
@@ -193,38 +170,6 @@ def test_state_that_memory_cannot_hold_lies_on_the_tier_ssd(small):
     assert status == 3 and data["ssd"] is None
     assert any("on a drive" in each for each in texts(data))
     assert not any("--ssd" in each["command"] for each in data["what_fits"]), "the machine is that of a file"
-
-
-@pytest.fixture
-def unknown_speeds(run, monkeypatch):
-    """`run` on this machine, whose speeds nobody knows."""
-    asked = []
-    monkeypatch.setattr(command, "machine_of", lambda topology, device: asked.append(device))
-    monkeypatch.setattr(command, "devices_apart", lambda: [])
-
-    def plan(*arguments, topology):
-        monkeypatch.setattr(command.Topology, "detect", lambda: topology)
-        return run(*arguments)
-
-    yield plan
-    assert set(asked) == {"cpu"}
-
-
-def test_bytes_are_planned_with_what_is_free_where_speeds_are_not_known(unknown_speeds):
-    status, text, data = unknown_speeds(topology=Topology.fake(("1GiB",), ("2GiB", "3GiB")))
-    assert [tier["capacity_bytes"] >> 30 for tier in data["machine"]["tiers"].values()] == [1, 5]
-    assert data["host_bytes"] + data["host_bytes_left"] == 6 << 30
-    assert status == 0 and data["fits"] and data["policy"] == "by_role"
-    assert text.count("calibrate") == 1 and not any(word in text for word in ("TFLOP", "tokens/s", "step s"))
-    assert data["predicted_dram_only_seconds"] is data["machine"]["device"]["flops"] is None
-    assert {name for name, each in data["policies"].items() if each["needs_speeds"]} == {"bandwidth"}
-    for name, each in data["policies"].items():
-        assert each["predicted"] is None
-        assert each["fits"] is (None if name == "bandwidth" else True)
-        held = sum(sum(tiers.values()) for tiers in each["bytes"].values())
-        assert name == "bandwidth" or held == pytest.approx(sum(data["roles"].values()), abs=20)
-    with pytest.raises(ConfigError, match=r"'bandwidth' needs the speeds.*calibrate"):
-        unknown_speeds("--policy", "bandwidth", topology=Topology.fake())
 
 
 def test_state_is_held_once_by_all_ranks_of_a_machine_and_inputs_by_each(ranks):

@@ -216,32 +216,12 @@ def test_what_a_script_lacks_is_said_before_anything_is_compared(tmp_path, on_de
 @pytest.mark.parametrize(
     ("change", "options", "differs"),
     [
-        ({"more": "import argparse; argparse.ArgumentParser().parse_args()"}, [], None),
-        ({"more": "torch.set_default_dtype(torch.float64)"}, [], None),
         (
             {
                 "batch": "from collections import UserDict\ndef batch(number): return UserDict(input=torch.rand(3, 2))",
                 "loss": "def loss(model, batch): return model(**batch).sum()",
             },
             ["--precision", "bf16-true"],
-            None,
-        ),
-        (
-            {
-                "model": "class Model(nn.Sequential):\n    def training_step(self, batch): return self(batch).sum()\n"
-                "def model(): return Model(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2)))",
-                "loss": "",
-            },
-            [],
-            None,
-        ),
-        (
-            {
-                "model": "class Model(nn.Sequential):\n    def forward(self, x): return super().forward(x).sum()\n"
-                "def model(): return Model(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2)))",
-                "loss": "loss = nn.MSELoss()",
-            },
-            [],
             None,
         ),
         (
@@ -253,16 +233,13 @@ def test_what_a_script_lacks_is_said_before_anything_is_compared(tmp_path, on_de
             ("resumed in the middle", "skipped", r"not the same without offload, too; .*micro-batch 4: loss"),
         ),
     ],
-    ids=["parses options", "default dtype", "no pytree", "no batch_idx", "loss is a module", "state of its own"],
+    ids=["no pytree", "state of its own"],
 )
 def test_what_a_script_may_do(tmp_path, on_device, capsys, change, options, differs):
     file = tmp_path / "file.py"
     file.write_text("\n".join((GOOD | change).values()) + "\nprint('hello')")
-    try:
-        assert verify.main(["--script", str(file), "--json", "-", *options]) == 0
-    finally:
-        torch.set_default_dtype(torch.float32)
-        sys.modules.pop("lightning_cxl_script", None)
+    assert verify.main(["--script", str(file), "--json", "-", *options]) == 0
+    sys.modules.pop("lightning_cxl_script", None)
     said = capsys.readouterr()
     assert said.err.startswith("hello\n")
     ending = "all is equal" if differs is None else "all that was compared is equal; 1 was skipped"
@@ -275,30 +252,9 @@ def test_what_a_script_may_do(tmp_path, on_device, capsys, change, options, diff
     assert {check["verdict"] for check in found.values()} == {"ok", "measured"}
 
 
-def test_a_small_loss_that_differs_is_found(tmp_path, on_device, capsys, monkeypatch):
-    takes_another_rate(monkeypatch)
-    file = tmp_path / "file.py"
-    change = {
-        "batch": "def batch(number): return torch.rand(3, 2) * (1 if number else 300)",
-        "loss": "def loss(model, batch): return model(batch).square().mean()",
-    }
-    file.write_text("\n".join((GOOD | change).values()))
-    assert verify.main(["--script", str(file), "--accumulate-grad-batches", "1"]) == 1
-    assert "WRONG     CPUAdam, updates behind the training: losses differ by" in capsys.readouterr().out
-
-
 def test_a_script_that_is_none_is_refused(tmp_path):
     for path in (tmp_path / "none.py", tmp_path):
         with pytest.raises(ConfigError, match=r"is no Python file\. The file of --script defines model\(\)"):
             verify.main(["--script", str(path)])
     with pytest.raises(SystemExit):
         verify.main(["--script", "a.py", "--model", "gpt2"])
-
-
-def test_a_difference_is_named_where_it_begins():
-    same = [("output of `a`", 1), ("output of `b`", 2)]
-    assert verify.first_difference(same, same) is None
-    assert verify.first_difference([("output of `a`", 1), ("output of `b`", 3)], same) == "output of `b`"
-    assert "was not computed" in verify.first_difference([("output of `c`", 1)], same)
-    assert "1 values" in verify.first_difference(same[:1], same)
-    assert verify.checksum(torch.tensor([0.0])) != verify.checksum(torch.tensor([-0.0]))

@@ -1,14 +1,10 @@
-"""Pools of host memory for weights on SSD: three layouts, against figures of others and against hand-made models."""
+"""Pools of host memory for weights on SSD: three layouts, against figures of others."""
 
-import json
-
-import pools
 import pytest
 from pools import pool_bytes
 from torch import nn
 
 from lightning_cxl.weights.hf import model_on_meta
-from tests.models import TinyTransformer
 
 GIB = 2**30
 
@@ -37,18 +33,3 @@ def test_a_published_model_saves_what_memascend_saves(models, name):
     # ours has room for norms and biases, too
     assert found.shapes < found.units < 1.001 * found.shapes
     assert found.saving(found.units) == pytest.approx(saving, rel=0.01)
-
-
-def test_the_command_prints_and_writes_a_row_for_each_model(monkeypatch, tmp_path, capsys):
-    models = {name: TinyTransformer(depth=depth, tied=name == "tied") for name, depth in (("one", 2), ("tied", 3))}
-    monkeypatch.setattr(pools, "model_on_meta", models.get)
-    target = tmp_path / "rows.json"
-    pools.main(["--models", "one", "tied", "--in-flight=2", f"--json={target}"])
-    rows = {row["name"]: row["value"] for row in json.loads(target.read_text())["rows"]}
-    one, tied = (pool_bytes(model, in_flight=2) for model in models.values())
-    assert rows["one: largest"] == one.largest / GIB
-    assert rows["tied: units"] == tied.units / GIB
-    mean = (one.saving(one.units) + tied.saving(tied.units)) / 2
-    assert rows["mean saving of units"] == pytest.approx(mean)
-    shown = capsys.readouterr().out
-    assert f"{mean:.2%}" in shown and "2 of the units in flight" in shown

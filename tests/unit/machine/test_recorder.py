@@ -83,27 +83,6 @@ def test_a_training_that_ends_leaves_nothing(folder, end):
     assert recorder.last() == "no training of this user on this machine was killed"
 
 
-def test_a_training_in_another_container_that_shares_the_folder_goes_on(folder):
-    """Its process has another number here, or none."""
-    with begin(WAITS, folder, "unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child") as child:
-        if not child.stdout.readline():
-            pytest.skip("no process namespace can be made")
-        time.sleep(0.3)
-        assert recorder.killed() == [] and len(list(folder.iterdir())) == 1
-        child.kill()
-    deadline = time.monotonic() + 5
-    while not (texts := recorder.killed()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert "was killed at" in texts[0]
-
-
-def test_a_long_command_fits(folder, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["模" * 4000])
-    running = recorder.start(recorder.Topology.detect(), memory.stats, list)
-    assert running is not None
-    running.close()
-
-
 def test_a_disk_that_takes_nothing_ends_nothing(folder, monkeypatch, recwarn):
     running = recorder.start(recorder.Topology.detect(), memory.stats, list)
 
@@ -123,14 +102,6 @@ def test_files_that_say_nothing_are_passed_over(folder, damage):
     (folder / "run-a").write_bytes(damage)
     assert recorder.killed() == []
     assert list(folder.iterdir()) == []
-
-
-def test_nothing_is_recorded_where_the_folder_cannot_be_used(monkeypatch, caplog):
-    def refuse():
-        raise PermissionError("no")
-
-    monkeypatch.setattr(recorder, "_folder", refuse)
-    assert recorder.start(recorder.Topology.detect(), memory.stats, list) is None
 
 
 def test_a_fork_leaves_the_file_to_its_parent(folder):

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_cxl.config import SsdOptions
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, TierNotFoundError
 from lightning_cxl.machine import speeds
 from lightning_cxl.machine.speeds import load_calibration, load_machine, machine_of, save_calibration
@@ -84,11 +83,7 @@ def test_every_field_comes_back_from_a_file(tmp_path):
     [
         ("name: small", "nam: small", "the file has the unknown key 'nam'; its keys are: name, tiers, device, cache"),
         ("    kind: dram\n", "", "tier 1 of 1 lacks kind; its keys are: name, kind, capacity_bytes"),
-        ("kind: dram", "kind: tape", "tier 1 of 1: kind must be one of gpu, dram, cxl, ssd, got 'tape'"),
-        ("8GiB", "8 apples", "tier 1 of 1: capacity_bytes: cannot read '8 apples' as a size"),
         ("40 GB/s", "fast", "tier 1 of 1: adam_bytes_per_s must be a number of bytes per second, or text such as"),
-        ("40 GB/s", "0 GB/s", "tier 1 of 1: adam_bytes_per_s must be positive, got 0.0"),
-        ("kind: dram", "kind: dram\n    backed_by: cxl", "the file: there is no tier 'cxl'; machine `small` has"),
         ("kind: dram", "kind: ssd", "has the tier 'ssd' among `tiers`, which are memory: describe it under `ssd`"),
         ("device:", "links: 5\ndevice:", "the file: links must map devices_per_port, port_bytes_per_s, peer_bytes"),
     ],
@@ -250,29 +245,3 @@ def test_nothing_is_guessed(machine, written, missing):
     assert speeds.tier_speeds(topology.tier("cxl"), None).origin == "unknown"
     fields = "adam_bytes_per_s: 1, device_read_bytes_per_s: 2, device_write_bytes_per_s: 3"
     assert machine_of(topology, file=written(f"tiers: [{{name: cxl, {fields}}}]")).tier("cxl").adam_bytes_per_s == 1
-
-
-@pytest.fixture
-def on_drives(two_nodes, monkeypatch, tmp_path):
-    """Return ``on_drives(["drive1/a"], {"drive1/a": (read, written)})``: a machine with the tier ssd in some folders.
-
-    Each folder's parent is a drive of its own; other options are those of the tier.
-    """
-    for folder in ("drive1/a", "drive1/b", "drive2/c"):
-        (tmp_path / folder).mkdir(parents=True)
-    monkeypatch.setattr("lightning_cxl.machine.speeds.drive_of", lambda folder: str(folder).split("/drive")[1][0])
-
-    def make(paths, measured, **options):
-        ssds = tuple(
-            speeds.SsdSpeeds(
-                folder=str(tmp_path / folder), read_bytes_per_s=read, write_bytes_per_s=written, direct=True
-            )
-            for folder, (read, written) in measured.items()
-        )
-        save_calibration(replace(CALIBRATION, ssds=ssds), two_nodes, [])
-        return two_nodes.with_ssd(SsdOptions(tuple(tmp_path / path for path in paths), 1 << 40, **options))
-
-    return make
-
-
-A, B, C = "drive1/a", "drive1/b", "drive2/c"

@@ -113,19 +113,6 @@ def test_instance_mark_survives_copies_and_does_not_leak_to_the_class():
     assert set(module.state_dict()) == {"weight", "bias"}
 
 
-def test_lightning_cli_reads_the_arguments_of_decorated_classes_and_subclasses():
-    class Sub(Block):
-        def __init__(self, depth: int, **kwargs) -> None:
-            super().__init__(**kwargs)
-
-    jsonargparse = pytest.importorskip("jsonargparse")
-    parser = jsonargparse.ArgumentParser()
-    parser.add_class_arguments(Sub, "model")
-    arguments = parser.parse_args(["--model.depth=3", "--model.width=2"])
-    assert arguments.model.as_dict() == {"depth": 3, "width": 2, "bias": True}
-    assert Sub(**arguments.model.as_dict()).seen == BLOCK
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
@@ -316,8 +303,3 @@ def test_state_that_asks_for_the_tier_ssd_gets_nothing_else_whatever_was_decided
 def test_what_cannot_lie_on_the_tier_ssd_is_refused(role):
     with pytest.raises(UnsupportedError, match=f"tier.all=ssd. asks for {role.value} on tier 'ssd'.*Only optimizer"):
         placer(WITH_SSD).place(role, 1, tier="ssd", source="tier(all=ssd)")
-
-
-def test_a_decorated_module_is_made_in_memory_and_moves_to_the_tier_ssd_later():
-    placed = placer(WITH_SSD).place(TensorRole.COMPUTE_WEIGHTS, 1, spec=TierSpec(weights="ssd"))
-    assert placed == Placement(("cxl", "dram"), reason="home of compute_weights")

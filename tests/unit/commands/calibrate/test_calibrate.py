@@ -10,15 +10,13 @@ import torch
 
 from lightning_cxl.__main__ import main as command
 from lightning_cxl.commands import calibrate
-from lightning_cxl.commands.calibrate import ADAM, READ, WRITE, Options, Sweep, read, update
+from lightning_cxl.commands.calibrate import Options
 from lightning_cxl.config import SsdOptions
 from lightning_cxl.devices import devices_apart
-from lightning_cxl.errors import ConfigError, PinnedMemoryError
+from lightning_cxl.errors import ConfigError
 from lightning_cxl.machine.speeds import load_calibration, load_machine, machine_of, save_calibration
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.host_memory import make_pinner
-from lightning_cxl.memory.resource import NumaResource
-from lightning_cxl.native import _cpu
 from tests import apart
 from tests.fakes import LoggingDeviceEngine
 
@@ -37,40 +35,6 @@ def _short(monkeypatch):
 @pytest.fixture(autouse=True)
 def _no_devices():
     """Here devices are looked up, those of the test."""
-
-
-def test_nodes_are_measured_and_memory_has_the_size_it_should(monkeypatch):
-    sizes = []
-    allocate = calibrate.NumaResource.allocate
-
-    def spy(self, nbytes, **kwargs):
-        sizes.append((self.node_id, nbytes))
-        return allocate(self, nbytes, **kwargs)
-
-    monkeypatch.setattr(calibrate.NumaResource, "allocate", spy)
-    topology = Topology.detect()
-    found = calibrate.measure_nodes(topology, TINY, 0)
-    real = [n for tier in topology.tiers if not tier.emulated for n in tier.node_ids]
-    assert set(found) == {(n, access) for n in real for access in (READ, WRITE, ADAM)}
-    assert sizes == [(n, 1 << 20) for n in real]
-    assert all(figure.value > 1e6 and figure.spread >= 0 for figure in found.values())
-    sizes.clear()
-    calibrate.measure_nodes(topology, TINY, 1 << 20)
-    assert sizes == [(n, 4 << 20) for n in real]  # four times the caches
-
-
-def tensors(*sizes: int) -> list[torch.Tensor]:
-    return [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in sizes]
-
-
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_sweep_moves_the_bytes_and_changes_nothing(num_threads):
-    group, other = tensors(100_003, 100_003, 50_000), tensors(17)
-    before = [tensor.clone() for tensor in (*group, *other)]
-    sweep = Sweep([[read(group[0]), update(group[1]), update(group[2])], [update(other[0])]], num_threads)
-    sweep()
-    assert sweep.isa in _cpu.supported_isas()
-    assert all(torch.equal(now, then) for now, then in zip((*group, *other), before, strict=True))
 
 
 def recorded(monkeypatch, name):
@@ -119,14 +83,6 @@ def engines(on_device):
     yield made
     for engine in made:
         engine.close()
-
-
-def test_without_a_driver_memory_cannot_be_page_locked():
-    """A measurement of pageable memory must not come out instead."""
-    topology = Topology.detect()
-    resource = NumaResource("dram", topology.tiers[0].node_ids[0], topology)
-    with pytest.raises(PinnedMemoryError, match="cannot page-lock"):
-        make_pinner(topology, required=True)(resource).allocate(4096)
 
 
 def test_a_machine_with_devices(engines):

@@ -7,7 +7,6 @@ import accelerate
 import peft
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -219,17 +218,6 @@ def test_weights_are_in_memory_one_at_a_time(base, tmp_path, monkeypatch):
     assert most <= 2
 
 
-def test_an_export_onto_an_earlier_one_is_as_in_a_new_folder(base, tmp_path):
-    path = plain_file(tmp_path / "plain.pt", llama(seed=1))
-    export_checkpoint(path, tmp_path / "out", base=base, max_shard_bytes=20_000)
-    (base / "chat_template.jinja").unlink()
-    export_checkpoint(path, tmp_path / "out", base=base)
-    export_checkpoint(path, tmp_path / "new", base=base)
-    contents = [{each.name: each.read_bytes() for each in (tmp_path / name).iterdir()} for name in ("out", "new")]
-    assert contents[0] == contents[1]
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template is None
-
-
 # -- the command, and what it refuses
 
 
@@ -301,15 +289,6 @@ def test_only_config_and_tokenizer_are_written_whatever_a_checkpoint_names(base,
     assert not any(path.read_bytes() == b"planted" for path in tmp_path.rglob("*.*") if path.is_file())
 
 
-def test_what_a_file_of_the_folder_links_to_stays(base, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "other").write_text("stays")
-    (tmp_path / "out" / "config.json").symlink_to(tmp_path / "other")
-    export_checkpoint(lightning_file(tmp_path / "last.ckpt", llama()), tmp_path / "out", base=base)
-    assert (tmp_path / "other").read_text() == "stays"
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
-
-
 @pytest.mark.parametrize("name", ["{}/planted", "a\\b"])
 def test_an_adapter_whose_name_is_a_path_is_refused(base, tmp_path, name):
     model = adapted(AutoModelForCausalLM.from_pretrained(base))
@@ -353,21 +332,6 @@ def test_quantised_weights_become_the_numbers_that_they_compute_with(tmp_path, k
     exported = export_checkpoint(path, tmp_path / "out", base=tmp_path / "base", **options)
     assert f"{merged}dequantised 14 weights" in " ".join(exported.notes)
     assert_loads_as(tmp_path / "out", plain.merge_and_unload() if adapter else plain)
-
-
-def test_a_quantised_folder_is_a_base_too(tmp_path):
-    """Its config says that it is quantised; the export's does not."""
-    model, plain = quantised("4 bit, nested")
-    plain.save_pretrained(tmp_path / "plain")
-    (tmp_path / "base").mkdir()
-    config = plain.config.to_dict() | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
-    save_file(model.state_dict(), tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
-    trained = adapted(plain)
-    trained.save_pretrained(tmp_path / "adapter")
-    export_checkpoint(tmp_path / "adapter", tmp_path / "out", base=tmp_path / "base")
-    assert_loads_as(tmp_path / "out", trained.merge_and_unload())
-    assert not hasattr(AutoModelForCausalLM.from_pretrained(tmp_path / "out").config, "quantization_config")
 
 
 def test_bytes_without_scales_are_refused(tmp_path):
