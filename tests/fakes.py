@@ -25,12 +25,6 @@ class LoggingDeviceEngine(DeviceEngine):
         return super().h2d(source, destination, after=after)
 
 
-def poison(tensor: torch.Tensor) -> None:
-    """Fill with what no computation survives."""
-    with torch.no_grad():
-        tensor.detach().fill_(float("nan") if tensor.is_floating_point() else 1)
-
-
 class _Chunk(np.ndarray):
     """Bytes that go back to their memory when the last tensor over them dies."""
 

@@ -95,28 +95,6 @@ def test_the_benchmark_of_a_large_model_trains_it_from_its_files(tmp_path):
     assert refused.returncode == 1 and b"memory is enough for this model" in refused.stderr
 
 
-def test_the_overlap_benchmark_writes_rows_a_picture_and_a_trace(tmp_path):
-    rows, picture, trace = (tmp_path / name for name in ("rows.json", "picture.png", "trace.json"))
-    command = [sys.executable, EXAMPLES / "lab" / "overlap.py", "--quick", "--json", rows, "--plot", picture]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "--trace", trace], env=environment, check=True, capture_output=True, text=True, timeout=200
-    )
-    written = json.loads(rows.read_text())
-    assert written["machine"]["threads"] == 1
-    assert all(row["value"] > 0 and (row["goal"] is None) == (row["holds"] is None) for row in written["rows"])
-    names = {(row["name"], row["unit"]) for row in written["rows"]}
-    for mode in ("after", "during"):
-        assert (f"copies, 4 units, compute:transfer 1, update {mode} backward", "x ideal") in names
-        name = f"qwen2.5-7b, 8 x 4096, 20 B/parameter, updates {mode} backward: ours, 2 cards"
-        assert (name, "x DRAM only") in names
-    assert "closed form" in done.stdout
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    events = json.loads(trace.read_text())["traceEvents"]
-    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert lanes == {"compute", "h2d", "d2h", "host step"}
-
-
 def test_the_site_is_built_without_a_warning(tmp_path):
     pytest.importorskip("furo", reason="needs the extra `docs`")
     (command,) = re.findall(r"\$\(BIN\)/python -m (sphinx .*) build/site", (ROOT / "Makefile").read_text())

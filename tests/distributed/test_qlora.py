@@ -2,41 +2,15 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-import peft
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
-from transformers import AutoModelForCausalLM
 
-import lightning_cxl
-from lightning_cxl.commands.export import export_checkpoint
-from lightning_cxl.finetune.export import ExportPretrained
-from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.run.session import Session, cut_for
 from tests.distributed import lightning_runs, training
 from tests.distributed.ranks import RankError, of_rank_0
 from tests.distributed.test_ssd import on_ssd
-from tests.distributed.training import LIMIT, Job, assert_close, assert_same, place, trained_as_by_fsdp, whole
-from tests.integration.llama import tiny_llama
-from tests.integration.test_main_job import LORA, chats_of, make_base
-
-
-def main_job(folder: Path, out: Path, steps: int, save: str) -> dict[str, torch.Tensor]:
-    """Train adapters on all ranks and export them to `out`; return them, whole, by name."""
-    seed_everything(11, verbose=False)
-    model = CausalLM(str(folder), lora=LORA, lr=1e-2, quantization="4bit")
-    trainer = Trainer(
-        accelerator="cpu", devices=place()[1], max_steps=steps, max_epochs=-1, logger=False,
-        callbacks=[ExportPretrained(str(out))],
-        strategy=lightning_cxl.CXLOffloadStrategy(stream_weights=True), enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=1, gradient_clip_val=1.0,
-    )  # fmt: skip
-    trainer.fit(model, chats_of(folder))
-    trainer.save_checkpoint(save)
-    return {name: whole(each) for name, each in model.model.named_parameters() if "lora_" in name}
-
+from tests.distributed.training import Job, assert_close, assert_same, trained_as_by_fsdp
 
 pytest.importorskip("bitsandbytes")
 EVERYTHING = {"*": {"weights": "ssd", "optimizer_state": "ssd"}}
@@ -82,18 +56,6 @@ def test_where_what_is_cut_lies_changes_nothing(ranks, tmp_path):
     for mine, other in zip(ours, others, strict=True):
         used, before = (each.report["roles"]["compute_weights"]["dram"] for each in (mine, other))
         assert used < 0.5 * before
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_biases_that_loading_has_left_in_files(ranks, tmp_path, stream):
-    """They are converted while they load, and belong to layers that are not cut."""
-    torch.manual_seed(3)
-    tiny_llama(hidden_size=64, vocab_size=64, attention_bias=True).bfloat16().save_pretrained(tmp_path)
-    job = Job(folder=str(tmp_path), lora=True, micro_batches=2, clip=0.05, options={"stream_weights": stream})
-    ours = ranks.of(2).run(training.by_us, job)
-    assert any("q_proj.base_layer.bias" in name for name in ours[0].weights)
-    losses, weights = training.largest_difference(ours[0], training.by_one(job))
-    assert losses <= LIMIT and weights <= 5 * LIMIT, (losses, weights)
 
 
 LIGHTNING = {
@@ -144,18 +106,3 @@ def test_refused_by_name(ranks, spoil, text):
     with pytest.raises(RankError) as caught:
         ranks.of(2).run(cut_anew, spoil)
     assert text in str(caught.value)
-
-
-@pytest.mark.full
-def test_adapters_of_the_main_job_are_saved_and_exported(ranks, tmp_path, monkeypatch):
-    monkeypatch.setenv("LIGHTNING_CXL_CACHE", str(tmp_path / "cache"))
-    base, path = tmp_path / "base", str(tmp_path / "last.ckpt")
-    make_base(base)
-    trained, same = ranks.of(2).run(main_job, base, tmp_path / "adapter", 2, save=path)
-    assert len(trained) == 2 * 7 * 3 and all(torch.equal(each, same[name]) for name, each in trained.items())
-    assert all(each.any() for each in trained.values())
-    export_checkpoint(Path(path), tmp_path / "of the checkpoint", only_adapter=True)
-    for exported in ("adapter", "of the checkpoint"):
-        adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / exported)
-        found = adapted.state_dict()
-        assert all(torch.equal(each, found[name]) for name, each in trained.items()), exported

@@ -13,7 +13,7 @@ from transformers.trainer_utils import set_seed
 
 from lightning_cxl.sharding.fsdp import is_cut
 from lightning_cxl.transformers import CXLTrainer
-from tests.distributed.ranks import RankError, of_rank_0
+from tests.distributed.ranks import of_rank_0
 from tests.distributed.training import assert_close, assert_identical, difference, place, whole
 from tests.integration.hf_trainer import PLAIN, arguments, rows
 from tests.integration.llama import tiny_llama
@@ -225,17 +225,3 @@ def test_trl_is_as_with_its_own_processes(ranks, tmp_path, name, given):
     for mine, theirs in zip(ours["log"], plain["log"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     assert difference(ours["weights"], plain["weights"]) <= 1e-6
-
-
-def test_generation_that_reads_whole_weights_is_refused(ranks, tmp_path):
-    pytest.importorskip("trl")
-    (tmp_path / "run").mkdir()
-    given = {"num_generations": 2, "use_transformers_continuous_batching": True}
-    with pytest.raises(RankError, match=r"use_transformers_continuous_batching=True.*each of 2 processes has only"):
-        of_rank_0(ranks, 2, of_trl, "grpo", str(tmp_path / "run"), STREAMED, **given)
-
-
-@pytest.mark.full
-def test_files_of_each_machine_are_refused(ranks, tmp_path):
-    with pytest.raises(RankError, match=r"save_on_each_node=True.*2 processes write one checkpoint together"):
-        run(ranks, 2, tmp_path, save_on_each_node=True)

@@ -3,25 +3,20 @@
 import os
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from lightning.fabric import Fabric
-from safetensors.torch import save_file
 from torch import nn
 
 from lightning_cxl import CXLFabricStrategy
 from lightning_cxl.accelerate import CXLAccelerator
-from lightning_cxl.integrations.accelerate import load_whole
 from tests.distributed.lightning_runs import BATCH, LENGTH, VOCAB, rows
 from tests.distributed.ranks import gone_on, of_rank_0
 from tests.distributed.test_volume import Traffic
-from tests.distributed.training import assert_close, assert_identical, error_of, place, whole
-from tests.integration.accelerate_loop import forget_accelerators
-from tests.integration.llama import tiny_llama
+from tests.distributed.training import assert_close, assert_identical, place, whole
 from tests.models import TinyTransformer
 
 
@@ -201,17 +196,6 @@ def test_another_number_of_processes_goes_on(ranks, tmp_path, train, before, aft
 # -- Fabric ------------------------------------------------------------------------------------------------------------
 
 
-def set_up_together() -> str:
-    """Return the error of a set-up of model and optimizer in one call."""
-    model = TinyTransformer(dropout=0.0)
-    return error_of(lambda: launched_fabric().setup(model, torch.optim.SGD(model.parameters(), lr=0.1)))
-
-
-def test_the_model_is_set_up_before_its_optimizer_is_made(ranks):
-    for error in ranks.of(2).run(set_up_together):
-        assert error.startswith("UnsupportedError") and "fabric.setup_module(model)" in error
-
-
 def agree() -> Any:
     """Return what the collectives of Fabric give."""
     fabric, rank = launched_fabric(), place()[0]
@@ -287,68 +271,6 @@ def test_hooks_get_all_models(ranks, tmp_path, own):
         assert back == [not own, True], "whose weights a hook has taken it loads itself"
     files = sorted(path for path in os.listdir(tmp_path) if "model" in path)
     assert files == ["sharded_model_0", "sharded_model_1"]
-
-
-def load_what_was_compiled(folder: str) -> bool:
-    """Return whether weights that one process has saved of a compiled model come back."""
-    model = TinyTransformer(dropout=0.0)
-    expected = {name: each.detach().clone() for name, each in model.named_parameters()}
-    if place()[0] == 0:
-        named = {f"_orig_mod.{name}": value for name, value in model.state_dict().items()}
-        save_file(named, Path(folder) / "model.safetensors")
-    accelerator = accelerator_of()
-    try:
-        model = accelerator.prepare(model)
-        zero(model)
-        load_whole(Path(folder), 0, model)
-        return has(model, expected)
-    finally:
-        accelerator.free_memory()
-
-
-def test_what_one_process_has_saved_of_a_compiled_model_is_loaded(ranks, tmp_path):
-    assert ranks.of(2).run(load_what_was_compiled, str(tmp_path)) == [True, True]
-
-
-def generate() -> tuple[int, bool]:
-    """Return how many tokens a rank gets where each wants another number, and whether a plain model gives them."""
-    accelerator = accelerator_of()
-    model, plain = tiny_llama(), tiny_llama()
-    plain.load_state_dict(model.state_dict())
-    try:
-        model = accelerator.prepare(model)
-        rank = accelerator.process_index
-        tokens = torch.arange(1, 5 + rank)[None]
-        given = {"max_new_tokens": 2 + 4 * rank, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        found = model.generate(tokens, **given)
-        return found.shape[1], torch.equal(found, plain.generate(tokens, **given))
-    finally:
-        accelerator.free_memory()
-
-
-def test_ranks_generate_as_many_tokens_as_each_wants(ranks):
-    assert ranks.of(2).run(generate) == [(6, True), (11, True)]
-
-
-def budget_of_each() -> int:
-    """Return a rank's part of a budget of 1 GiB where no launcher says how many ranks a machine has."""
-    forget_accelerators()
-    rank, world = place()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
-    kept = os.environ.pop("LOCAL_WORLD_SIZE", None)
-    accelerator = CXLAccelerator(cpu=True, offload={"tiers": {"dram": "1GiB"}})
-    try:
-        accelerator.prepare(TinyTransformer(dropout=0.0))
-        return accelerator.report()["tiers"]["dram"]["budget_bytes"]
-    finally:
-        accelerator.free_memory()
-        del os.environ["MASTER_ADDR"]
-        if kept is not None:
-            os.environ["LOCAL_WORLD_SIZE"] = kept
-
-
-def test_processes_of_one_machine_share_its_budget(ranks):
-    assert ranks.of(2).run(budget_of_each) == [1 << 29] * 2
 
 
 def own_tests_of_syncs():

@@ -1,7 +1,6 @@
 """The hook places what torch creates, alone and in modules; `host_allocation`, `empty` and `residency`; scopes."""
 
 import copy
-import io
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -218,44 +217,11 @@ def test_the_innermost_decorated_module_decides(host):
     assert host.tier(outside) == "cxl"
 
 
-def test_of_tier_and_decorator_the_innermost_decides(host):
-    @tier(weights="dram")
-    class Decorated(nn.Module):
-        def __init__(self, has_child: bool) -> None:
-            super().__init__()
-            self.own = nn.Parameter(torch.ones(3))
-            if has_child:
-                with host.mode(tier="cxl"):
-                    self.inner = nn.Parameter(torch.ones(3))
-                    self.child = Decorated(False)
-
-    with host.mode(tier="cxl"):
-        model = Decorated(True)
-    assert [host.tier(each) for each in (model.own, model.inner, model.child.own)] == ["dram", "cxl", "dram"]
-
-
 def test_a_parameter_made_from_a_view_still_shares_it(host):
     with host.mode(role=TensorRole.COMPUTE_WEIGHTS):
         both = torch.randn(4) * 2
         left = nn.Parameter(both[:2])
     assert left.data_ptr() == both.data_ptr()
-
-
-def test_deepcopy_save_and_load(host):
-    with host.mode(tier="cxl"):
-        modules = make_modules()
-        copied, file = copy.deepcopy(modules), io.BytesIO()
-        torch.save(modules.state_dict(), file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=True)
-    file.seek(0)
-    outside = torch.load(file, weights_only=True)
-    assert {host.tier(parameter) for parameter in copied.parameters()} == {"cxl"}
-    for name, value in modules.state_dict().items():
-        for other in (copied.state_dict(), loaded, outside):
-            assert torch.equal(value, other[name])
-    modules.load_state_dict(loaded, assign=True)
-    assert file.getbuffer().nbytes < 2 * sum(value.nbytes for value in loaded.values()) + 20000
 
 
 def test_exceptions_end_the_mode_and_leak_nothing(host):

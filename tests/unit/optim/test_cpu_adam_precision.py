@@ -77,32 +77,6 @@ def test_stochastic_rounding_depends_on_seed_and_order_only():
     assert not torch.equal(one[0], run(seed=1)[0])
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_one_embedding_among_many_small_tensors(state):
-    shapes = [(index % 7 + 1,) for index in range(400)] + [LARGE, LARGE]
-    params, theirs = parameters(*shapes), parameters(*shapes)
-    adam = CPUAdam(params, state=state, fp32_state={params[-1]}, **HYPER)
-    torch_adam = torch.optim.AdamW(theirs, **HYPER)
-    for step in range(2):
-        take_step(step, (params, adam), (theirs, torch_adam))
-    assert_close(params[:400], theirs[:400])
-    kept = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}[state]
-    assert adam.state[params[-2]]["state1" if state == "8bit" else "exp_avg"].dtype == kept
-    kept_too = torch.bfloat16 if state == "bf16" else torch.float32
-    assert adam.state[params[-1]]["exp_avg"].dtype == kept_too
-
-
-@pytest.mark.parametrize(
-    "kind", [list, tuple, set, dict.fromkeys, torch.nn.ParameterList], ids=lambda kind: kind.__name__
-)
-def test_parameters_with_float32_state_come_in_any_collection(kind):
-    params = parameters(LARGE, LARGE, LARGE)
-    params[2].data.copy_(params[1].data)  # equal, and not the same
-    adam = CPUAdam(params, state="8bit", fp32_state=kind([params[1]]))
-    take_step(0, (params, adam))
-    assert ["exp_avg" in adam.state[p] for p in params] == [False, True, False]
-
-
 # -- what changes between two steps ------------------------------------------------------------------------------------
 
 

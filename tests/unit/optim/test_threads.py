@@ -98,15 +98,6 @@ def test_omp_num_threads_lowers(tmp_path, monkeypatch, value, threads):
     assert _cpu.available_threads(str(tmp_path)) == threads
 
 
-@pytest.mark.parametrize("num_threads", [2.5, "2", 0, -1], ids=repr)
-def test_the_optimizer_takes_them(monkeypatch, num_threads):
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert CPUAdam([torch.nn.Parameter(torch.zeros(1))]).num_threads == _cpu.available_threads()
-    assert CPUAdam([torch.nn.Parameter(torch.zeros(1))], num_threads=7).num_threads == 7
-    with pytest.raises(ConfigError, match=r"num_threads must be at least 1, got .*: give a whole number"):
-        CPUAdam([torch.nn.Parameter(torch.zeros(1))], num_threads=num_threads)
-
-
 CHUNK = _adam.CHUNK
 
 
@@ -189,14 +180,3 @@ def test_a_kernel_that_does_not_say_where_pages_are_is_asked_once():
     assert not adam.teams.cpus, "all work is in one team: its CPUs must not get all threads"
     assert all(torch.equal(p, p[:1].expand_as(p)) and (p < 1).all() for p in parameters)
     assert [int(state["step"]) for state in adam.state.values()] == [2, 2]
-
-
-def test_cpus_beyond_the_kernels_masks_are_left_out():
-    teams = ThreadTeams({0: (0, 1024), 1: (1023, 2000)}, {0: 0, 1: 1}, where=lambda address: 1)
-    assert list(teams.cpus) == [0, 0, 1, 1023]
-    parameter = torch.nn.Parameter(torch.ones(10))
-    parameter.grad = torch.ones(10)
-    adam = CPUAdam([parameter], lr=0.1)
-    adam.teams = teams
-    adam.step()
-    assert (parameter < 1).all()

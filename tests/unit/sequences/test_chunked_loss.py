@@ -3,14 +3,10 @@ import logging
 
 import pytest
 import torch
-import transformers
 from torch import nn
-from torch.nn.modules.module import register_module_full_backward_hook
 
 from lightning_cxl import chunked_loss
-from lightning_cxl.commands.plan import loss_on_meta
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.inventory.dry_run import dry_run
 from lightning_cxl.sequences.chunked_loss import DeferredLogits, chunk_tokens, chunked_cross_entropy
 from lightning_cxl.streaming.units import StandIn
 from tests.unit.sequences.models import VOCABULARY, tiny
@@ -74,23 +70,6 @@ def test_loss_and_gradients_are_those_of_all_logits(family, precision, batch):
         pytest.skip("its own scan takes float32")
     batch = batch | ({} if family == "Mamba" else {"num_items_in_batch": torch.tensor(37)})
     assert_alike(tiny(family, dtype), batch, tolerance, autocast=autocast, factor=0.25)
-
-
-@pytest.mark.parametrize(
-    "family", ["Gemma3Text", "Qwen3", "GPTNeoX", "Falcon", "Bloom", "Llama4Text", "with router loss"]
-)
-def test_other_families_too(family, batch):
-    model = tiny("Mixtral", output_router_logits=True, router_aux_loss_coef=0.5) if "loss" in family else tiny(family)
-    assert_alike(model, batch, 3e-6)
-
-
-def test_a_model_whose_language_model_is_inside(batch):
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vision = transformers.CLIPVisionConfig(**shape, image_size=8, patch_size=4)
-    text = transformers.LlamaConfig(**shape, vocab_size=VOCABULARY)
-    torch.manual_seed(0)
-    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=0)
-    assert_alike(transformers.LlavaForConditionalGeneration(config), batch, 3e-6)
 
 
 def test_a_sum_over_chunks_in_bfloat16_is_rounded_once():
@@ -249,13 +228,6 @@ def test_labels_and_vocabularies_that_do_not_fit_are_the_models_affair(wrong, ba
             model(**batch, **options)
 
 
-def test_a_module_without_logits_comes_before_the_model(batch):
-    model = tiny("Llama")
-    both = nn.ModuleList([tiny("Llama").model, model])
-    with chunked_loss(both):
-        assert isinstance(model(**batch).logits, DeferredLogits)
-
-
 def test_stand_ins_that_come_later_are_under_the_deferring_one(batch):
     """A layer that is streamed must be there when its logits are made."""
     model, calls = tiny("Llama"), []
@@ -290,18 +262,6 @@ def hooked(model):
     model.lm_head.register_full_backward_hook(lambda *_: None)
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning", "ignore:For backward hooks:UserWarning")
-def test_hooks_of_all_backwards_see_the_output_layer(batch):
-    model, seen = tiny("Llama"), []
-    handle = register_module_full_backward_hook(lambda module, *_: seen.append(module))
-    try:
-        with chunked_loss(model):
-            model(**batch).loss.backward()
-    finally:
-        handle.remove()
-    assert model.lm_head in seen
-
-
 @pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning")
 @pytest.mark.parametrize("change", [own_loss, hooked])
 def test_a_model_for_which_it_is_not_possible_computes_as_before(change, batch, lines):
@@ -314,28 +274,6 @@ def test_a_model_for_which_it_is_not_possible_computes_as_before(change, batch, 
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
     assert model.__dict__.get("_loss_function") is before
     assert len(lines()) == 1
-
-
-def test_a_factor_for_each_token_is_no_step_of_every_logit(batch, lines):
-    model = tiny("Llama")
-    factors = torch.rand(2, 50, 1, requires_grad=True)
-    model.lm_head.register_forward_hook(lambda module, args, output: output * factors)
-    found = []
-    for tokens in (None, 16):
-        factors.grad = None
-        with chunked_loss(model if tokens else nn.Identity(), tokens=tokens):
-            loss = model(**batch).loss
-        loss.backward()
-        found.append((loss.detach(), factors.grad))
-    torch.testing.assert_close(*found)
-    assert len(lines()) == 2  # one of nn.Identity
-
-
-def test_a_module_without_a_language_model_is_said_once(lines):
-    for _ in range(2):
-        with chunked_loss(nn.Linear(2, 2)):
-            pass
-    assert lines() == ["Linear computes its loss from all logits at once: it holds no model of transformers."]
 
 
 def test_the_model_is_as_before_afterwards_and_a_copy_made_inside_too(batch):
@@ -363,47 +301,7 @@ def test_a_second_backward_and_gradients_of_gradients_are_refused(batch):
         loss.backward()
 
 
-def test_weights_of_a_class_of_their_own_are_left_to_autograd(batch):
-    class Packed(torch.Tensor):
-        """As quantised weights are that keep the class of the layer."""
-
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            assert func is not torch.mm, "this layer can be called, and no more"
-            return super().__torch_function__(func, types, args, kwargs or {})
-
-    model = tiny("Llama")
-    expected = model(**batch).loss
-    weight = model.lm_head.weight.detach().as_subclass(Packed)
-    model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
-    with chunked_loss(model, tokens=16):
-        loss = model(**batch).loss
-    loss.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_float64_is_left_alone_by_autocast(batch):
-    model = tiny("Llama", torch.float64)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = model(**batch).loss.item()
-        with chunked_loss(model):
-            assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-6)
-
-
 def test_chunks_are_a_quarter_of_the_width_within_limits_and_have_a_token():
     assert [chunk_tokens(width) for width in (64, 2048, 8192)] == [256, 512, 1024]
     with pytest.raises(ConfigError, match="at least 1, got 0"), chunked_loss(tiny("Llama"), tokens=0):
         pass
-
-
-def test_the_dry_run_holds_one_chunk():
-    with torch.device("meta"):
-        model = tiny("Llama", vocab_size=50_000)
-    full, chunked = (
-        dry_run(model, [], loss_on_meta(model, 4, 512, chunked=chunked), min_bytes=1) for chunked in (False, True)
-    )
-    chunk, all_logits, weight = 256 * 50_000 * 4, 2048 * 50_000 * 4, 32 * 50_000 * 4
-    assert full.device_peak_bytes > 2 * all_logits
-    assert 2 * chunk < chunked.device_peak_bytes < 3 * chunk + 2 * weight
-    flops = [run.forward_flops + run.backward_flops for run in (full, chunked)]
-    assert flops[1] == pytest.approx(flops[0])

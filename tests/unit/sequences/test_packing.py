@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.nn import functional
 
 from lightning_cxl.errors import ConfigError
@@ -49,13 +48,6 @@ def test_rows_say_where_sequences_begin():
 def test_labels_of_the_caller_stay_but_for_the_first_of_each_sequence():
     packed = pack_sequences([[1, 2, 3], [4, 5]], 5, labels=[[7, -100, 9], [8, 6]])
     assert packed["labels"] == [[-100, -100, 9, -100, 6]]
-
-
-def test_wrong_requests_are_refused():
-    with pytest.raises(ConfigError, match=r"tokens have \[1\] labels"):
-        pack_sequences([[1, 2]], 5, labels=[[1]])
-    with pytest.raises(ConfigError, match="at least 1, got 0"):
-        pack_sequences([[1, 2]], 0)
 
 
 def test_lengths_come_from_positions():
@@ -140,32 +132,6 @@ def test_the_question_leaves_the_random_state_alone():
     model, before = tiny("GPT2", embd_pdrop=0.5), torch.get_rng_state()
     assert why_not_apart(model) is None
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def with_state(model):
-    model._is_stateful = True
-
-
-def with_a_later_layer_of_state(model):
-    model.config.layer_types = ["full_attention", "linear_attention"]  # the first block, which is asked, has attention
-
-
-def that_needs_more_than_tokens(model):
-    model.forward = lambda input_ids, position_ids, token_type_ids, **others: None
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (with_state, "a state that runs over the whole row"),
-        (with_a_later_layer_of_state, "a state that runs over the whole row"),
-        (that_needs_more_than_tokens, "cannot be asked with tokens and positions alone (TypeError: "),
-    ],
-)
-def test_why_a_model_cannot_keep_sequences_apart(change, why):
-    change(model := tiny("Llama"))
-    assert why in why_not_apart(model)
-    assert why_not_apart(nn.Linear(2, 2)) == "it is no model of transformers"
 
 
 def test_flash_attention_is_told_where_sequences_begin_in_all_rows(monkeypatch):

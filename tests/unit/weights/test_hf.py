@@ -113,21 +113,6 @@ def test_a_model_is_saved_under_the_names_it_was_loaded_with(tmp_path):
     assert names_in(tmp_path / "again") == names_in(tmp_path / "ours") != ours.state_dict().keys()
 
 
-def test_fields_of_the_config_can_be_replaced_and_a_dtype_left_to_the_files(tmp_path):
-    save(llama(), tmp_path)
-    fields = {"attn_implementation": "eager", "rms_norm_eps": 0.5}
-    model = from_pretrained(tf.LlamaForCausalLM, tmp_path, **fields)
-    assert model.config._attn_implementation == "eager" and model.model.norm.variance_epsilon == 0.5
-    assert_equal_models(model, tf.LlamaForCausalLM.from_pretrained(tmp_path, **fields))
-    with pytest.raises(ConfigError, match="LlamaConfig has no field 'rms_norm_epsilon'"):
-        from_pretrained(tf.LlamaForCausalLM, tmp_path, rms_norm_epsilon=0.5)
-    save(llama().bfloat16(), tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
-    del content["dtype"]
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    assert from_pretrained(tf.AutoModelForCausalLM, tmp_path).dtype == torch.bfloat16
-
-
 def rewrite(path, change):
     """Change the tensors of a safetensors file, by name: in place, or as other ones."""
     state = load_file(path)
@@ -155,19 +140,6 @@ def test_a_base_model_loads_into_one_with_a_new_head(tmp_path):
     assert 0.005 < model.classifier.weight.std() < 0.06 and model.classifier.weight.shape == (3, 32)
     reference.classifier.load_state_dict(model.classifier.state_dict())
     assert_equal_models(model, reference)
-
-
-def test_a_model_with_a_head_loads_into_the_base_model_and_an_untied_one_into_no_tied_one(tmp_path):
-    save(llama(), tmp_path)
-    with pytest.raises(CheckpointError, match=r"1 tensors of the files are not in the model: `lm_head\.weight`"):
-        from_pretrained(tf.LlamaModel, tmp_path)
-    with pytest.warns(LightningCXLWarning, match=r"In the files but not in the model: \['lm_head\.weight'\]"):
-        model = from_pretrained(tf.LlamaModel, tmp_path, strict=False)
-    assert_equal_models(model, tf.LlamaModel.from_pretrained(tmp_path))
-    with pytest.raises(CheckpointError, match="tie_word_embeddings=False"):
-        from_pretrained(tf.LlamaForCausalLM, tmp_path, tie_word_embeddings=True)
-    model = from_pretrained(tf.LlamaForCausalLM, tmp_path, tie_word_embeddings=False)
-    assert model.lm_head.weight is not model.model.embed_tokens.weight
 
 
 def mixture():
@@ -274,15 +246,6 @@ def test_folders_and_cached_models_need_no_hub(hub, tmp_path):
     (cached / "snapshots" / revision / "config.json").write_text("{}")
     assert is_cached("owner/name")
     require_model("owner/name")
-    assert not hub["asked"]
-
-
-@pytest.mark.parametrize("name", ["llama-3.1-8", "./runs/export", "/no/such/folder", "a/b/c", "owner/", "../x"])
-def test_what_is_no_hub_id_is_not_asked_for(hub, name, tmp_path, monkeypatch):
-    here = tmp_path / "here"  # the folder of the tests may have runs/export in it, or x beside it
-    here.mkdir()
-    monkeypatch.chdir(here)
-    assert "It is no folder" in refused(name)
     assert not hub["asked"]
 
 

@@ -176,20 +176,6 @@ def test_settings_that_are_refused(tmp_path, fields, error, message):
         ours(folder, **fields)
 
 
-def test_a_dictionary_is_as_good_and_another_library_is_refused(plain):
-    fields = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    assert_same(from_pretrained(AUTO, plain, quantization_config=fields), theirs(plain, **WAYS["nf4"]))
-    with pytest.raises(UnsupportedError, match=r"to be quantised by hqq; .* bitsandbytes"):
-        from_pretrained(AUTO, plain, quantization_config={"quant_method": "hqq"})
-
-
-def test_a_weight_that_no_file_holds_cannot_be_quantised(tmp_path):
-    MODELS["Llama"]().save_pretrained(tmp_path)
-    rewrite(tmp_path / "model.safetensors", lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(CheckpointError, match=r"1 weights .* such as `model.layers.1.mlp.up_proj.weight`"):
-        from_pretrained(AUTO, tmp_path, strict=False, quantization_config=tf.BitsAndBytesConfig(**WAYS["nf4"]))
-
-
 @pytest.mark.parametrize(
     ("way", "change", "message"),
     [

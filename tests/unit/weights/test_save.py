@@ -76,15 +76,6 @@ def test_tied_weights_are_written_once_under_the_name_that_is_not_declared_tied(
     assert "head.weight" in state and "embed.weight" not in state and "norm.bias" not in state
 
 
-def test_dtype_converts_parameters_and_leaves_buffers_and_the_model(tmp_path):
-    model = TinyConvNet()
-    save_weights(model, tmp_path, dtype=torch.bfloat16)
-    state = loaded(tmp_path)
-    assert torch.equal(state["stem.weight"], model.stem.weight.bfloat16())
-    assert state["blocks.0.1.running_mean"].dtype == model.stem.weight.dtype == torch.float32
-    assert state["blocks.0.1.num_batches_tracked"].dtype == torch.int64
-
-
 class OwnState(nn.Linear):
     def get_extra_state(self):
         return {"scale": 1.0}
