@@ -27,15 +27,6 @@ def test_a_freed_block_is_taken_again_at_once_on_its_stream():
     assert first == second
 
 
-def test_the_last_freed_block_is_taken_first():
-    blocks = [block() for _ in range(3)]
-    where = [b.data_ptr() for b in blocks]
-    for index in (1, 0, 2):
-        blocks[index] = None
-    again = [block() for _ in range(3)]
-    assert [b.data_ptr() for b in again] == [where[2], where[0], where[1]]
-
-
 def test_a_block_stays_with_its_stream(side):
     with side:
         where = block().data_ptr()
@@ -85,17 +76,6 @@ def test_bytes_are_counted_and_come_back_to_zero(side):
     assert torch.apart.memory_reserved() == 2 * BYTES
     torch.accelerator.empty_cache()
     assert torch.apart.memory_reserved() == 0
-
-
-def test_peaks_are_counted_and_reset():
-    kept = block()
-    block()
-    block()
-    assert torch.apart.max_memory_allocated() == 2 * BYTES
-    torch.apart.reset_peak_memory_stats()
-    assert torch.apart.max_memory_allocated() == torch.apart.memory_allocated() == BYTES
-    del kept
-    assert torch.apart.max_memory_reserved() == torch.apart.memory_reserved()
 
 
 def test_no_more_than_the_capacity():

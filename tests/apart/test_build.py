@@ -1,7 +1,6 @@
 """The build: reasons for a skip, errors, and two processes at once."""
 
 import multiprocessing
-import shutil
 
 import pytest
 
@@ -19,28 +18,6 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "SOURCES", tmp_path / "csrc")
     monkeypatch.setenv("LIGHTNING_CXL_CACHE", str(tmp_path / "cache"))
     return tmp_path
-
-
-def test_here_it_can_be_built():
-    assert build.why_unavailable() is None
-
-
-def test_without_a_compiler_the_reason_says_so(monkeypatch):
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert "needs a C++ compiler" in build.why_unavailable()
-
-
-def test_without_headers_the_reason_says_so(monkeypatch):
-    monkeypatch.setattr(build, "include_paths", lambda: ["/nowhere"])
-    assert "no headers in /nowhere" in build.why_unavailable()
-
-
-def test_what_does_not_compile_is_an_error_and_leaves_nothing(tiny):
-    (tiny / "csrc" / "runtime" / "two.cpp").write_text("int two() { return nothing; }")
-    with pytest.raises(build.BuildError, match="nothing"):
-        build.library()
-    assert not list(tiny.glob("cache/apart/*.so")) and not list(tiny.glob("cache/apart/*.partial"))
 
 
 def test_a_build_is_kept_and_a_change_compiles_its_unit_alone(tiny, monkeypatch):

@@ -42,28 +42,11 @@ def test_the_kernel_finds_no_memory_at_a_data_ptr(index):
         os.close(write)
 
 
-def test_a_view_shares_memory_and_a_copy_does_not():
-    tensor = torch.zeros(4, device="apart")
-    view, copy = tensor[1:3], tensor.clone()
-    view.fill_(1)
-    assert tensor.tolist() == [0, 1, 1, 0]
-    assert copy.tolist() == [0, 0, 0, 0]
-
-
 def test_a_storage_grows_and_keeps_its_bytes():
     tensor = torch.arange(4.0, device="apart")
     tensor.resize_(1000)
     assert tensor[:4].tolist() == [0, 1, 2, 3]
     tensor.untyped_storage().resize_(0)
-    assert torch.apart.memory_allocated() == 0
-
-
-def test_a_tensor_is_set_to_other_memory_or_none():
-    tensor, other = torch.ones(4, device="apart"), torch.zeros(4, device="apart")
-    assert tensor.set_(other).is_set_to(other)
-    tensor.set_()
-    assert (tensor.shape, tensor.device.type) == ((0,), "apart")
-    del other
     assert torch.apart.memory_allocated() == 0
 
 
@@ -90,15 +73,6 @@ def test_fresh_memory_is_poisoned_before_any_stream_has_it(side):
     assert tensor.eq(0).all()
 
 
-def test_without_poison_freed_memory_keeps_its_bytes():
-    tensor = torch.ones(1000, device="apart")
-    where = tensor.data_ptr()
-    del tensor
-    again = torch.empty(1000, device="apart")
-    assert again.data_ptr() == where
-    assert again.eq(1).all()
-
-
 def test_poison_comes_in_the_order_of_the_stream():
     apart.set_poison(True)
     with apart.paused(torch.accelerator.current_stream()):
@@ -117,16 +91,3 @@ def test_there_are_two_devices():
         first + second
     with pytest.raises(RuntimeError, match="no device"):
         torch.ones(2, device="apart:2")
-
-
-def test_what_is_known_of_a_device():
-    apart.set_capacity(1 << 20, device=1)
-    assert torch.apart.get_device_properties(1) == ("a device apart, number 1", 1 << 20)
-    torch.accelerator.empty_cache()
-    assert torch.apart.mem_get_info(1) == (1 << 20, 1 << 20)
-    kept = torch.ones(1, device="apart:1")
-    assert torch.apart.mem_get_info(1) == ((1 << 20) - 512, 1 << 20)
-    assert torch.apart.memory_reserved(1) == torch.apart.memory_allocated(1) == kept.untyped_storage().nbytes() + 508
-    with torch.apart.device(1):
-        assert torch.apart.current_device() == torch.ones(1, device="apart").device.index == 1
-    assert torch.apart.current_device() == 0

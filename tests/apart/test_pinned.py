@@ -1,7 +1,5 @@
 """Pinned and registered host memory, as CUDA treats it."""
 
-import ctypes
-
 import pytest
 import torch
 
@@ -160,36 +158,3 @@ def test_who_reads_before_the_copy_is_done_sees_poison(host, side):
         assert host.isnan().all()
     side.synchronize()
     assert host.eq(1).all()
-
-
-def test_poison_by_hand():
-    host = torch.ones(100)
-    apart.poison(host[10:20])
-    assert host.isnan().all()
-    buffer = (ctypes.c_float * 4)()
-    apart.poison_host(ctypes.addressof(buffer), 8)
-    assert [x == x for x in buffer] == [False, False, True, True]
-
-
-def test_the_cache_of_pinned_memory_is_emptied():
-    apart.empty_host_cache()
-    host = torch.zeros(1003, pin_memory=True)
-    where = host.data_ptr()
-    del host
-    apart.empty_host_cache()
-    other = torch.zeros(1003)  # as likely as not at the same address, but not pinned
-    assert apart.host_register(where, 4012) == 0  # for nothing is known of it
-    assert apart.host_unregister(where) == 0
-    assert not other.is_pinned()
-
-
-def test_counters_of_copies(side):
-    before = apart.counters()
-    host = torch.zeros(256, pin_memory=True)
-    there = host.to("apart", non_blocking=True)
-    host.copy_(there, non_blocking=True)
-    torch.zeros(256).to("apart", non_blocking=True)
-    there.cpu()
-    torch.accelerator.synchronize()
-    grown = {name: count - before[name] for name, count in apart.counters().items() if count != before[name]}
-    assert grown == {"h2d_bytes": 2048, "d2h_bytes": 2048, "h2d_async": 1, "d2h_async": 1, "h2d_staged": 1}

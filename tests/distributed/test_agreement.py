@@ -11,12 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.sharding.fsdp import place_shards, without_reducing
-from lightning_cxl.sharding.processes import make_mesh, on_all_ranks
+from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.shards import local
-from lightning_cxl.torch_private import timeout_s
 from tests.cases import every_value
 from tests.distributed import training
-from tests.distributed.ranks import RUN_S
 from tests.distributed.training import Job, assert_same_weights, cut_model, error_of
 
 
@@ -76,14 +74,6 @@ def test_bfloat16_gradients_are_added_up_in_float32(ranks):
     for types, sums in ranks.of(2).run(gradients_of, job):
         assert types == [set(), {torch.bfloat16}, {torch.float32}]
         assert any((each.bfloat16().float() != each).any() for each in sums.values()), "all are rounded"
-
-
-def timeouts_of_a_mesh():
-    return [timeout_s(group) for group in make_mesh(torch.device("cpu"), 2, 1, replicate=True).get_all_groups()]
-
-
-def test_groups_of_a_mesh_wait_as_long_as_all_do(ranks):
-    assert ranks.of(2).run(timeouts_of_a_mesh) == [[RUN_S, RUN_S]] * 2
 
 
 def copies(job):

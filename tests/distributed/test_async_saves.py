@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_cxl.errors import LightningCXLWarning
-from lightning_cxl.run.sharded_checkpoint import AsyncSaves, ShardedCheckpoint, save
+from lightning_cxl.run.sharded_checkpoint import AsyncSaves, ShardedCheckpoint
 from tests.distributed import lightning_runs, training
 from tests.distributed.test_lightning import STATES
 from tests.distributed.training import Job, assert_identical, cut_model, error_of, place
@@ -82,19 +82,6 @@ class At(Callback):
 
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-
-
-def save_with_room_and_without(path):
-    save(path, {"state_dict": {"w": torch.tensor([1])}}, {})
-    with writing(full_drive):
-        return error_of(lambda: save(path, {"state_dict": {"w": torch.tensor([2])}}, {}))
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_an_error_of_one_rank_is_raised_by_all_and_leaves_what_was_there(ranks, tmp_path):
-    for error in ranks.of(2).run(save_with_room_and_without, tmp_path / "a.ckpt"):
-        assert error.startswith("CheckpointError") and "No space left on device" in error
-    assert int(ShardedCheckpoint(tmp_path / "a.ckpt").tensor("state_dict.w")) == 1
 
 
 def saved_meanwhile(path, **keywords):
@@ -289,19 +276,3 @@ def of_host_shards(path):
 def test_shards_on_the_host_of_a_device_are_those_of_the_moment(ranks, tmp_path):
     found = ranks.of(2, "apart").run(of_host_shards, tmp_path / "it.ckpt")
     assert found[0] and all(map(all, found))
-
-
-def refusal(**keywords):
-    return error_of(lambda: fit(1, **keywords))
-
-
-def test_what_cannot_be_written_meanwhile_is_refused(ranks, tmp_path):
-    ssd = {
-        "tiers": {"ssd": {"path": str(tmp_path), "budget": "64MiB"}},
-        "tier_rules": {"*": {"optimizer_state": "ssd"}},
-    }
-    for found in ranks.of(2).run(refusal, options=ssd):
-        assert found.startswith("UnsupportedError: rank 0 of the group: optimizer state or weights of this run lie on")
-    linking = ModelCheckpoint(tmp_path, save_last="link")
-    for found in ranks.of(2).run(refusal, callback=linking, trainer={"enable_checkpointing": True}):
-        assert found.startswith("ConfigError: rank 0 of the group: ModelCheckpoint(save_last='link') links")

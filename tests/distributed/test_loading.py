@@ -132,13 +132,6 @@ def refusals(folder: Path) -> list[str]:
     return [error_of(act) for act in (weight.detach().zero_, lambda: weight.data[0].fill_(1), weight.data_ptr)]
 
 
-def into_cut(folder: Path) -> str:
-    """Return what is said to who loads files into a model that is cut."""
-    model = load(folder)
-    prepared(model)
-    return error_of(lambda: lightning_cxl.load_weights(model, folder))
-
-
 def anonymous_bytes() -> int:
     """Return what this process holds that no file backs."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
@@ -217,10 +210,6 @@ def test_a_model_can_be_used_before_it_is_cut(ranks, untied, tmp_path, options):
 def test_an_unread_weight_is_not_written(ranks, untied):
     said = ranks.of(2).run(refusals, untied)[0]
     assert len(said) == 3 and all("mapped=False" in each for each in said)
-
-
-def test_files_are_not_loaded_into_a_model_that_is_cut(ranks, untied):
-    assert "is cut over processes already" in ranks.of(2).run(into_cut, untied)[0]
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["converted by loading", "converted by the Trainer"])

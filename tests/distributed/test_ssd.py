@@ -245,23 +245,6 @@ def moved(job):
         return {**ours.session.report(training.device())["ssd"], "nbytes": sum(each.host.nbytes for each in shards)}
 
 
-def hidden_copies(job, delays):
-    """Return which part of the time of copies to the device it computed meanwhile, in one forward and backward."""
-    with Training(job) as ours:
-        ours.steps(0, 1)
-        assert shards_on_ssd(ours)
-        tokens = ours.first()
-        apart.set_delay(**delays)
-        with apart.timeline() as entries, ours.loop.backward():
-            training.loss_of(ours.model, tokens).backward()
-        apart.set_delay()
-        ours.optimizer.zero_grad()
-    compute = [entry for entry in entries if entry.kind == "kernel" and entry.stream == 0]
-    copies = [entry for entry in entries if entry.kind == "h2d"]
-    meanwhile = sum(apart.overlap(copy, kernel) for copy in copies for kernel in compute)
-    return meanwhile / sum(copy.end - copy.start for copy in copies)
-
-
 def late(job, delays):
     """Train while copies or kernels are late."""
     apart.set_delay(**delays)
@@ -275,11 +258,6 @@ def late(job, delays):
 def test_nothing_overtakes_a_late_copy_or_kernel(ranks, tmp_path, delays):
     job = Job(sizes={"num_hidden_layers": 4})
     assert_same(of_two(ranks, late, there(job, tmp_path), LATE[delays]), of_two(ranks, by_us, job))
-
-
-def test_the_device_computes_while_weights_come(ranks, tmp_path):
-    job = there(Job(sizes={"num_hidden_layers": 6}), tmp_path, WEIGHTS)
-    assert min(of_two(ranks, hidden_copies, job, {"kernel": 4e-3, "h2d": 16e-3})) > 0.3
 
 
 @pytest.mark.parametrize("saved, resumed", [(True, True), (True, False), (False, True)])

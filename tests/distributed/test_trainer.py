@@ -177,13 +177,6 @@ def test_another_number_of_processes_goes_on(ranks, tmp_path, before, after, sta
         )  # one rounding: they differ with the order of sums
 
 
-def test_one_process_writes_where_several_have_written(ranks, tmp_path):
-    run(ranks, 2, tmp_path, **SAVING)
-    saved = run(ranks, 1, tmp_path, learning_rate=1e-2, **SAVING)
-    rest = run(ranks, 1, tmp_path, resume=str(tmp_path / "checkpoint-4"), learning_rate=1e-2)
-    assert_identical(rest, saved)
-
-
 def test_the_best_model_comes_back(ranks, tmp_path):
     given = {
         "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.1,

@@ -196,21 +196,6 @@ def test_another_number_of_processes_goes_on(ranks, tmp_path, train, before, aft
 # -- Fabric ------------------------------------------------------------------------------------------------------------
 
 
-def agree() -> Any:
-    """Return what the collectives of Fabric give."""
-    fabric, rank = launched_fabric(), place()[0]
-    fabric.barrier()
-    number = torch.tensor(float(rank))
-    return (
-        fabric.global_rank, fabric.world_size, fabric.broadcast(f"from {rank}", src=1),
-        fabric.all_reduce(number.clone(), reduce_op="sum").item(), fabric.all_gather(number).tolist(),
-    )  # fmt: skip
-
-
-def test_processes_agree(ranks):
-    assert ranks.of(2).run(agree) == [(rank, 2, "from 1", 1.0, [0.0, 1.0]) for rank in range(2)]
-
-
 # -- Accelerate --------------------------------------------------------------------------------------------------------
 
 
@@ -223,54 +208,8 @@ def test_a_state_is_what_was_saved_last_whatever_lay_in_its_folder(ranks, tmp_pa
         assert_identical(of_rank_0(ranks, world, by_accelerate, 3, resume=path), {**saved, "losses": []})
 
 
-def zero(*models: nn.Module) -> None:
-    with torch.no_grad():
-        for model in models:
-            for parameter in model.parameters():
-                parameter.zero_()
-
-
 def has(model: nn.Module, weights: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(value, weights[name]) for name, value in weights_of(model).items())
-
-
-def save_and_load(folder: str, *, own: bool) -> Any:
-    """Save two models with hooks and load them; with `own` the hooks take the first model for themselves."""
-    accelerator = accelerator_of()
-    models = [make_model(), make_model()]
-    saved: list[Any] = []
-    loaded: list[Any] = []
-
-    def on_save(models: list[Any], weights: list[Any], folder: str) -> None:
-        saved.extend([list(models), list(weights)])
-        if own:
-            weights.pop(0)
-
-    def on_load(models: list[Any], folder: str) -> None:
-        loaded.extend(models)
-        if own:
-            models.pop(0)
-
-    try:
-        models = [accelerator.prepare(model) for model in models]
-        accelerator.register_save_state_pre_hook(on_save)
-        accelerator.register_load_state_pre_hook(on_load)
-        before = [weights_of(model) for model in models]
-        accelerator.save_state(folder)
-        zero(*models)
-        accelerator.load_state(folder)
-        assert saved == [models, [{}, {}]] and loaded == models
-        return [has(model, weights) for model, weights in zip(models, before, strict=True)]
-    finally:
-        accelerator.free_memory()
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_hooks_get_all_models(ranks, tmp_path, own):
-    for back in ranks.of(2).run(save_and_load, str(tmp_path), own=own):
-        assert back == [not own, True], "whose weights a hook has taken it loads itself"
-    files = sorted(path for path in os.listdir(tmp_path) if "model" in path)
-    assert files == ["sharded_model_0", "sharded_model_1"]
 
 
 def own_tests_of_syncs():

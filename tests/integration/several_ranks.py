@@ -24,14 +24,6 @@ from tests.models import Task, TinyTransformer
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("lightning", "machines", "torchrun", "slurm")
 NUM_ROWS = 16
-ACCELERATE = """
-compute_environment: LOCAL_MACHINE
-distributed_type: MULTI_GPU
-mixed_precision: "no"
-num_machines: 1
-num_processes: 2
-"""
-"""For `accelerate launch`, which starts several processes on the CPU alone through MPI only."""
 
 
 class Failing(Task):
@@ -119,27 +111,20 @@ def start(
 
     Their output goes to `folder`: ``0.log``, ``1.log``. How often torchrun starts them again is `max_restarts`.
     """
-    port, programs = str(free_port()), Path(sys.executable).parent
+    port = str(free_port())
     own = [str(Path(program).resolve()), str(folder), *arguments]
     python = [sys.executable, *own]
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    config = folder / "config.yaml"
-    config.write_text(ACCELERATE)
     slurm = {
         "SLURM_JOB_ID": "1234", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
         "SLURM_NODEID": "0", "SLURM_NNODES": "1",
     }  # fmt: skip
-    accelerate = [programs / "accelerate", "launch", f"--config_file={config}", f"--main_process_port={port}"]
-    fabric = [programs / "fabric", "run", "--devices=2", "--accelerator=cpu", f"--main-port={port}"]
     started = {
-        "itself": [({}, python)],
         "lightning": [({}, python)],
         "machines": [({**here, "NODE_RANK": str(n)}, [*python, "--machines=2", "--devices=1"]) for n in range(2)],
         "torchrun": [({}, [*torchrun, f"--max-restarts={max_restarts}", *own])],
         "slurm": [({**here, **slurm, "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)}, python) for n in range(2)],
-        "fabric run": [({}, [*fabric, *own])],
-        "accelerate launch": [({}, [*accelerate, *own])],
     }[launcher]
     others = ("SLURM_", "MASTER_", "WORLD_", "ACCELERATE_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(others)}

@@ -238,13 +238,6 @@ def without_its_model(accelerator):
     accelerator.prepare(adamw(TinyTransformer()))
 
 
-def a_second_one_later(accelerator):
-    model = TinyTransformer()
-    second = torch.optim.AdamW(model.head.parameters())
-    accelerator.prepare(model, torch.optim.AdamW(model.blocks.parameters()))
-    accelerator.prepare(second)
-
-
 def a_new_one_for_a_model_in_training(accelerator):
     model, _ = accelerator.prepare(*narrow())
     accelerator.prepare(model, adamw(model))
@@ -281,7 +274,6 @@ SHARES = r"shares 6 parameters, such as `\S+`, with Headed"
     [
         (two_models, {}, "must become one for each model"),
         (without_its_model, {}, "the model of this AdamW was not prepared"),
-        (a_second_one_later, {}, "all its optimizers belong in one call"),
         (a_new_one_for_a_model_in_training, STREAMED, "end that training first"),
         (a_part_of_a_model, STREAMED, SHARES),
         (a_model_that_shares_a_part, {"stream_weights": False}, SHARES),

@@ -9,7 +9,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import lightning_cxl
-from lightning_cxl.optim.kernels import split
 from tests.integration.training import EXACT, assert_equal, assert_same_weights, run, weights_of
 from tests.models import InStep, Task, no_dropout, token_data
 
@@ -175,17 +174,6 @@ def test_hooks_see_what_plain_lightning_hands_over(tmp_path, options, trainer_ar
     assert "lightning_cxl" not in read(tmp_path / "kept.ckpt")
 
 
-@pytest.mark.on_cpu
-def test_a_checkpoint_in_memory_is_read_back(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    straight, _ = fit("cxl_offload", 5)
-    first, trainer = fit("cxl_offload", 3)
-    trainer.save_checkpoint("memory://three.ckpt")
-    assert not list(tmp_path.iterdir()), "it is in no file"
-    resumed, _ = fit("cxl_offload", 5, ckpt_path="memory://three.ckpt")
-    assert first.losses + resumed.losses == straight.losses
-
-
 # -- masters of bfloat16 weights: split, float32, torch's optimizer's, and plain Lightning -----------------------------
 
 FORMS = {"split": {}, "fp32": {"master": "fp32"}, "torch": EXACT}
@@ -222,17 +210,6 @@ def test_ours_loads_in_plain_lightning_and_comes_back(tmp_path):
         assert all(torch.equal(master, master.bfloat16().float()) for master in named_masters(back).values())
     again, _ = bf16("split", 12, ckpt_path=tmp_path / "plain.ckpt")
     assert again.losses == pytest.approx(straight.losses[9:], rel=0.02)
-
-
-@pytest.mark.on_cpu
-def test_masters_of_a_torch_optimizer_become_split_ones(tmp_path):
-    bf16("torch", 6, save=tmp_path / "torch.ckpt")
-    module, trainer = bf16("split", 6, ckpt_path=tmp_path / "torch.ckpt")
-    masters = read(tmp_path / "torch.ckpt")["lightning_cxl"]["master_weights"]
-    for name, parameter in module.named_parameters():
-        if state := trainer.optimizers[0].state.get(parameter):
-            upper, lower = split(masters[name])
-            assert torch.equal(parameter.detach(), upper) and torch.equal(state["remainder"], lower)
 
 
 @pytest.mark.on_cpu

@@ -11,7 +11,6 @@ from lightning.pytorch import Callback, seed_everything
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cxl.devices import DeviceEngine
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.gradients.offload import GradientOffload
 from lightning_cxl.optim.cpu_adam import AdamStep
@@ -146,31 +145,6 @@ def test_a_backward_that_fails_before_anything_of_ours_is_over_too():
     with pytest.raises(ZeroDivisionError):
         fit(offload(), task=FailsBeforeOurs)
     assert FailsBeforeOurs.ended == [True]
-
-
-# -- as few pieces as possible -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("options", "accumulate"), every_value([{}, IGNORE], [1, 2]), ids=str)
-def test_one_piece_and_one_accumulation_for_each_unit(options, accumulate, monkeypatch):
-    num_copies, accumulated = [], []
-    d2h_all, accumulates = DeviceEngine.d2h_all, GradientOffload._accumulate
-
-    def counts(self, copies, **kwargs):
-        num_copies.append(len(copies))
-        return d2h_all(self, copies, **kwargs)
-
-    def notes(self, group):
-        accumulated.append([each.pair.name.split(".")[2] for each in group.gradients if ".blocks." in each.pair.name])
-        accumulates(self, group)
-
-    monkeypatch.setattr(DeviceEngine, "d2h_all", counts)
-    monkeypatch.setattr(GradientOffload, "_accumulate", notes)
-    module, _ = fit(offload(**options), steps=2, accumulate_grad_batches=accumulate)
-    num_parameters = len(list(module.model.blocks[0].parameters()))
-    units = [unit for unit in accumulated if unit]
-    assert units == [[name] * num_parameters for name in ("2", "1", "0")] * 2 * accumulate
-    assert num_copies.count(num_parameters) == len(units)
 
 
 # -- when they are complete --------------------------------------------------------------------------------------------

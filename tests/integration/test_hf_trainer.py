@@ -5,7 +5,6 @@ import contextlib
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import HPSearchBackend
 
 import lightning_cxl.transformers
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
@@ -18,7 +17,6 @@ from tests.integration.hf_trainer import (
     assert_close,
     assert_identical,
     finish,
-    losses_of,
     make_trainer,
     rows,
     train,
@@ -215,29 +213,6 @@ def test_a_backward_after_the_training_is_told_so(tmp_path, options):
 
 
 # -- a search for hyper-parameters -------------------------------------------------------------------------------------
-def searched(folder, options, *, taken_over):
-    """Train two trials, as `hyperparameter_search` does with W&B, which gives it dicts."""
-    parts = {"model_init": lambda: tiny_llama()}
-    trainer = make_trainer(folder, PLAIN if taken_over else options, parts=parts, model=False)
-    if taken_over and options != PLAIN:
-        lightning_cxl.transformers.offload(trainer, **options)
-    trainer.hp_search_backend, trainer.hp_name = HPSearchBackend.WANDB, str
-    losses, runs = [], []
-    for rate in (1e-3, 1e-2):
-        trainer.train(trial={"learning_rate": rate})
-        losses += losses_of(trainer)
-        runs.append(getattr(getattr(trainer.accelerator, "offload", None), "session", None))
-    if options != PLAIN:
-        assert runs[0] is not runs[1] and runs[0].run is None, "the trial before has let go of its memory"
-    return losses, finish(trainer)[1]
-
-
-@pytest.mark.parametrize("taken_over", [False, True])
-def test_a_search_trains_with_the_same_options(tmp_path, taken_over, monkeypatch):
-    monkeypatch.setattr("transformers.integrations.hp_params", dict)  # looks for Ray, Optuna and W&B
-    monkeypatch.setattr("transformers.trainer.Trainer._get_output_dir", lambda self, trial: str(tmp_path))
-    plain, ours = (searched(tmp_path, each, taken_over=taken_over) for each in (PLAIN, {**STREAMED, **EXACT}))
-    assert_identical(plain, ours)
 
 
 def test_a_smaller_batch_goes_on_in_the_middle(tmp_path):

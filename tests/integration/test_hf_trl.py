@@ -117,18 +117,6 @@ def test_is_the_plain_trainer(tmp_path, case, options):
     (assert_identical if EXACT.items() <= options.items() else assert_close)(plain, ours)
 
 
-@pytest.mark.parametrize("lora", [True, False])
-def test_reference_values_computed_before_the_training(tmp_path, lora, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    given = {"lora": lora, "reference": not lora, "precompute_ref_log_probs": True}
-    found = []
-    for options in (PLAIN, {**STREAMED, **EXACT}):
-        trainer = dpo(tmp_path, options, **given)
-        found.append((trainer.train_dataset["ref_chosen_logps"], trainer.train() and finish(trainer)))
-    assert found[0][0] == found[1][0]
-    assert_identical(found[0][1], found[1][1])
-
-
 def test_the_frozen_model_streams_and_stays_prepared(tmp_path):
     trainer = dpo(tmp_path, STREAMED)
     (reference,) = trainer.accelerator.offload.session.runs

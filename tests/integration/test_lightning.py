@@ -8,10 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.trainer.connectors import signal_connector
 from torch import nn
 
 import lightning_cxl
@@ -56,15 +54,6 @@ def test_validate_test_and_predict_without_fit(make):
     predicted, expected = ours.predict(module, token_data()), plain.predict(module, token_data())
     assert len(predicted) == len(expected) > 0 and all(map(torch.equal, predicted, expected))
     assert make is task or ours.strategy.report()["num_parameters"] == 0
-
-
-@on_cpu
-@pytest.mark.every_case
-@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
-def test_unsupported_adam_options_name_the_way_out(option):
-    with pytest.raises(lightning_cxl.UnsupportedError, match=f"{option}.*cpu_adam=False"):
-        run({}, lambda: Task(TinyTransformer(), **{option: True}), 1)
-    run({"cpu_adam": False}, lambda: Task(TinyTransformer(), **{option: True}), 1)
 
 
 @on_cpu
@@ -171,41 +160,3 @@ def test_copies_made_during_a_run_have_its_weights_and_can_train(way, when, prec
     before = copied.model.head.weight.detach().cpu().clone()
     trainer.fit(copied, token_data())
     assert not torch.equal(copied.model.head.weight.detach().cpu(), before)
-
-
-# -- under a cluster's scheduler ---------------------------------------------------------------------------------------
-
-SLURM = {
-    "SLURM_JOB_ID": "1234", "SLURM_JOB_NAME": "fine-tune", "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1",
-    "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "1",
-}  # fmt: skip
-RANKS = {
-    SLURMEnvironment: {
-        "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"
-    },
-    TorchElasticEnvironment: {
-        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "1"
-    },
-}  # fmt: skip
-
-
-@pytest.fixture
-def slurm(monkeypatch):
-    for name, value in SLURM.items():
-        monkeypatch.setenv(name, value)
-    commands = []
-    monkeypatch.setattr(signal_connector, "call", lambda command: commands.append(command) or 0)
-    return commands
-
-
-@pytest.mark.parametrize("environment", RANKS)
-def test_one_of_several_tasks_is_on_its_own_as_with_plain_lightning(tmp_path, slurm, monkeypatch, environment):
-    """The strategy drives one device: it is rank 0 of 1, and writes its checkpoint, whatever its task's number is."""
-    for name, value in RANKS[environment].items():
-        monkeypatch.setenv(name, value)
-    for strategy in ("auto", "cxl_offload"):
-        path = tmp_path / strategy / "one.ckpt"
-        _, trainer = run(strategy, task, 1, default_root_dir=path.parent, save=path)
-        assert isinstance(trainer._accelerator_connector.cluster_environment, environment)
-        ranks = (trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.world_size)
-        assert ranks == (0, 0, 0, 1) and trainer.is_global_zero and path.exists()

@@ -188,9 +188,6 @@ def test_writes_through_data_count_for_all_parameters(precision, options):
     assert all(type(p) is nn.Parameter for p in ours.parameters())
 
 
-# -- objects of the user -----------------------------------------------------------------------------------------------
-
-
 # -- split masters train as float32 masters do -------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import lightning_cxl
 from lightning_cxl import ConfigError, residency
-from lightning_cxl.errors import TierFullError, UnsupportedError
+from lightning_cxl.errors import TierFullError
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.policies import POLICIES, Decision
 from tests.integration.training import EXACT, assert_same_weights, make_trainer, offload
@@ -191,20 +191,6 @@ def test_losses_do_not_depend_on_the_policy(policy, speeds):
     losses, report = fit_planned(policy=policy, tiers={"cxl": "2GiB"}, machine=speeds)
     assert losses == plain
     assert report["policy"] == policy
-
-
-class AllOnSsd:
-    """A policy that asks for what no policy may."""
-
-    needs_speeds = False
-
-    def decide(self, job, machine):
-        return Decision({role: {"ssd": 1.0} for role in job.free_classes()}, {})
-
-
-def test_a_policy_cannot_put_anything_on_ssd(tmp_path):
-    with pytest.raises((UnsupportedError, ValueError), match="ssd"):
-        fit_planned(policy=f"{__name__}.AllOnSsd", tiers={"ssd": {"path": str(tmp_path), "budget": "1GiB"}})
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

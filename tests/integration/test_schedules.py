@@ -312,23 +312,6 @@ def test_units_that_stay_on_the_device_are_not_copied_and_train_the_same(form, c
         assert streamed_by(trainer) == (num_left, nbytes * num_left // 3)
 
 
-@slow_updates
-def test_validation_and_checkpoints_in_the_middle(tmp_path):
-    class Saves(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            trainer.save_checkpoint(tmp_path / name / f"{trainer.global_step}.ckpt")
-
-    results = {}
-    for name, options in {"ours": IGNORE, "plain": AFTER}.items():
-        module, trainer = fit(options, callbacks=[Saves()], steps=4)
-        results[name] = trainer.validate(module, token_data(4), verbose=False)
-    assert results["ours"] == results["plain"]
-    for step in range(1, 5):
-        ours, plain = (torch.load(tmp_path / who / f"{step}.ckpt", weights_only=True) for who in results)
-        assert_equal(ours["state_dict"], plain["state_dict"])
-        assert_equal(ours["optimizer_states"][0]["state"], plain["optimizer_states"][0]["state"])
-
-
 class Clamps(Task):
     """Writes to weights of blocks that it finds in groups of the optimizer, where masters may be, too."""
 
@@ -601,22 +584,6 @@ def test_the_peak_does_not_grow_with_the_number_of_units(late, kind):
     training_device.make_late(late)  # late kernels let the host run far ahead
     few, many = peaks(6, options, task), peaks(18, options, task)
     assert many == pytest.approx(few, abs=ROUND)
-
-
-def test_gradients_of_a_few_units_exist_at_a_time_where_all_have_no_room():
-    def peak(options):
-        _, trainer = fit({**IGNORE, **options}, make_model=lambda: TinyTransformer(depth=12), steps=4)
-        roles = [trainer.strategy.report()[kind] for kind in ("peak_roles", "planned_roles")]
-        return [
-            *(sum(each["compute_grads"].values()) for each in roles),
-            sum(sum(r.values()) for r in roles[1].values()),
-        ]
-
-    all_peak, all_planned, nbytes = peak({})
-    # a plan may fill seven eighths of a tier
-    few_peak, few_planned, _ = peak({"tiers": {"dram": nbytes * 8 // 7 - all_planned // 4}})
-    assert all_planned > 2.5 * few_planned
-    assert all_peak > 1.5 * few_peak
 
 
 # -- really behind -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from contextlib import suppress
 
 import pytest
 
-from tests.integration import own_loops
 from tests.integration.several_ranks import LAUNCHERS, NUM_ROWS, processes_of, start
 
 pytestmark = [pytest.mark.on_cpu, pytest.mark.slow]
@@ -90,26 +89,3 @@ def test_a_rank_that_hangs_is_found_after_the_timeout(tmp_path):
     codes, logs, took = run("torchrun", tmp_path, "--fail=hang", "--timeout=10")
     assert 0 not in codes and took < 10 + 30 + SECONDS
     assert "Timed out waiting" in logs[0], logs[0][-3000:]
-
-
-# -- loops of Fabric, Accelerate and transformers, under the launchers of each -----------------------------------------
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("loop", "launcher"), [("fabric", "fabric run"), ("accelerate", "accelerate launch"), ("notebook", "itself")]
-)
-def test_two_processes_share_a_model(tmp_path, loop, launcher):
-    """Of a notebook's forked processes one ends before the other."""
-    codes, logs, _ = run(launcher, tmp_path, loop, program=own_loops.__file__)
-    assert codes == [0], logs[0][-3000:]
-    (world, cut, total), other = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2)]
-    assert world == 2 and cut > 9 and other == [world, cut, total]
-
-
-@pytest.mark.full
-def test_a_rank_of_a_trainer_that_raises_is_shown(tmp_path):
-    codes, (log,), took = run("torchrun", tmp_path, "trainer", program=own_loops.__file__)
-    assert codes != [0] and 0 < took < SECONDS
-    assert "ValueError: this batch is bad" in log
-    assert "NoneType: None" not in log and "To enable traceback see" not in log, "torchrun has the traceback"

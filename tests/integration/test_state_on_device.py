@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.pytorch import Callback, seed_everything
 
 import lightning_cxl
@@ -14,7 +13,7 @@ from lightning_cxl.errors import ConfigError, GradientOverflowError
 from lightning_cxl.optim import cpu_adam
 from tests import training_device
 from tests.integration.training import assert_equal, run, weights_of
-from tests.models import InStep, Task, TinyTransformer, token_data
+from tests.models import InStep, Task, TinyTransformer
 
 pytestmark = pytest.mark.usefixtures("device_apart")
 RESIDENT = {"model.embed.weight", "model.norm.weight", "model.norm.bias", "model.head.weight"}
@@ -274,37 +273,6 @@ def test_what_users_write_counts(bf16):
     given = {"task": Writes, "bf16": bf16, "master": "fp32"}  # of split ones, what is written keeps the lower half
     ours, plain = (weights_of(fit(on_device=there, **given)[0]) for there in (True, False))
     assert_equal(ours, plain)
-
-
-def test_a_loop_of_fabric_saves_and_loads_the_state():
-    def loop(steps, on_device=True, saved=None):
-        fabric = Fabric(
-            accelerator=training_device.accelerator(),
-            devices=1,
-            strategy=lightning_cxl.CXLFabricStrategy(state_on_device=on_device, on_overflow="ignore"),
-        )
-        model, optimizer = initial(), None
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        model, optimizer = fabric.setup(model, optimizer)
-        if saved is not None:
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-        for tokens, labels in list(token_data())[0 if saved is None else 3 : steps]:
-            logits = model(tokens.to(fabric.device))
-            fabric.backward(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.to(fabric.device).flatten()))
-            optimizer.step()
-            optimizer.zero_grad()
-        copied = {name: value.cpu().clone() for name, value in model.state_dict().items()}
-        state = optimizer.state_dict()
-        state["state"] = {
-            index: {key: value.cpu().clone() for key, value in entry.items()} for index, entry in state["state"].items()
-        }
-        return copied, state
-
-    whole, three = loop(6), loop(3)
-    for on_device in (True, False):
-        weights, state = loop(6, on_device, three)
-        assert_equal((weights, state["state"]), (whole[0], whole[1]["state"]))
 
 
 def test_they_are_new_while_updates_of_the_host_are_held(gate):

@@ -108,6 +108,3 @@ def test_weights_loaded_in_a_run_are_what_trains_next(tmp_path):
     expected = trained(lambda model: model.load_state_dict(reference.state_dict()))
     assert all(torch.equal(ours[name], value) for name, value in expected.items())
     assert not torch.equal(ours["model.embed.weight"], reference.embed.weight.bfloat16())
-
-
-# -- refused -----------------------------------------------------------------------------------------------------------

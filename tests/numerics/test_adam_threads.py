@@ -79,26 +79,6 @@ def test_every_chunk_is_updated_once_whatever_their_number(chunks):
         start.clone().run(scalars_at(), num_threads=num_threads).assert_same(expected, (chunks, num_threads))
 
 
-@pytest.mark.alone
-def test_chunks_of_a_moment_are_spread_over_memory():
-    """Seen from outside during an update by two threads: what is done is no beginning of the tensor."""
-    case = Case.random(12_000_000)
-    marks = case["momentum"][::65536]
-    deadline, spread = time.monotonic() + 60, False
-    while not spread and time.monotonic() < deadline:
-        worker = threading.Thread(target=case.run, args=(scalars_at(),), kwargs={"num_threads": 2})
-        case["grads"].fill_(0.5)
-        case["momentum"].fill_(7.0)
-        worker.start()
-        while worker.is_alive() and not spread:
-            done = (marks != 7.0).tolist()
-            quarter = len(done) // 4
-            counts = [sum(done[begin : begin + quarter]) for begin in range(0, 4 * quarter, quarter)]
-            spread = min(counts) > 0 and max(counts) < 0.6 * quarter and max(counts) <= min(counts) + 0.25 * quarter
-        worker.join()
-    assert spread
-
-
 def test_several_updates_at_once():
     """From Python threads of their own, on disjoint spans; each also with threads of its own."""
     starts = [Case.random(200_000, COMBINATIONS[index * 5 % 36], index) for index in range(8)]
@@ -249,26 +229,6 @@ def test_threads_stay_within_the_cpus_of_whoever_calls(team_cpus):
     finally:
         finished.set()
         worker.join()
-    assert_moved_back(before)
-
-
-@pytest.mark.alone
-def test_threads_of_an_update_may_run_afterwards_where_the_process_may():
-    case = Case.random(600_000)
-    before = affinities()
-    update([case.span()], [scalars_at()], num_threads=7, cpus=[0, CPUS[0]])
-    assert sum(cpus == set(CPUS) for cpus in affinities(of_kernels=True).values()) >= 6
-    assert_moved_back(before)
-
-
-def test_a_cpu_that_is_not_there_changes_nothing():
-    start = Case.random(300_000)
-    expected = start.clone().run(scalars_at())
-    before = affinities()
-    for cpu in (1023, os.cpu_count()):
-        ours = start.clone()
-        update([ours.span()], [scalars_at()], num_threads=3, cpus=[0, cpu])
-        ours.assert_same(expected)
     assert_moved_back(before)
 
 

@@ -2,13 +2,11 @@ import copy
 import dataclasses
 import json
 import pickle
-import re
 from pathlib import Path
 
 import pytest
 
 import lightning_cxl
-from lightning_cxl import CXLFabricStrategy, CXLOffloadStrategy
 from lightning_cxl.config import OffloadConfig, SsdOptions
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.integrations.accelerate import read_options
@@ -35,30 +33,20 @@ def test_budgets_in_both_forms_and_the_tier_ssd_which_is_no_budget_of_memory(mon
         ({"tiers": "cxl"}, "tiers must map names to budgets.*got 'cxl'"),
         ({"tiers": {"cxl": {"budge": 1}}}, r"one option, \"budget\", got \['budge'\]"),
         ({"tiers": {"cxl": "3 apples"}}, "budget of 'cxl': cannot read '3 apples'"),
-        ({"tiers": {3: "1GiB"}}, "got the name 3"),
-        ({"tiers": {"cxl": None}}, "budget of 'cxl' must be"),
-        ({"tiers": {"cxl": True}}, "budget of 'cxl': a size must be"),
         ({"tiers": {"cxl": -1}}, "budget of 'cxl': .*non-negative"),
         ({"tiers": {"cxl": {"budget": 1, "path": "/nvme"}}}, 'Only "ssd" has a path'),
         ({"tiers": {"ssd": "1TiB"}}, "\"ssd\" needs a path.*got '1TiB'"),
         ({"tiers": {"ssd": {"path": "/a", "size": 1}}}, "no option 'size'; its options are path, budget, checkpoint"),
         ({"tiers": {"ssd": {"path": "/a", "key": "$KEY"}}}, "does not encrypt.*LUKS.*fscrypt"),
         ({"tiers": {"ssd": {"path": "/a", "checkpoint": "move"}}}, 'must be "copy" or "reference", got \'move\''),
-        ({"tiers": {"ssd": {"path": "/a", "budget": "3 apples"}}}, "budget of .ssd.: cannot read '3 apples'"),
         ({"tiers": {"ssd": {"path": 3}}}, "must be a folder, .*got 3"),
-        ({"tiers": {"ssd": {"path": []}}}, "at least one folder"),
         ({"tiers": {"ssd": {"path": ["/a", "/b/../a"]}}}, "none twice"),
-        ({"tier_rules": ["cxl"]}, "tier_rules must map"),
         ({"tier_rules": {"layers.*": 3}}, r"'layers\.\*': 3 must be a tier name"),
         ({"activation_offload": 1}, "activation_offload must be one of True, False, got 1"),
-        ({"units": ["Block", 3]}, "units must be"),
         ({"num_threads": 0}, "num_threads must be a positive"),
         ({"on_missing_tier": "warn"}, "on_missing_tier must be one of 'fallback', 'error'"),
-        ({"numa_binding": True}, "numa_binding must be one of 'auto', False, 'node'"),
-        ({"pin_memory": 1}, "pin_memory must be one of True, False, 'auto'"),
         ({"budget": "1GiB"}, "unknown option 'budget'; the options are: tiers, tier_rules"),
         ({"stream_weight": True}, r"unknown option 'stream_weight': did you mean stream_weights\?"),
-        ({"share_weights": False}, "unknown option 'share_weights'; the options are: tiers, tier_rules"),
     ],
 )
 def test_bad_values(options, message):
@@ -118,21 +106,6 @@ def test_an_argument_beats_the_environment_unless_it_is_one_of_the_defaults_that
         assert (config.num_threads, origins["num_threads"]) == (given, "argument")
     config, origins = OffloadConfig.resolve(**{name: getattr(OffloadConfig(), name) for name in NAMES})
     assert (config.num_threads, origins["num_threads"], origins["units"]) == (3, "environment", "default")
-
-
-@pytest.mark.parametrize("name", ["state", "policy", "tiers", "tier_rules", "units", "machine"])
-def test_a_large_value_is_not_printed_whole(name):
-    with pytest.raises(ConfigError, match=name) as caught:
-        OffloadConfig(**{name: [0] * 10_000})
-    assert len(str(caught.value)) < 250
-
-
-@pytest.mark.parametrize("kind", [CXLOffloadStrategy, CXLFabricStrategy])
-def test_help_has_every_option_as_the_config_documents_it(kind):
-    own = OffloadConfig.__doc__.partition("    Args:\n")[2].rstrip()
-    assert own in kind.__doc__
-    assert re.findall(r"^ {8}(\w+): ", own, re.MULTILINE) == NAMES
-    assert "**options" not in kind.__doc__
 
 
 def test_dir_of_the_package_is_what_is_public():

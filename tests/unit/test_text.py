@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cxl.text import format_bytes, parse_bytes, table_lines, text_width, wrapped
+from lightning_cxl.text import format_bytes, parse_bytes, text_width, wrapped
 
 
 @pytest.fixture(autouse=True)
@@ -39,23 +39,6 @@ def test_what_is_no_size_is_refused(size):
 def test_sizes_read_back_within_rounding_and_whole_numbers_exactly(nbytes):
     assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.05)
     assert parse_bytes(str(nbytes)) == parse_bytes(nbytes) == nbytes
-
-
-def test_sizes_have_one_decimal_place():
-    sizes = [format_bytes(nbytes) for nbytes in (0, 1023, 1536 << 10, 5000 << 40, -2048)]
-    assert sizes == ["0 B", "1023 B", "1.5 MiB", "5000.0 TiB", "-2.0 KiB"]
-
-
-def test_columns_are_side_by_side_and_numbers_to_the_right():
-    lines = table_lines(("tier", "of", "used"), [("dram", "all", "1.5 GiB"), ("cxl0", "", "12 MiB")], left=2)
-    assert lines == ["tier  of      used", "dram  all  1.5 GiB", "cxl0        12 MiB"]
-    assert table_lines(("", ""), [("a", "1"), ("b", "10")], indent=2) == ["  a   1", "  b  10"]
-
-
-def test_cells_are_never_cut_wrapped_or_taken_for_markup():
-    cells = ["[bold]x[/bold] :smile:", "y" * 150, "z" * 150]
-    (line,) = table_lines(("", "", ""), [cells])
-    assert line.split("  ") == cells and "\x1b" not in line
 
 
 def test_sentences_are_wrapped_at_the_width_of_the_terminal_and_never_below_100_columns(monkeypatch):

@@ -77,7 +77,6 @@ def test_a_model_is_equal_with_offload(ask, options):
     [
         ("contrast", ["--accumulate-grad-batches", "1"]),
         ("conv", []),
-        ("experts", ["--clip", "0"]),
         ("tied", ["--precision", "bf16-mixed", "--units", "Block"]),
     ],
 )
@@ -118,11 +117,6 @@ def takes_another_rate(patch):
     )
 
 
-def makes_no_numbers(patch):
-    plain = cpu_adam.scalars_of
-    patch.setattr(cpu_adam, "scalars_of", lambda group, step, scale: plain({**group, "lr": float("nan")}, step, scale))
-
-
 def is_on_another_tier(patch):
     patch.setattr(verify, "residency", lambda tensor: {"elsewhere": tensor.nbytes})
 
@@ -137,20 +131,6 @@ def recomputes_with_other_random_numbers(patch):
     patch.setattr(activations, "checkpoint", lambda *args, **how: plain(*args, **how, preserve_rng_state=False))
 
 
-def changed_state(patch, name, change):
-    plain = user_loop._LoadStateDict.__call__
-
-    def load(self, state):
-        entries = {key: {**entry, name: change(entry[name])} for key, entry in state["state"].items()}
-        return plain(self, {**state, "state": entries})
-
-    patch.setattr(user_loop._LoadStateDict, "__call__", load)
-
-
-def resumes_with_a_rounded_variance(patch):
-    changed_state(patch, "exp_avg_sq", lambda value: value.bfloat16().float())
-
-
 def forgets_what_blocks_count(patch):
     """Batch norm counts a batch twice, in the forward and in the recompute."""
     patch.setattr(ModuleState, "replay", lambda self: nullcontext())
@@ -163,9 +143,7 @@ FAULTS = {
     leaves_a_weight_out: ("llama", "weights stay on the device", "step 0: weight `"),
     recomputes_with_other_random_numbers: ("llama", "weights stream", "step 0: gradient of `"),
     loads_no_state: ("tied", "resumed in the middle", "step 2: weight `"),
-    resumes_with_a_rounded_variance: ("llama", "resumed in the middle", "step 2: weight `"),
     takes_another_rate: ("llama", "CPUAdam, updates behind the training", "losses differ"),
-    makes_no_numbers: ("llama", "CPUAdam, updates behind the training", "losses differ by nan"),
     is_on_another_tier: ("llama", "pages are where the plan has them", "on `elsewhere`"),
     forgets_what_blocks_count: ("conv", "weights stream", "step 0: buffer `layer2."),
 }

@@ -57,11 +57,3 @@ def test_it_says_what_the_training_waits_for(tmp_path, monkeypatch, seconds, sho
 
     fit(Bar(plain_every_n_steps=1), tmp_path, limit_val_batches=0)
     assert len(found) >= 7 and {each for each in found if each} == set(shown)
-
-
-@pytest.mark.usefixtures("quiet_loaders")
-def test_plain_lines_show_new_validation_metrics(tmp_path, capsys):
-    fit(OffloadProgressBar(plain_every_n_steps=100), tmp_path)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert [line.split()[1] for line in lines] == ["1/7", "7/7"]
-    assert "val_loss" in lines[1]

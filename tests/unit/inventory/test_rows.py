@@ -4,10 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from lightning_cxl.config import OffloadConfig
-from lightning_cxl.inventory.plan import list_tensors, sensitive_parameters
+from lightning_cxl.inventory.plan import list_tensors
 from lightning_cxl.inventory.tensors import Mesh, Workload
 from tests.models import TinyTransformer
 
@@ -46,19 +45,3 @@ def test_units_stay_on_the_device_spread_evenly_and_frozen_ones_first(count, fro
     plan = list_tensors(model, None, OffloadConfig(units_on_device=count), Workload(batch=1, sequence=8))
     assert "".join(unit.name[-1] for unit in plan.streamed) == streamed
     assert plan.overlap == "forward"
-
-
-class RMSNormOfAFamily(nn.RMSNorm):
-    """Model families have their own."""
-
-
-@pytest.mark.parametrize(
-    "module",
-    [nn.BatchNorm1d(8), nn.InstanceNorm2d(8, affine=True), nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.Embedding(3, 4),
-     RMSNormOfAFamily(8)],
-    ids=lambda m: type(m).__name__,
-)  # fmt: skip
-def test_norms_and_embeddings(module):
-    linear = nn.Linear(2, 2)
-    sensitive = sensitive_parameters(nn.Sequential(module, linear))
-    assert module.weight in sensitive and linear.weight not in sensitive

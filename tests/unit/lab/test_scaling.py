@@ -1,34 +1,16 @@
 """Predicted scaling: the table and its script, and the overlap of several ranks in simulated time."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from footprint import PUBLISHED
-from scaling import main
 from schedule.sharded import simulate
 from sharded import predicted_s, units_of
 
 from lightning_cxl.machine.speeds import load_machine
-from tests.integration.llama import tiny_llama
 
 EIGHT = load_machine(Path(__file__).resolve().parents[3] / "examples" / "machines" / "eight_gpus.yaml")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tiny_llama(4, vocab_size=512, hidden_size=256, intermediate_size=768).config.save_pretrained(folder)
-    return str(folder)
-
-
-def test_the_script_says_that_it_predicts(folder, tmp_path, capsys):
-    target = tmp_path / "rows.json"
-    main(["--model", folder, "--seq", "256", "--quick", "--json", str(target)])
-    shown, written = capsys.readouterr().out, json.loads(target.read_text())
-    assert "predicted, not measured" in shown and written["note"] == "predicted, not measured"
-    assert [row["num_gpus"] for row in written["rows"]] == [1, 16, 16]
 
 
 @pytest.mark.parametrize(("count", "tokens"), [(2, 1024), (2, 4096), (4, 2048), (8, 2048)])

@@ -1,13 +1,11 @@
 """Links, clock, addresses and engine of the simulation. Durations on a noisy machine are lower bounds."""
 
 import math
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from simulation.clock import LinkClock
 from simulation.engine import SimulatedEngine
 from simulation.links import HostTraffic, Link, Links
@@ -120,18 +118,3 @@ def engine(tiers):
     engine = SimulatedEngine(LINKS, tiers.of)
     yield engine
     engine.close()
-
-
-def empty(nbytes):
-    return torch.zeros(nbytes, dtype=torch.uint8)
-
-
-def test_a_reader_that_does_not_wait_finds_the_last_bytes_missing(engine, monkeypatch):
-    on_device, on_host = torch.ones(MB, dtype=torch.uint8), empty(MB)
-    now_s = time.perf_counter()
-    with engine._changed, monkeypatch.context() as patch:  # its workers do nothing, and time stands still for it
-        patch.setattr("simulation.engine.time", SimpleNamespace(perf_counter=lambda: now_s))
-        copy = engine.d2h(on_device, on_host)
-        assert on_host[-1] == 0 and not copy.done()
-    copy.wait_host()
-    assert copy.done() and torch.equal(on_host, on_device)

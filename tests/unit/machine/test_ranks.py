@@ -190,17 +190,6 @@ def test_each_socket_s_memory_and_card_come_first(root):
     assert describe_machine(seen) == describe_machine(whole), "a calibration of the whole machine is found"
 
 
-def test_room_is_a_budget_or_what_is_free_and_a_control_group_s_limit_is_divided_once(root):
-    room = measure_room(Topology.detect(root), OffloadConfig(tiers={"dram": 3 * GIB, "cxl": 1000 * GIB}))
-    assert room["dram"] == 3 * GIB and 7 * GIB < room["cxl"] < 8 * GIB
-    group = root / "sys/fs/cgroup/job"
-    group.mkdir(parents=True)
-    (root / "proc/self/cgroup").write_text("0::/job")
-    (group / "memory.max").write_text(str(6 * GIB))
-    (group / "memory.current").write_text("0")
-    assert sum(measure_room(Topology.detect(root), OffloadConfig()).values()) == pytest.approx(6 * GIB, rel=1e-6)
-
-
 # -- what a process asks, tells the others, and changes in itself ------------------------------------------------------
 
 

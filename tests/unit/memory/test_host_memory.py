@@ -1,6 +1,5 @@
 """`HostMemory`: tiers, budgets, spilling, splits, accounts; and what other memory holds."""
 
-import ctypes
 import signal
 import warnings
 from collections import Counter
@@ -21,7 +20,6 @@ from lightning_cxl.memory.host_memory import HostMemory, anonymous_bytes, reside
 from lightning_cxl.memory.placement import Placement, TensorRole
 from lightning_cxl.memory.resource import Buffer, StripedResource
 from lightning_cxl.native._numa import page_nodes
-from tests.processes import run_python
 from tests.unit.memory.host import MIB, Host, Leaf, ends_in_child, used
 
 CXL_FIRST = Placement(("cxl", "dram"))
@@ -187,14 +185,6 @@ def test_a_budget_wins_over_the_part_of_a_shared_machine_and_that_over_the_capac
 # -- where bytes are ------------------------------------------------------------------------------------------------
 
 
-def test_residency_of_views_counts_only_what_they_show(memory, topology) -> None:
-    base = memory.tensor((64, 1024), torch.float32, CXL_FIRST, ROLE)
-
-    for view in (base.t(), base[:, ::2], base[3:5, 7:], base[0, :1].expand(9), base[10], base[:0], base.flatten()[1:]):
-        expected = view.numel() * 4
-        assert residency(view, topology, memory) == ({"cxl": expected} if expected else {})
-
-
 def test_residency_tells_tiers_apart_by_the_nodes_the_kernel_names() -> None:
     fake, tensor = Topology.fake(dram=("1GiB",), cxl=("1GiB", "1GiB")), torch.ones(10_000)
     nodes = {(tensor.data_ptr(), 40_000): {0: 10_000, 1: 15_000, 2: 5_000, 7: 4_000, -1: 6_000}}
@@ -216,45 +206,6 @@ def test_touched_memory_counts_once_and_untouched_and_mapped_files_do_not(tmp_pa
 
     monkeypatch.setattr(ordinary, "page_nodes", refuse)
     assert anonymous_bytes([torch.empty(1024)], 3) == {3: 4096}
-
-
-_LARGE_BLOCKS = """
-import ctypes, os
-from lightning_cxl.memory.host_memory import large_blocks_apart
-
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-libc.free.argtypes = [ctypes.c_void_p]
-
-class MallInfo(ctypes.Structure):
-    _fields_ = [(str(index), ctypes.c_size_t) for index in range(10)]
-
-libc.mallinfo2.restype = MallInfo
-
-def has_own_pages(nbytes=24 << 20):
-    before = getattr(libc.mallinfo2(), "3")  # blocks that are not cut from the heap
-    address = libc.malloc(nbytes)
-    after = getattr(libc.mallinfo2(), "3")
-    libc.free(address)
-    return after > before
-
-has_own_pages()  # the limit of glibc's own rises to this block when it is freed
-assert not has_own_pages()
-with large_blocks_apart():
-    with large_blocks_apart():
-        has_own_pages()
-    assert [has_own_pages() for _ in range(3)] == [True] * 3
-assert not has_own_pages()
-os.environ["MALLOC_MMAP_THRESHOLD_"] = "33554432"
-with large_blocks_apart():
-    assert not has_own_pages()
-"""
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
-def test_large_blocks_have_pages_of_their_own_inside() -> None:
-    """In a process of its own: from a heap with large holes, blocks are cut as before."""
-    assert run_python("-c", _LARGE_BLOCKS).returncode == 0
 
 
 # -- splits over several tiers --------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 import mmap
 import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,33 +152,6 @@ def test_only_as_many_bytes_as_asked_are_held() -> None:
     assert buffer.tensor((33, MIB), torch.uint8).fill_(1).sum().item() == 33 * MIB
 
 
-LARGE_PAGES = """
-import mmap, sys
-mmap.PAGESIZE = 65536  # as on some aarch64 machines
-from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.resource import NumaResource
-from lightning_cxl.native._numa import Mapping, page_nodes
-from lightning_cxl.storage.store import Store
-from tests.storage_cases import bytes_of, folders, get, put
-from pathlib import Path
-
-for mapping in (Mapping(1), Mapping(65537)):
-    assert mapping.nbytes % 65536 == mapping.address % 65536 == 0, (mapping.address, mapping.nbytes)
-buffers = [NumaResource("dram", 0, Topology.detect()).allocate(n) for n in (1, 65537)]
-assert all(buffer.address % 65536 == 0 and page_nodes(buffer.address, buffer.nbytes) for buffer in buffers)
-store = Store(folders(Path(sys.argv[1])), budget_bytes=2**24)
-records = [store.reserve(str(n), n) for n in (1, 65537)]  # the second is shown from where the first ends
-for seed, record in enumerate(records):
-    window, contents = store.window(record), put(store, record, seed)
-    assert get(store, record) == contents == bytes_of(window)
-store.close()
-"""
-
-
-def test_pages_have_the_size_that_the_machine_says(tmp_path) -> None:
-    subprocess.run([sys.executable, "-c", LARGE_PAGES, str(tmp_path)], check=True)
-
-
 # -- stripes over several nodes ------------------------------------------------------------------------------------
 
 
@@ -292,13 +263,6 @@ def test_pages_that_the_pin_moved_off_the_card_are_noticed(budget) -> None:
     with pytest.raises(PinnedMemoryError, match=text):
         driver.resource(budget, required=True, where=moved).allocate(8 * MIB)
     assert driver == {} and budget.held_bytes == 0
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_without_cuda_the_driver_functions_say_so() -> None:
-    with pytest.raises(PinnedMemoryError, match="CUDA cannot be used"):
-        CudaDevices().register(4096, 4096)
-    CudaDevices().unregister(4096)
 
 
 @pytest.mark.cuda

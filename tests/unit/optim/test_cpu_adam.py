@@ -1,7 +1,5 @@
 """`CPUAdam` as a torch optimizer: beside torch's own through whole runs, with groups and odd parameters."""
 
-import copy
-import pickle
 from functools import partial
 
 import pytest
@@ -9,7 +7,6 @@ import torch
 from torch.optim import lr_scheduler as schedulers
 
 from lightning_cxl.errors import ConfigError, UnsupportedError
-from lightning_cxl.gradients.step import _Sensitive
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.optim.masters import MasterWeights
@@ -269,21 +266,6 @@ def test_from_torch_shares_groups_defaults_and_hooks_and_keeps_the_state():
     assert calls == [original, adam]
     assert_same_state(adam.state_dict()["state"], torch_adam.state_dict()["state"])
     assert_close(ours, theirs)
-
-
-def test_a_copy_of_an_adopted_optimizer_knows_whose_state_stays_float32():
-    """As keys of its own parameters: what decides in the original belongs to the model that is adopted."""
-    embedding, other = (torch.nn.Parameter(torch.randn(96, 64).half()) for _ in range(2))
-    masters = MasterWeights({}, lambda compute, role, dtype: torch.empty(compute.shape, dtype=dtype))
-    pairs = [masters.adopt(parameter, "fp32") for parameter in (embedding, other)]
-    params = [pair.master.requires_grad_(False) for pair in pairs]
-    adam = CPUAdam(params, state="8bit", fp32_state=_Sensitive(masters, {embedding: None}.__contains__))
-    for twin in (copy.deepcopy(adam), pickle.loads(pickle.dumps(adam)), adam):
-        for parameter in twin.param_groups[0]["params"]:
-            parameter.grad = torch.ones(96, 64)
-        twin.step()
-        kept = ["exp_avg" in twin.state[parameter] for parameter in twin.param_groups[0]["params"]]
-        assert kept == [True, False]
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])

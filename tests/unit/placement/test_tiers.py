@@ -186,12 +186,6 @@ def test_last_matching_rule_wins_for_each_field():
     assert asked(tiers, "layers.0.mlp") == ("dram", "dram", "dram", "dram")
 
 
-def test_module_added_later_answers_as_its_parent():
-    tiers = resolved(Model(), {"lm_head": "cxl"})
-    assert tiers.lookup("lm_head.adapter.down", WEIGHTS) == ("cxl", "rule 'lm_head'")
-    assert tiers.lookup("elsewhere", WEIGHTS) == (None, "")
-
-
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
@@ -261,14 +255,6 @@ def test_explicit_tier_goes_first():
     assert placement.describe() == "cxl, else dram (rule 'layers.*')"
     placement = placer().place(TensorRole.MOMENTUM, 1024, spec=TierSpec(optimizer_state="cxl"))
     assert placement.describe() == "cxl, else dram (tier(optimizer_state=cxl))"
-
-
-@pytest.mark.parametrize("tier", [None, "dram"])
-def test_full_first_choice_stays_first_and_the_reason_tells(tier):
-    # moving it back would spill without the allocator noticing, so without a warning or refusal
-    placement = placer(dram=1 << 20).place(TensorRole.MOMENTUM, 2 << 20, tier=tier)
-    assert placement.tiers == ("dram", "cxl")
-    assert "dram has 1.0 MiB free of 2.0 MiB needed" in placement.reason
 
 
 def test_a_decision_is_placed_with_its_reason_and_leaves_the_rest_to_rules_and_homes():

@@ -141,24 +141,6 @@ def test_only_state_and_weights_go_and_every_reader_is_told_so():
             assert "ssd" not in placement.tiers
 
 
-def test_the_marks_survive_parameters_that_are_made_anew():
-    inventory = settled(listed())
-    decision, model = placements(inventory), inventory.model
-    model.head.weight = nn.Parameter(torch.empty_like(model.head.weight))
-    inventory.asked.read(model)
-    assert decision.place(model.head.weight, TensorRole.MOMENTUM, 8, in_state=True).tiers == ("ssd",)
-
-
-def test_copies_of_weights_stay_in_memory_with_a_reason():
-    # weights on the device have a copy on the host, and what masters have beyond bfloat16 is state
-    inventory = listed(streams=False, rules={"": {"optimizer_state": "ssd"}})
-    masters = [each for each in inventory.tensors if each.role is TensorRole.MASTER_WEIGHTS]
-    assert {each.tier for each in masters if each.in_state} == {"ssd"}
-    assert {each.tier for each in masters if not each.in_state} == {None}
-    copy = next(each for each in masters if not each.in_state)
-    assert "rule '' asks for ssd, and copies of weights stay in memory" in placements(inventory).of(copy).reason
-
-
 def test_state_of_another_optimizer_is_refused():
     def momentum(parameters, lr):
         return SGD(parameters, lr=lr, momentum=0.9)
@@ -222,12 +204,6 @@ def test_slots_hold_records_that_are_cut_over_several_drives():
     assert slots > expected_slots(inventory)
     automatic = settled(listed(tiers=tiers), ssd=MachineSsd(capacity_bytes=1 << 40, num_drives=3))
     assert slots_of(automatic)[0] >= slots
-
-
-def test_inputs_that_are_asked_for_elsewhere_or_whose_size_is_not_known_stay():
-    rules = {"layers.[0-3]": {"activations": "dram"}}
-    assert on_ssd(settled(listed(rules=rules, tokens=512)), "inputs") == units(range(4, 8), " inputs")
-    assert on_ssd(settled(listed()), "inputs") == []
 
 
 @pytest.mark.parametrize("tokens", [0, 512])

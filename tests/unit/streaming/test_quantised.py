@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.streaming.quantised import prepare_layers
-from lightning_cxl.streaming.unit_weights import UnitWeights, piece_nbytes
+from lightning_cxl.streaming.unit_weights import UnitWeights
 from lightning_cxl.streaming.units import streamable
 from tests.unit.streaming.test_params import allocate
 
@@ -36,30 +36,9 @@ def block(**options):
     return module
 
 
-def state_of(module):
-    state = module.weight.quant_state
-    return [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
-
-
 def streamed(module):
     parameters = list(module.parameters())
     return UnitWeights("block", module, [parameters], allocate)
-
-
-def test_state_goes_with_the_bytes():
-    module = block()
-    before = [tensor.clone() for tensor in (module.weight.data, *state_of(module))]
-    unit = streamed(module)
-    assert unit.nbytes == piece_nbytes(module, list(module.parameters())) == 256 + 256 + 4 * 256 + 1024
-    slot = torch.full((unit.nbytes,), 255, dtype=torch.uint8)
-    unit.enter(slot)
-    assert all((tensor.view(-1).view(torch.uint8) == 255).all() for tensor in (module.weight.data, *state_of(module)))
-    slot.copy_(unit.pieces[0].flat)
-    assert all(map(torch.equal, (module.weight.data, *state_of(module)), before))
-    unit.exit()
-    slot.fill_(0)
-    assert all(map(torch.equal, (module.weight.data, *state_of(module)), before))
-    assert module.weight.quant_state.state2.offset is None
 
 
 def test_what_is_quantised_on_its_way_to_the_device_does_not_stream():

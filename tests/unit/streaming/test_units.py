@@ -63,17 +63,6 @@ def test_declaring_none_falls_back_to_the_largest_stack(declared):
 
 
 @pytest.mark.parametrize(
-    "model",
-    [
-        nn.Linear(2, 2), nn.Sequential(Block(), nn.Linear(4, 4)), nn.ModuleList([Block()]),
-        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),  # nothing to recompute in them
-    ],
-)  # fmt: skip
-def test_no_units_is_no_error(model):
-    assert names(model) == []
-
-
-@pytest.mark.parametrize(
     ("units", "found"),
     [
         ("large.*", LARGE),
@@ -102,8 +91,3 @@ def test_compiled_blocks_are_found_as_what_they_wrap():
     assert names(model) == names(model, "Layer") == names(model, "layers.*") == ["layers.0", "layers.1", "layers.2"]
     assert dict(find_units(model))["layers.1"] is model.layers[1]
     assert names(pair) == LARGE
-
-
-def test_blocks_of_a_compiled_model_have_their_own_names():
-    whole = nn.ModuleDict({"model": torch.compile(Declared(), backend="eager")})
-    assert names(whole) == names(whole, "model.layers.*") == ["model._orig_mod.layers.0", "model._orig_mod.layers.1"]

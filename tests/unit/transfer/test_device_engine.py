@@ -7,8 +7,7 @@ import time
 import pytest
 import torch
 
-from lightning_cxl.devices import DeviceEngine, make_engine
-from lightning_cxl.errors import UnsupportedError
+from lightning_cxl.devices import make_engine
 from tests import apart, training_device
 from tests.fakes import RecyclingMemory
 
@@ -167,12 +166,6 @@ def test_pageable_memory_is_copied_beside_what_the_device_computes(engine):
     assert torch.equal(back, torch.ones(NUMEL))
 
 
-def test_engines_of_one_device_share_its_streams(engine):
-    another = DeviceEngine(engine.device)
-    assert another._h2d_stream == engine._h2d_stream and another._d2h_stream == engine._d2h_stream
-    assert another._h2d_stream != another._d2h_stream
-
-
 @pytest.mark.usefixtures("needs_apart")
 def test_two_threads_that_copy_at_once_keep_their_own_streams(engine):
     """What was current before a copy is each thread's own. Copies to pageable memory block, so that threads meet."""
@@ -205,10 +198,3 @@ def test_a_thread_takes_the_device_of_the_engine(on_device):
     thread.start(), thread.join()
     assert seen == [1]
     assert torch.accelerator.current_device_index() == 0
-
-
-def test_a_device_that_this_torch_does_not_have_is_refused(on_device):
-    if torch.cuda.is_available():
-        pytest.skip("there is CUDA")
-    with pytest.raises(UnsupportedError, match="has no `cuda`"):
-        make_engine("cuda")

@@ -1,8 +1,6 @@
 """Safetensors files: read and written in chunks, mapped, unread; and folders of them."""
 
-import ctypes
 import json
-import mmap
 import os
 from pathlib import Path
 
@@ -112,13 +110,6 @@ def test_tensors_of_any_layout_are_written_and_read(tmp_path, chunk_bytes, make)
         assert file.entries["w"].holds(source) and not file.entries["w"].holds(source + 1)
 
 
-def test_bits_are_compared_and_conjugates_written_as_what_they_mean(tmp_path):
-    value, nan = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64), torch.full((2,), float("nan"))
-    assert torch.equal(load_file(write(tmp_path / "f", {"w": value.conj()}))["w"], value.conj())
-    with TensorFile(write(tmp_path / "f", {"zero": torch.zeros(2), "nan": nan})) as file:
-        assert not file.entries["zero"].holds(-torch.zeros(2)) and file.entries["nan"].holds(nan)
-
-
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
@@ -191,35 +182,6 @@ def test_short_reads_and_writes_are_continued(tmp_path, monkeypatch):
     path = write(tmp_path / "f", {"w": values})
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:77]], offset))
     assert torch.equal(read(path, torch.zeros(1000)), values)
-
-
-def test_files_do_not_stay_in_the_page_cache(tmp_path):
-    """Asked from the kernel with mincore, through a map that touches nothing."""
-    if file_system(tmp_path) in ("tmpfs", "ramfs"):
-        pytest.skip("files there are nothing but page cache")
-    path = write(tmp_path / "f", {"a": torch.ones(2**20)})
-    with TensorFile(path) as file:
-        file.entries["a"].read_into(torch.zeros(2**20), Staging())
-    assert resident_pages(path) < 0.1 * path.stat().st_size / 4096
-    path.read_bytes()
-    assert resident_pages(path) > 0.9 * path.stat().st_size / 4096, "the probe sees pages where there are some"
-
-
-def file_system(path):
-    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    return max((len(mount[1]), mount[2]) for mount in mounts if path.is_relative_to(mount[1]))[1]
-
-
-def resident_pages(path):
-    libc = ctypes.CDLL(None, use_errno=True)
-    size = path.stat().st_size
-    with open(path, "r+b") as file, mmap.mmap(file.fileno(), size) as mapped:
-        states = (ctypes.c_ubyte * -(-size // 4096))()
-        start = ctypes.c_char.from_buffer(mapped)
-        failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), states)
-        del start
-        assert not failed
-        return sum(state & 1 for state in states)
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------

@@ -145,18 +145,6 @@ def test_no_weight_is_read_as_a_whole(plain, monkeypatch):
     assert "Params4bit" in kinds.values()
 
 
-def test_a_plain_model_with_layers_of_the_library_loads_too(tmp_path):
-    linear = nn.Linear(64, 48, bias=False)
-    save_file({"weight": linear.weight.detach()}, tmp_path / "model.safetensors")
-    with torch.device("meta"):
-        layer = bnb.nn.Linear4bit(64, 48, bias=False, quant_type="nf4", compute_dtype=torch.float32)
-    load_weights(layer, tmp_path)
-    twin = bnb.nn.Linear4bit(64, 48, bias=False, quant_type="nf4", compute_dtype=torch.float32)
-    twin.load_state_dict(linear.state_dict())
-    assert facts(layer.weight) == facts(twin.to("cpu").weight)
-    assert layer.quant_state is layer.weight.quant_state
-
-
 IN_8_BIT = {"load_in_8bit": True}
 
 

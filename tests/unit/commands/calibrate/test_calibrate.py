@@ -6,7 +6,6 @@ import threading
 import warnings
 
 import pytest
-import torch
 
 from lightning_cxl.__main__ import main as command
 from lightning_cxl.commands import calibrate
@@ -14,11 +13,8 @@ from lightning_cxl.commands.calibrate import Options
 from lightning_cxl.config import SsdOptions
 from lightning_cxl.devices import devices_apart
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.machine.speeds import load_calibration, load_machine, machine_of, save_calibration
+from lightning_cxl.machine.speeds import load_calibration, load_machine, machine_of
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.host_memory import make_pinner
-from tests import apart
-from tests.fakes import LoggingDeviceEngine
 
 TINY = Options(rounds=2, node_bytes=1 << 20, copy_bytes=1 << 20, block_widths=(64,), ssd_bytes=4 << 20)
 
@@ -68,45 +64,6 @@ def test_a_disk_that_fails_is_an_error_and_leaves_nothing(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"could not be written and read: .*17 of 1048576 bytes at"):
         calibrate.measure_ssd(tmp_path, 4 << 20)
     assert list(tmp_path.iterdir()) == []
-
-
-DELAY_S = 0.05
-
-
-@pytest.fixture
-def engines(on_device):
-    """Of two devices whose copies take long."""
-    if on_device.type != "apart":
-        pytest.skip("only copies of the device apart can be made late")
-    apart.set_delay(h2d=DELAY_S, d2h=2 * DELAY_S)
-    made = [LoggingDeviceEngine(torch.device("apart", index)) for index in (0, 1)]
-    yield made
-    for engine in made:
-        engine.close()
-
-
-def test_a_machine_with_devices(engines):
-    topology = Topology.detect()
-    node = topology.tiers[0].node_ids[0]
-    named = [calibrate.NamedEngine(each.name, engine) for each, engine in zip(devices_apart(), engines, strict=True)]
-    calibration, rows = calibrate.measure_machine(topology, named, TINY, pin=make_pinner(topology, required=True))
-    host, first, second = calibration.devices
-    assert (host.kind, host.h2d_bytes_per_s) == ("cpu", None)
-    assert (first.name, second.name) == tuple(each.name for each in named)
-    assert first.copy_latency_s > DELAY_S and second.copy_latency_s > DELAY_S
-    assert calibration.node(node).h2d_bytes_per_s > 0
-    shown = {name for name, *_ in rows}
-    assert shown >= {
-        f"node {node}, all devices, h2d",
-        f"{second.name}, copy of 4 KiB",
-        f"{first.name}, node {node}, d2h",
-    }
-    save_calibration(calibration, topology, [each.name for each in named])
-    tier = machine_of(topology).tiers[0]
-    slowest = min(calibration.node(node_id).h2d_bytes_per_s for node_id in topology.tiers[0].node_ids)
-    assert tier.device_read_bytes_per_s >= slowest
-    if tier.num_nodes == 1:
-        assert tier.device_read_bytes_per_s == pytest.approx(slowest)
 
 
 @pytest.fixture

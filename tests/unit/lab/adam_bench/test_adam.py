@@ -47,18 +47,3 @@ def test_the_step_section(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "DeepSpeed CPUAdam: skipped, ModuleNotFoundError" in shown
     assert "of 2 goals hold" in shown
-
-
-def test_the_other_sections(tmp_path):
-    rows = run(tmp_path, "--sections", "path", "states", "check", "memory", "--sizes", "70K")
-    formats, weights = ("fp32", "bf16", "8bit"), ("fp32 weights", "split bf16 weights")
-    assert judged(rows) == {
-        *(f"full path: {ratio}" for ratio in ("CPUAdam / roof", "torch / CPUAdam")),
-        *(f"state formats, {kind}: {ratio}" for kind in weights for ratio in ("8bit / fp32", "fp32 / bf16")),
-        *(f"gradient check, {kind}: measure / roof" for kind in ("bf16", "fp32")),
-        *(f"extra memory, {what}: CPUAdam" for what in ("fp32 step", "full path")),
-        *(f"extra memory, state formats: {kind}" for kind in formats),
-        "extra memory, gradient check, bf16: measure",
-    }
-    for name in ("update of the full path, 70K: CPUAdam / torch.compile", "extra memory, full path, 70K: torch"):
-        assert rows[name]["goal"] is None and rows[name]["holds"] is None
