@@ -27,7 +27,7 @@ _LONGEST = 1500
 
 
 class FitSummary(lightning.Callback):
-    """Collects what a run of `CausalLM` ends with; `describe` shows it.
+    """Collects what `fit` shows at its end, beside memory.
 
     The loss before training is the one of Lightning's sanity check, when that covers the whole validation set
     (``num_sanity_val_steps=-1``); a resumed run shows the one of its first start.
@@ -66,13 +66,6 @@ class FitSummary(lightning.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.before = state_dict["loss_before"]
-
-    def describe(self, trainer: lightning.Trainer) -> str:
-        """Return everything as text; the memory report only under a strategy that has one."""
-        peak = format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-        report = [str(trainer.strategy)] if hasattr(trainer.strategy, "report") else []
-        losses = f"validation loss: before {self.before}, after {self.after}"
-        return "\n\n".join([losses, f"sample:\n{self.sample}", *report, f"peak host memory of this process: {peak}"])
 
 
 class ShortErrors(lightning.LightningArgumentParser):
@@ -137,16 +130,23 @@ class FinetuneCLI(lightning.LightningCLI):
             raise ConfigError(str(error)) from error
 
     def after_predict(self) -> None:
-        if self.trainer.is_global_zero:
+        found = self.trainer.predict_loop.predictions
+        if self.trainer.is_global_zero and found:
             batch, decode = next(iter(self.datamodule.predict_dataloader())), self.datamodule.tokenizer.decode
-            pairs = zip(batch["input_ids"][:3], self.trainer.predict_loop.predictions[0], strict=False)
+            pairs = zip(batch["input_ids"][:3], found[0], strict=False)
             for number, (ids, predicted) in enumerate(pairs, 1):
                 print(f"row {number}, text:      {decode(ids[1:49])!r}")
                 print(f"row {number}, predicted: {decode(predicted[:48])!r}")
 
     def after_fit(self) -> None:
+        """Show losses, a sample and memory; the memory report only under a strategy that has one."""
         if self.trainer.is_global_zero:
-            print(f"\n{self.summary.describe(self.trainer)}")
+            print(f"\nvalidation loss: before {self.summary.before}, after {self.summary.after}\n")
+            print(f"sample:\n{self.summary.sample}\n")
+            if hasattr(self.trainer.strategy, "report"):
+                print(f"{self.trainer.strategy}\n")
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            print(f"peak host memory of this process: {format_bytes(peak)}")
 
 
 def main(arguments: Sequence[str]) -> None:

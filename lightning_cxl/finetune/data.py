@@ -140,10 +140,9 @@ class TextData(LightningDataModule):
             train_on: The part of conversations to learn: "answers" of the assistant, or "all" with the questions.
         """
         super().__init__()
-        if seq_len < 2 or batch_size < 1 or not 0 < val_fraction < 1 or train_on not in ("answers", "all"):
-            given = f"seq_len {seq_len}, batch_size {batch_size}, val_fraction {val_fraction}, train_on {train_on!r}"
-            need = 'seq_len >= 2, batch_size >= 1, 0 < val_fraction < 1, and train_on "answers" or "all"'
-            raise ConfigError(f"need {need}; got {given}")
+        if seq_len < 2 or batch_size < 1 or not 0 < val_fraction < 1:
+            given = f"seq_len {seq_len}, batch_size {batch_size}, val_fraction {val_fraction}"
+            raise ConfigError(f"need seq_len >= 2, batch_size >= 1 and 0 < val_fraction < 1; got {given}")
         self.text_files, self.seq_len, self.batch_size, self.seed = text_files, seq_len, batch_size, seed
         self.vocab_size, self.tokenizer_name_or_path = vocab_size, tokenizer_name_or_path
         self.val_fraction, self.train_on = val_fraction, train_on
@@ -196,13 +195,12 @@ class TextData(LightningDataModule):
         return found
 
     def _loader(self, part: str, seed: int | None) -> SampleLoader:
-        samples, (rank, world_size) = self._split[part], self._processes()
-        lengths = samples.with_format("numpy")["length"][:]
-        rows = fit_rows([min(int(length), self.seq_len) for length in lengths], self.seq_len)
-        if len(rows) < self.batch_size * world_size:  # too few: each sample has a row
+        samples = self._split[part]
+        lengths = samples.with_format("numpy")["length"][:].clip(max=self.seq_len)
+        rows = fit_rows(lengths.tolist(), self.seq_len)
+        if len(rows) < self.batch_size * self._processes()[1]:  # too few: each sample has a row
             rows = [[number] for number in range(len(samples))]
-        options: dict[str, Any] = {"pad_id": self.tokenizer.eos_token_id, "rank": rank, "world_size": world_size}
-        return SampleLoader(samples, rows, self.batch_size, seed=seed, **options)
+        return SampleLoader(samples, rows, self.batch_size, self.tokenizer.eos_token_id, seed, *self._processes())
 
     def _processes(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
@@ -261,6 +259,8 @@ def has_records(path: Path) -> bool:
     try:
         with path.open(encoding="utf-8") as file:
             first = next(filter(str.strip, file), "")
+            while file.read(1 << 20):  # is all of it text?
+                pass
         return path.suffix in (".jsonl", ".ndjson", ".json") or read_record(first) is not None
     except ConfigError:
         return False

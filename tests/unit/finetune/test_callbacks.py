@@ -25,11 +25,8 @@ def test_losses_are_those_of_the_whole_validation_set_before_and_after(tiny_mode
     trainer.fit(tiny_model, data)
     after = make_trainer().validate(tiny_model, data, verbose=False)[0]["val_loss"]
     assert fresh > after
-    text = summary.describe(trainer)
-    assert f"before {fresh:.4f}, after {after:.4f} (step 6)" in text
-    assert f"sample:\n{summary.sample}" in text
+    assert (summary.before, summary.after) == (f"{fresh:.4f}", f"{after:.4f} (step 6)")
     assert summary.sample.startswith(data.tokenizer.decode(data.held_out(1)[0][0]))
-    assert "peak host memory" in text
 
 
 @pytest.fixture

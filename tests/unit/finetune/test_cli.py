@@ -51,7 +51,7 @@ def test_the_example_trains_logs_exports_resumes_and_reports(command, tmp_path, 
     runs = tmp_path / "runs" / "finetune_stdlib"
     version = runs / "tensorboard" / "version_0"
     assert "validation loss: before " in shown
-    assert "sample:\n" in shown
+    assert "sample:\n" in shown and "CXL offload on cpu, finished" in shown and "peak host memory" in shown
     assert "tokens_per_s" in shown and "host_GiB" in shown and "train_loss" in shown
     assert list(version.glob("events.out.tfevents.*"))
     straight = logged(runs / "csv" / "version_0", "train_loss")
@@ -171,7 +171,7 @@ def test_ctrl_c_says_what_is_saved_and_how_to_go_on(command, tmp_path, monkeypat
         ({"trainer.accelerator": "nothing"}, "invalid accelerator name"),
         ({"trainer.devices": "-3"}, "should be an int > 0"),
         ({"ckpt_path": "nowhere.ckpt"}, "nowhere.ckpt"),
-        ({"model.quantization": "4bit"}, "quantization need a folder"),
+        ({"model.quantization": "4bit"}, "quantised weights cannot be trained: give model.lora"),
         ({"ckpt_path": "other.ckpt"}, "Error: "),
     ],
 )
