@@ -417,6 +417,9 @@ def place_model(
             moved = attributes["_parameters"]
             kept = {n: moved.get(n, p) for n, p in parameters.items() if n in moved or id(p) in streamed_ids}
             attributes["_parameters"] = kept | moved  # in the old order; the move may also drop some and add others
+        for module in (each for each in model.modules() if isinstance(each, nn.RNNBase)):
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, parameter)  # also in its own list, which the move made of what it saw
     return units, ()
 
 

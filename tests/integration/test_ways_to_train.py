@@ -31,6 +31,24 @@ class DropsBlocks(TinyTransformer):
         return self.head(self.norm(x))
 
 
+class Recurrent(torch.nn.Module):
+    def __init__(self, shared):
+        super().__init__()
+        self.own, self.shared = torch.nn.RNN(32, 32, batch_first=True), shared
+
+    def forward(self, x, *, scale):
+        return x + self.shared(self.own(x)[0]) * scale
+
+
+class OfRecurrent(TinyTransformer):
+    """Blocks that share a module; torch's RNN keeps a list of its weights beside its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        shared = torch.nn.Linear(32, 32)
+        self.blocks = torch.nn.ModuleList(Recurrent(shared) for _ in range(4))
+
+
 class ChangesLength(Task):
     """Another length in every micro-batch."""
 
@@ -63,6 +81,7 @@ CASES = {
     "autocast in the step": (TinyTransformer, ScalesInside, {}),
     "lengths, bf16-mixed": (TinyTransformer, ChangesLength, {"precision": "bf16-mixed"}),
     "dropped and repeated blocks": (lambda: DropsBlocks(depth=6), Task, {}),
+    "recurrent blocks that share": (OfRecurrent, Task, {}),
     "SDPA with a mask": (lambda: tiny_llama(attn_implementation="sdpa", attention_dropout=0.1), PaddedLlama, {}),
     "attention without SDPA": (lambda: tiny_llama(attn_implementation="eager"), PaddedLlama, {}),
 }
