@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -44,8 +43,6 @@ class Failing(Task):
                 print("failing", flush=True)
             if self.fails("raise") or self.fails("raise, and save"):
                 raise ValueError("this batch is bad")
-            if self.fails("kill"):
-                os.kill(os.getpid(), signal.SIGKILL)
             while self.fails("hang"):
                 time.sleep(1)
         loss = super().training_step(batch, batch_idx)
@@ -66,7 +63,6 @@ def main() -> None:
     parser.add_argument("--fail")
     parser.add_argument("--rank", type=int, default=1)
     parser.add_argument("--timeout", type=float)
-    parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--steps", type=int, default=-1)
     asked = parser.parse_args()
     seed_everything(3, verbose=False)
@@ -83,7 +79,7 @@ def main() -> None:
         max_epochs=1 if asked.steps < 0 else -1, max_steps=asked.steps,
     )  # fmt: skip
     rows = torch.arange(NUM_ROWS).repeat_interleave(4).view(NUM_ROWS, 4)
-    data = DataLoader(TensorDataset(rows, rows), batch_size=2, num_workers=asked.workers)
+    data = DataLoader(TensorDataset(rows, rows), batch_size=2)
     module = Failing(asked)
     trainer.fit(module, data)
     fitted = {name: value.item() for name, value in trainer.callback_metrics.items()}

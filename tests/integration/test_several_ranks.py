@@ -59,10 +59,6 @@ def test_ranks_meet_share_the_data_and_agree(tmp_path, launcher):
     assert own[0] != own[1] and means[0] == means[1] == pytest.approx(sum(own) / 2)
 
 
-GONE = ("Connection closed by peer", "Connection reset by peer", "terminated with code", "(SIGKILL) received by PID")
-"""What torch or a launcher says of a rank that has ended: gloo, Lightning's observer, torchrun."""
-
-
 @pytest.mark.parametrize(
     ("fails", "launcher"), [("raise, and save", "lightning"), ("raise", "torchrun"), ("setup", "machines")]
 )
@@ -73,14 +69,6 @@ def test_a_rank_that_raises_ends_all_and_its_error_is_shown(tmp_path, fails, lau
     assert error in logs[-1]
     if launcher == "torchrun":
         assert error in logs[0].partition("Root Cause (first observed failure)")[2]
-
-
-@pytest.mark.full
-def test_a_rank_that_is_killed_ends_all(tmp_path):
-    """It is the one that has started the other; torchrun's are killed in tests/distributed/test_killed_ranks.py."""
-    codes, logs, took = run("lightning", tmp_path, "--fail=kill", "--rank=0", "--workers=1")
-    assert 0 not in codes and took < SECONDS
-    assert any(sign in logs[-1] for sign in GONE), logs[-1][-3000:]
 
 
 @pytest.mark.full

@@ -71,13 +71,6 @@ FILES = {
         {"accumulate": "bf16", "cpu_adam": False, "stream_weights": False},
         {"precision": "16-mixed", "accumulate_grad_batches": 2, "gradient_clip_val": 1.0},
     ),
-    "without offload": (
-        {
-            **BF16, "fp16": {"enabled": False}, "zero_allow_untested_optimizer": True,
-            "zero_optimization": {**STAGE_3, "offload_param": {"device": "none", "nvme_path": None}},
-        },
-        {"stream_weights": False}, {"precision": "bf16-true"},
-    ),
 }  # fmt: skip
 
 

@@ -1,18 +1,15 @@
-"""Links, clock, addresses and engine of the simulation. Durations on a noisy machine are lower bounds."""
+"""Links and clock of the simulation, against flows by hand and what is predicted."""
 
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from simulation.clock import LinkClock
-from simulation.engine import SimulatedEngine
 from simulation.links import HostTraffic, Link, Links
 from simulation.machine_links import links_of
 
 from lightning_cxl.machine.speeds import Cache, load_machine
-from lightning_cxl.memory.resource import Buffer, Span
 from lightning_cxl.planning.job import predict_adam_seconds, predict_copy_seconds
 
 
@@ -89,32 +86,3 @@ def test_a_copy_and_an_adam_update_take_what_is_predicted(split):
     traffic = {tier: HostTraffic(16, 12) * (share * 10**9) for tier, share in split.items() if share}
     seconds = links_of(PAPER).host_route(traffic).seconds(28 * 10**9)
     assert seconds == pytest.approx(predict_adam_seconds(10**9, split, PLAIN))
-
-
-def buffer(address, nbytes, *tiers):
-    """A buffer (of no real memory) whose tiers have equal parts."""
-    part = nbytes // len(tiers)
-    spans = tuple(Span(tier, node, node * part, part) for node, tier in enumerate(tiers))
-    return Buffer(address, nbytes, spans, None)
-
-
-MB = 1_000_000
-LINKS = Links(
-    device=Link(10 * MB, 20 * MB, 1e-3, duplex=2),
-    tiers={"dram": Link(40 * MB, 40 * MB), "cxl": Link(5 * MB, 4 * MB)},
-)
-
-
-@pytest.fixture
-def tiers():
-    """Memory is DRAM, except what a test says; counts what it is asked."""
-    tiers = SimpleNamespace(by_address={}, asked=[])
-    tiers.of = lambda *memory: (tiers.asked.append(memory), tiers.by_address.get(memory[0], "dram"))[1]
-    return tiers
-
-
-@pytest.fixture
-def engine(tiers):
-    engine = SimulatedEngine(LINKS, tiers.of)
-    yield engine
-    engine.close()

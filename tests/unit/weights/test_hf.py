@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from lightning_cxl import from_pretrained, save_pretrained
 from lightning_cxl.commands.export import build_empty
-from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
 from lightning_cxl.finetune.data import load_tokenizer
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.weights import hf as model_names
@@ -172,21 +172,6 @@ def test_a_missing_expert_is_an_error_before_anything_is_loaded(tmp_path, lost):
     rewrite(tmp_path / "model.safetensors", lambda state: {name: state[name] for name in state.keys() - {lost}})
     with pytest.raises(CheckpointError, match=r"do not make up `model\.layers\.1\.mlp|do not fit MixtralForCausalLM"):
         from_pretrained(tf.MixtralForCausalLM, tmp_path)
-
-
-def test_what_is_no_folder_of_a_model(tmp_path):
-    with pytest.raises(ConfigError, match=r"not a folder with a config\.json.*hf download"):
-        from_pretrained(tf.AutoModelForCausalLM, "some/model")
-    tf.LlamaConfig(**TINY_LLAMA).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
-        from_pretrained(tf.AutoModelForCausalLM, tmp_path)
-    with pytest.raises(ConfigError, match="dtype is 'auto'; give one of torch"):
-        from_pretrained(tf.AutoModelForCausalLM, tmp_path, "auto")
-    with pytest.raises(ConfigError, match="not a model class"):
-        from_pretrained(torch.nn.Linear, tmp_path, torch.float32)
-    tf.LlamaConfig(**TINY_LLAMA, quantization_config={"quant_method": "fp8"}).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedError, match="quantised by fp8"):
-        from_pretrained(tf.AutoModelForCausalLM, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["model", "plan", "export", "tokenizer", "main job"])

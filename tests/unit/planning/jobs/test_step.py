@@ -95,12 +95,6 @@ STEPS = {
     "a copy takes as long as the slowest tier": (
         job_of(GRADS), CARD, MACHINE, {"backward": 40 / 8}, {"backward": {"link d2h": 4, "tier cxl0": 5}},
     ),
-    "every unit's copy has its latency": (
-        job_of(WEIGHTS), DRAM, on({"copy_latency_s": 0.5}), {"forward": 8 + 4 * 0.5}, {},
-    ),
-    "writes slow down where link and tier are about equally fast": (
-        job_of(GRADS), CARD, replace(MACHINE, write_contention=5), {"backward": (4**5 + 5**5) ** (1 / 5)}, {},
-    ),
     "the update is done on all tiers at once": (
         job_of(MOMENTUM, (R.VARIANCE, Move("update", "cpu", 100))),
         {R.MOMENTUM: {"dram0": 0.9, "cxl0": 0.1}, R.VARIANCE: DRAM}, MACHINE,
@@ -114,11 +108,6 @@ STEPS = {
         )
         for overlap in ("backward", "forward", "both")
     },
-    "devices share the tiers but not the links": (
-        job_of(WEIGHTS, MOMENTUM, forward=10), {R.COMPUTE_WEIGHTS: CARD, R.MOMENTUM: DRAM}, on({"count": 2}),
-        {"forward": 10 * 3 / 4 + (10 + 10) / 4, "update": 4},
-        {"forward": {"compute": 10, "link h2d": 8, "tier cxl0": 160 / 16}},
-    ),
     "without a device the CPUs read and write what would be copied": (
         job_of(WEIGHTS, GRADS, MOMENTUM, forward=2, backward=10, overlap="backward"),
         {R.COMPUTE_WEIGHTS: CARD, R.COMPUTE_GRADS: CARD, R.MOMENTUM: DRAM}, on({"is_host": True}),
@@ -133,7 +122,6 @@ STEPS = {
         job_on_ssd(), {}, on_ssd(20, 10), {"update": HIDDEN},
         {"update": {"tier dram0": 4, "ssd read": 10, "ssd write": 20}},
     ),
-    "drives of unknown speed take no time": (job_on_ssd(), {}, MACHINE, {"update": 4}, {}),
     **{
         f"reads and writes of drives hide behind: {overlap}": (
             job_on_ssd(forward=40, backward=40, overlap=overlap), {}, on_ssd(20, 10),
