@@ -48,7 +48,8 @@ class FitSummary(lightning.Callback):
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         data: Any = getattr(trainer, "datamodule", None)
-        tokens = pl_module.generate_tokens(data.held_out(1)[0][0], max_new_tokens=self.max_new_tokens)
+        with trainer.precision_plugin.forward_context():  # while the weights are where the strategy runs them
+            tokens = pl_module.generate_tokens(data.held_out(1)[0][0], max_new_tokens=self.max_new_tokens)
         self.sample = data.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def on_exception(
@@ -127,7 +128,7 @@ class FinetuneCLI(lightning.LightningCLI):
         try:
             super().instantiate_classes()
         except (ValueError, TypeError) as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError(str(error)[:_LONGEST]) from error
 
     def after_predict(self) -> None:
         found = self.trainer.predict_loop.predictions

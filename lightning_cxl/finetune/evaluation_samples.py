@@ -25,7 +25,8 @@ class EvaluationSamples(Callback):
         if not isinstance(pl_module, CausalLM) or not isinstance(data, TextData):
             raise ConfigError("EvaluationSamples is for a CausalLM with TextData: remove the callback")
         for number, (prompt, expected) in enumerate(data.held_out(self.count), 1):  # made by all, shown by one
-            new = pl_module.generate_tokens(prompt, max_new_tokens=self.max_new_tokens)[len(prompt) :]
+            with trainer.precision_plugin.forward_context():
+                new = pl_module.generate_tokens(prompt, max_new_tokens=self.max_new_tokens)[len(prompt) :]
             parts = (("prompt", prompt), ("model", new), ("expected", expected[: self.max_new_tokens]))
             text = "\n".join(f"{name}: {data.tokenizer.decode(ids, skip_special_tokens=True)}" for name, ids in parts)
             if not trainer.is_global_zero:

@@ -160,16 +160,15 @@ class CausalLM(LightningModule):
     def generate_tokens(self, prompt: Tensor, *, max_new_tokens: int = 64, seed: int = 0) -> Tensor:
         """Return a prompt continued by sampling: int64 ``(prompt and new tokens,)`` for ``(prompt tokens,)``.
 
-        Global random state and mode stay. The model has a Trainer; all ranks call it.
+        Global random state and mode stay. All ranks call it.
         """
         model, kind = self.model, self.device.type
         ids, was_training = prompt[None].to(model.device), model.training
         # it ends where the settings of the model say; with `synced_gpus` all generate for as long as one has to
         options: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20, "max_new_tokens": max_new_tokens}
         options |= {"pad_token_id": self.tokenizer and self.tokenizer.eos_token_id, "synced_gpus": is_cut(self)}
-        where_it_runs = self.trainer.precision_plugin.forward_context()
         devices = [] if kind == "cpu" else [self.device]
-        with where_it_runs, gathered(self), torch.no_grad(), torch.random.fork_rng(devices, device_type=kind):
+        with gathered(self), torch.no_grad(), torch.random.fork_rng(devices, device_type=kind):
             torch.manual_seed(seed)
             tokens: Tensor = model.eval().generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[0]
         model.train(was_training)

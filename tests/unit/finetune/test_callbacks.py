@@ -50,9 +50,8 @@ def test_held_out_conversations_are_cut_where_the_answer_begins(chats):
         assert chats.tokenizer.decode(expected) == f"It is {number}.<|im_end|>"
 
 
-def test_a_sample_ends_where_the_models_own_settings_end_an_answer(tiny_model, make_trainer):
+def test_a_sample_ends_where_the_models_own_settings_end_an_answer(tiny_model):
     tiny_model.configure_model()
-    tiny_model.trainer = make_trainer()
     prompt = torch.tensor([7])
     free = tiny_model.generate_tokens(prompt, max_new_tokens=4)
     tiny_model.model.generation_config.eos_token_id = [299, int(free[2])]

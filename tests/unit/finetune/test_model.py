@@ -15,21 +15,17 @@ from tests.unit.finetune.conftest import SHAPE
 class Losses(Callback):
     def __init__(self):
         self.values = []
+        self.rates = []
         self.logged = {}
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.values.append(outputs["loss"].item())
 
     def on_train_end(self, trainer, pl_module):
         self.logged = dict(trainer.callback_metrics)
-
-
-class Rates(Callback):
-    def __init__(self):
-        self.values = []
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.values.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
 @pytest.fixture
@@ -101,12 +97,12 @@ def test_optimizer_decays_matrices_alone_and_leaves_out_frozen_parameters(data, 
 
 
 def test_the_rate_rises_in_the_warm_up_and_falls_to_a_tenth(data, make_trainer):
-    rates = Rates()
-    make_trainer(max_steps=20, limit_val_batches=0, callbacks=[rates]).fit(CausalLM(**SHAPE, warmup_steps=4), data)
-    assert rates.values[:4] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
-    assert rates.values[3:] == sorted(rates.values[3:], reverse=True)
-    assert rates.values[11] == pytest.approx(0.55e-3)
-    assert rates.values[-1] == pytest.approx(1e-4)
+    seen = Losses()
+    make_trainer(max_steps=20, limit_val_batches=0, callbacks=[seen]).fit(CausalLM(**SHAPE, warmup_steps=4), data)
+    assert seen.rates[:4] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
+    assert seen.rates[3:] == sorted(seen.rates[3:], reverse=True)
+    assert seen.rates[11] == pytest.approx(0.55e-3)
+    assert seen.rates[-1] == pytest.approx(1e-4)
 
 
 def test_training_without_an_end_is_refused(tiny_model, data, make_trainer):
