@@ -8,18 +8,17 @@ import sysconfig
 import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from datasets import Dataset, Features, List, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from jinja2 import TemplateError
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import BatchSampler, DistributedSampler
 from transformers import AutoTokenizer, DataCollatorWithFlattening, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lightning_cxl.config import private_folder
@@ -48,54 +47,42 @@ Record = str | tuple[list[dict[str, Any]], list[Any] | None]  # a document, or m
 Sample = tuple[list[int], list[int]]  # tokens and labels
 
 
-@dataclass(eq=False)
 class SampleLoader:
     """Whole batches of packed rows: "input_ids", "labels", "position_ids", int64 ``(rows, tokens)``.
 
-    The order depends on `seed` (None: that of `rows`) and the epoch alone. Lightning calls `set_epoch` (through
-    `sampler`), saves `state_dict()` and calls `load_state_dict()` before the first batch: a resume is exact.
+    `sampler` orders its rows, each the numbers of some `samples`. Lightning calls its `set_epoch`, saves `state_dict()`
+    and calls `load_state_dict()` before the first batch: a resume is exact.
     """
 
-    samples: Dataset
-    rows: Sequence[list[int]]
-    batch_size: int
-    pad_id: int = 0
-    seed: int | None = None
-    rank: int = 0
-    world_size: int = 1
-    epoch: int = 0
-    _next_batch: int = 0  # of the running epoch: what a checkpoint taken now must continue with
-    _start: int = 0  # of the next iterator; not 0 only after load_state_dict()
-    batch_sampler, sampler = None, property(lambda self: self)  # where Lightning looks for `set_epoch`
+    batch_sampler = None  # where Lightning looks for `set_epoch`, too
+
+    def __init__(self, samples: Dataset, sampler: Any, batch_size: int) -> None:
+        self.samples, self.sampler, self.batch_size = samples, sampler, batch_size
+        self._done = (0, 0)  # epoch, and batches of it that are done: where a checkpoint taken now goes on
+        self._loaded = (0, 0)  # the same for the next iterator
 
     def __len__(self) -> int:
-        return len(self.rows) // (self.batch_size * self.world_size)
+        return len(self.sampler) // self.batch_size
 
     def __iter__(self) -> Iterator[Batch]:
-        # a generator: epoch and start are read at the first batch, after Lightning's set_epoch()
-        start, self._start = self._start, 0
-        order = torch.arange(len(self.rows))
-        if self.seed is not None:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-            order = torch.randperm(len(self.rows), generator=generator)
-        own = order[self.rank :: self.world_size].tolist()
-        for index in range(start, len(self)):
-            self._next_batch = index + 1
-            yield self._batch(own[index * self.batch_size : (index + 1) * self.batch_size])
+        # a generator: the sampler's epoch is read at the first batch, after Lightning's set_epoch()
+        (epoch, done), self._loaded = self._loaded, (0, 0)
+        batches = list(BatchSampler(self.sampler, self.batch_size, drop_last=True))
+        for index in range(done if epoch == self.sampler.epoch else 0, len(batches)):
+            self._done = self.sampler.epoch, index + 1
+            yield self._batch(batches[index])
 
     def _batch(self, numbers: list[int]) -> Batch:
         flatten = DataCollatorWithFlattening()
-        rows = [flatten([self.samples[sample] for sample in self.rows[number]]) for number in numbers]
-        fill = {"input_ids": self.pad_id, "labels": IGNORED, "position_ids": 0}  # see [Note: Packed rows]
+        rows = [flatten([self.samples[sample] for sample in self.sampler.dataset[row]]) for row in numbers]
+        fill = {"input_ids": 0, "labels": IGNORED, "position_ids": 0}  # see [Note: Packed rows]
         return {name: pad_sequence([row[name][0] for row in rows], True, value) for name, value in fill.items()}
 
-    def set_epoch(self, epoch: int) -> None:
-        if epoch != self.epoch:
-            self.epoch, self._start, self._next_batch = epoch, 0, 0
-
     def state_dict(self) -> dict[str, Any]:
-        order = {name: getattr(self, name) for name in ("batch_size", "seed", "world_size")}
-        return {"epoch": self.epoch, "next_batch": self._next_batch, "order": {"num_blocks": len(self.rows), **order}}
+        sampler, epoch = self.sampler, self.sampler.epoch
+        order = {"rows": len(sampler.dataset), "seed": sampler.seed, "world_size": sampler.num_replicas}
+        order["batch_size"] = self.batch_size
+        return {"epoch": epoch, "next_batch": self._done[1] if self._done[0] == epoch else 0, "order": order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         own, given, number = self.state_dict()["order"], state["order"], state["next_batch"]
@@ -104,7 +91,8 @@ class SampleLoader:
                 f"the checkpoint is at batch {number} of an epoch over {given}, this run reads {own}. Use the same "
                 "data options, or start a new run from exported weights (--model.name_or_path)"
             )
-        self.epoch, self._start, self._next_batch = state["epoch"], number, number
+        self.sampler.set_epoch(state["epoch"])
+        self._done = self._loaded = state["epoch"], number
 
 
 class TextData(LightningDataModule):
@@ -174,10 +162,10 @@ class TextData(LightningDataModule):
         self._split = samples.select(kept).train_test_split(held_out, shuffle=False)
 
     def train_dataloader(self) -> SampleLoader:
-        return self._loader("train", self.seed)
+        return self._loader("train", shuffle=True)
 
     def val_dataloader(self) -> SampleLoader:
-        return self._loader("test", None)
+        return self._loader("test", shuffle=False)
 
     test_dataloader = predict_dataloader = val_dataloader
 
@@ -194,13 +182,14 @@ class TextData(LightningDataModule):
             found.append((ids[:start], ids[start : start + int(after[0]) if len(after) else None]))
         return found
 
-    def _loader(self, part: str, seed: int | None) -> SampleLoader:
-        samples = self._split[part]
+    def _loader(self, part: str, *, shuffle: bool) -> SampleLoader:
+        samples, (rank, count) = self._split[part], self._processes()
         lengths = samples.with_format("numpy")["length"][:].clip(max=self.seq_len)
         rows = fit_rows(lengths.tolist(), self.seq_len)
-        if len(rows) < self.batch_size * self._processes()[1]:  # too few: each sample has a row
+        if len(rows) < self.batch_size * count:  # too few: each sample has a row
             rows = [[number] for number in range(len(samples))]
-        return SampleLoader(samples, rows, self.batch_size, self.tokenizer.eos_token_id, seed, *self._processes())
+        order: Any = DistributedSampler(rows, count, rank, shuffle, self.seed, drop_last=True)  # type: ignore[arg-type]
+        return SampleLoader(samples, order, self.batch_size)
 
     def _processes(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)

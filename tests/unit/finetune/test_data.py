@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tokenizers import processors
+from torch.utils.data import DistributedSampler
 
 from lightning_cxl.config import cache_folder
 from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning
@@ -241,7 +242,8 @@ def test_nobody_else_enters_the_cache_of_texts(tmp_path, exists):
 def numbered(batch_size, **options):
     """A loader of eleven samples, each a row."""
     samples = Dataset.from_dict({name: [[i, i + 100] for i in range(11)] for name in ("input_ids", "labels")})
-    return SampleLoader(samples.with_format("torch"), [[i] for i in range(11)], batch_size, **options)
+    sampler = DistributedSampler([[i] for i in range(11)], **{"num_replicas": 1, "rank": 0, **options}, drop_last=True)
+    return SampleLoader(samples.with_format("torch"), sampler, batch_size)
 
 
 def rows(loader):
@@ -254,12 +256,12 @@ def test_an_epoch_has_whole_batches_in_an_order_of_seed_and_epoch():
     assert len(loader) == 3 and [len(batch) for batch in first] == [3, 3, 3] and len(set(chain(*first))) == 9
     assert rows(loader) == first == rows(numbered(3, seed=1))
     assert rows(numbered(3, seed=2)) != first
-    loader.set_epoch(1)
+    loader.sampler.set_epoch(1)
     assert rows(loader) != first
-    loader.set_epoch(0)
+    loader.sampler.set_epoch(0)
     assert rows(loader) == first
-    assert rows(numbered(4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]  # without a seed
-    shares = [set(chain(*rows(numbered(2, seed=3, rank=r, world_size=2)))) for r in range(2)]
+    assert rows(numbered(4, shuffle=False)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    shares = [set(chain(*rows(numbered(2, seed=3, rank=r, num_replicas=2)))) for r in range(2)]
     assert [len(share) for share in shares] == [4, 4] and not shares[0] & shares[1]
 
 
@@ -271,11 +273,24 @@ def test_state_of_another_order_is_refused_in_the_middle_of_an_epoch_only():
         other.load_state_dict(loader.state_dict())
 
 
+def test_a_loaded_epoch_goes_on_and_the_next_one_is_whole():
+    loader, resumed = numbered(3, seed=1), numbered(3, seed=1)
+    next(iter(loader))
+    resumed.load_state_dict(loader.state_dict())
+    assert rows(resumed) == rows(loader)[1:]
+    resumed.load_state_dict(loader.state_dict())  # at the end of the epoch
+    for each in (loader, resumed):
+        each.sampler.set_epoch(1)
+    assert resumed.state_dict()["next_batch"] == 0
+    assert rows(resumed) == rows(loader) and len(rows(loader)) == 3
+
+
 def test_a_row_has_its_samples_behind_each_other_and_padding_without_labels():
     samples = Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 4], [3, 2]], "labels": [[-100, 6, 7], [8, 4], [3, 2]]})
-    (batch,) = SampleLoader(samples.with_format("torch"), [[0, 2], [1]], 2, pad_id=9)
+    sampler = DistributedSampler([[0, 2], [1]], 1, 0, shuffle=False)
+    (batch,) = SampleLoader(samples.with_format("torch"), sampler, 2)
     assert {name: values.tolist() for name, values in batch.items()} == {
-        "input_ids": [[5, 6, 7, 3, 2], [8, 4, 9, 9, 9]],
+        "input_ids": [[5, 6, 7, 3, 2], [8, 4, 0, 0, 0]],
         "labels": [[-100, 6, 7, -100, 2], [-100, 4, -100, -100, -100]],
         "position_ids": [[0, 1, 2, 0, 1], [0, 1, 0, 0, 0]],
     }
