@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_cxl.errors import LightningCXLWarning
-from lightning_cxl.run.sharded_checkpoint import AsyncSaves, ShardedCheckpoint
+from lightning_cxl.run.sharded_checkpoint import AsyncSaves, ShardedCheckpoint, save
 from tests.distributed import lightning_runs, training
 from tests.distributed.test_lightning import STATES
 from tests.distributed.training import Job, assert_identical, cut_model, error_of, place
@@ -82,6 +82,19 @@ class At(Callback):
 
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def save_with_room_and_without(path):
+    save(path, {"state_dict": {"w": torch.tensor([1])}}, {})
+    with writing(full_drive):
+        return error_of(lambda: save(path, {"state_dict": {"w": torch.tensor([2])}}, {}))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_an_error_of_one_rank_is_raised_by_all_and_leaves_what_was_there(ranks, tmp_path):
+    for error in ranks.of(2).run(save_with_room_and_without, tmp_path / "a.ckpt"):
+        assert error.startswith("CheckpointError") and "No space left on device" in error
+    assert int(ShardedCheckpoint(tmp_path / "a.ckpt").tensor("state_dict.w")) == 1
 
 
 def saved_meanwhile(path, **keywords):

@@ -157,6 +157,30 @@ def test_assigned_gradients_are_those_that_count(precision, options):
 # -- writes to weights -------------------------------------------------------------------------------------------------
 
 
+@on_cpu  # gradients of separate masters become dense
+def test_sparse_gradients_are_left_to_the_users_optimizer():
+    class Sparse(Task):
+        automatic_optimization = False
+
+        def __init__(self):
+            super().__init__(nn.Sequential(nn.Embedding(37, 16, sparse=True), nn.Linear(16, 37)))
+
+        def configure_optimizers(self):
+            dense = torch.optim.SGD(self.model[1].parameters(), lr=0.1)
+            return [dense, torch.optim.SparseAdam(list(self.model[0].parameters()), lr=0.1)]
+
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            self.record(loss)
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+    ours, plain = (run(Sparse, each, precision="32-true")[0] for each in ({}, "auto"))
+    assert ours.losses == plain.losses
+
+
 class ClampAll(Task):
     """Writes to all weights past torch's version counter, and in tensors that it has kept."""
 

@@ -327,6 +327,29 @@ def test_state_keeps_its_strides_when_it_moves(make):
     assert_weights_as_plain(EXACT, TinyConvNet, make, image_data())  # its weights are channels-last
 
 
+class Flat(torch.optim.SGD):
+    """Keeps momentum of all parameters in one buffer, which it multiplies as a whole."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        parameters = self.param_groups[0]["params"]
+        if not self.state:
+            self.flat = torch.zeros(sum(p.numel() for p in parameters))
+            for p, part in zip(parameters, self.flat.split([p.numel() for p in parameters]), strict=True):
+                self.state[p]["momentum"] = part.view_as(p)
+        self.flat.mul_(0.9)
+        for p in (p for p in parameters if p.grad is not None):
+            p.sub_(self.state[p]["momentum"].add_(p.grad), alpha=0.05)
+        return loss
+
+
+@on_cpu
+def test_state_that_shares_its_storage_stays():
+    assert_weights_as_plain({}, no_dropout, lambda p: Flat(p, lr=0.05), token_data())
+
+
 class Sharpness(torch.optim.Optimizer):
     """Climbs, evaluates its closure again, and steps from where it was; writes through ``.data``."""
 

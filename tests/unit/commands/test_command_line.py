@@ -12,7 +12,7 @@ import pytest
 
 import lightning_cxl
 from lightning_cxl import __main__ as front
-from lightning_cxl.commands.parsers import COMMANDS, answer_before_imports
+from lightning_cxl.commands.parsers import COMMANDS
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.planning.policies import POLICIES
 
@@ -63,28 +63,6 @@ def test_help_and_wrong_options_import_no_torch():
     imported = set(answers[-1].split())
     assert "lightning_cxl.commands.parsers" in imported
     assert not imported & {"torch", "lightning", "numpy", "transformers"}
-
-
-@pytest.mark.parametrize(
-    ("argv", "orig_argv", "is_ours"),
-    [
-        (["-m", "--help"], ["python", "-u", "-m", "lightning_cxl", "--help"], True),
-        (["/bin/lightning-cxl", "--help"], ["python", "/bin/lightning-cxl", "--help"], True),
-        (["-m", "--help"], ["python", "-m", "pytest", "--help"], False),
-        (["train.py", "--help"], ["python", "train.py", "--help"], False),
-        (["-m", "lightning_cxl", "--help"], ["python", "-m", "other", "lightning_cxl", "--help"], False),
-        (["-c", "--help"], ["python", "-c", "import lightning_cxl", "--help"], False),
-    ],
-)
-def test_only_our_own_process_is_ended_by_the_import_of_the_package(argv, orig_argv, is_ours, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr(sys, "orig_argv", orig_argv)
-    if is_ours:
-        with pytest.raises(SystemExit):
-            answer_before_imports()
-    else:
-        answer_before_imports()
-    assert bool(capsys.readouterr().out) == is_ours
 
 
 @pytest.fixture

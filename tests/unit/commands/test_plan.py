@@ -27,7 +27,6 @@ CARD = """
   - {{name: cxl0, kind: cxl, capacity_bytes: {cxl}, adam_bytes_per_s: 60 GB/s,
      device_read_bytes_per_s: 50 GB/s, device_write_bytes_per_s: 35 GB/s}}
 """
-SSD = "ssd: {capacity_bytes: 1GiB, read_bytes_per_s: 1 GB/s, write_bytes_per_s: 0.5 GB/s}"
 # the last two were keys of earlier files, and say nothing any more
 LINKS = "links: {peer_bytes_per_s: 300 GB/s, network_bytes_per_s: 50 GB/s, sockets: 2, socket_bytes_per_s: 100 GB/s}"
 
@@ -74,12 +73,6 @@ def plan(run, tmp_path):
         return run("--tiers", str(path), *arguments)
 
     return plan
-
-
-@pytest.fixture
-def small(plan):
-    """`plan` with one tier of memory, and drives."""
-    return lambda *arguments, **machine: plan(*arguments, **{"cxl": None, "more": SSD, **machine})
 
 
 @pytest.fixture
@@ -146,30 +139,6 @@ def test_models_that_cannot_be_planned(plan, tmp_path, monkeypatch, model, confi
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ConfigError, match=message):
         plan("--model", model)
-
-
-def test_state_that_memory_cannot_hold_lies_on_the_tier_ssd(small):
-    everything = small(dram="1GiB")[2]
-    assert everything["ssd"]["used_bytes"] == everything["ssd"]["num_records"] == 0
-    assert everything["ssd"]["written_bytes_per_step"] == 0
-    dram = everything["host_bytes"] * 9 // 10
-    status, text, data = small(dram=f"{dram}B")
-    assert status == 0 and data["fits"] and all(each["fits"] for each in data["policies"].values())
-    held, predicted = data["policies"]["bandwidth"]["bytes"], data["policies"]["bandwidth"]["predicted"]
-    on_ssd = {role: tiers["ssd"] for role, tiers in held.items() if "ssd" in tiers}
-    assert set(on_ssd) == {"momentum", "variance", "master_weights"}
-    assert sum(on_ssd.values()) == data["ssd"]["used_bytes"] == data["ssd"]["written_bytes_per_step"] > 0
-    assert sum(tiers.get("dram0", 0) for tiers in held.values()) == data["host_bytes"] <= dram
-    assert data["host_bytes_left"] == dram - data["host_bytes"]
-    assert predicted["seconds"] >= data["ssd"]["used_bytes"] / 0.5e9
-    dram_only = data["predicted_dram_only_seconds"]
-    assert predicted["ssd_seconds"] == pytest.approx(predicted["seconds"] - dram_only, rel=0.01)
-    assert f"{data['ssd']['written_bytes_per_step'] / 1e9:.3g} GB written per step" in " ".join(text.split())
-    # without drives these are advised
-    status, _, data = small(dram=f"{dram}B", more="")
-    assert status == 3 and data["ssd"] is None
-    assert any("on a drive" in each for each in texts(data))
-    assert not any("--ssd" in each["command"] for each in data["what_fits"]), "the machine is that of a file"
 
 
 def test_state_is_held_once_by_all_ranks_of_a_machine_and_inputs_by_each(ranks):

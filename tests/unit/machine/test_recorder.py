@@ -83,20 +83,6 @@ def test_a_training_that_ends_leaves_nothing(folder, end):
     assert recorder.last() == "no training of this user on this machine was killed"
 
 
-def test_a_disk_that_takes_nothing_ends_nothing(folder, monkeypatch, recwarn):
-    running = recorder.start(recorder.Topology.detect(), memory.stats, list)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    time.sleep(0.3)
-    assert running._thread.is_alive()
-    assert recorder.start(recorder.Topology.detect(), memory.stats, list) is None
-    running.close()
-    assert list(folder.iterdir()) == [] and not recwarn.list
-
-
 @pytest.mark.parametrize("damage", [b"", b"\0" * 5000, b"{", b'{"pid": 1}'])
 def test_files_that_say_nothing_are_passed_over(folder, damage):
     (folder / "run-a").write_bytes(damage)

@@ -264,6 +264,21 @@ def test_a_model_for_which_it_is_not_possible_computes_as_before(change, batch, 
     assert len(lines()) == 1
 
 
+def test_a_factor_for_each_token_is_no_step_of_every_logit(batch, lines):
+    model = tiny("Llama")
+    factors = torch.rand(2, 50, 1, requires_grad=True)
+    model.lm_head.register_forward_hook(lambda module, args, output: output * factors)
+    found = []
+    for tokens in (None, 16):
+        factors.grad = None
+        with chunked_loss(model if tokens else nn.Identity(), tokens=tokens):
+            loss = model(**batch).loss
+        loss.backward()
+        found.append((loss.detach(), factors.grad))
+    torch.testing.assert_close(*found)
+    assert len(lines()) == 2  # one of nn.Identity
+
+
 def test_the_model_is_as_before_afterwards_and_a_copy_made_inside_too(batch):
     model = tiny("Llama")
     expected = model(**batch).loss.item()

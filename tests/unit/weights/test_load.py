@@ -197,6 +197,18 @@ def test_other_shapes_and_kinds_are_always_an_error(path, strict):
 # -- in the middle -----------------------------------------------------------------------------------------------------
 
 
+def test_computed_buffers_lost_on_meta_are_refused_and_in_an_old_file_not_unexpected(path):
+    saved(Rotary(), path)
+    with torch.device("meta"):
+        model = Rotary()
+    with pytest.raises(CheckpointError, match=r"1 buffers of Rotary.*frequencies.*empty_weights"):
+        load_weights(model, path)
+    assert model.weight.is_meta
+    assert torch.equal(loaded(built_empty(Rotary), path).frequencies, Rotary().frequencies)
+    state = saved(Rotary(persistent=True), path)
+    assert load_weights(Rotary(), path).unexpected_keys == [] and "frequencies" in state
+
+
 @pytest.fixture
 def fails_at_the_fifth(monkeypatch):
     read, calls = FileTensor.read_into, []

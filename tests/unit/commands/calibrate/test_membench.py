@@ -5,7 +5,6 @@ from array import array
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cxl.native import _cpu, _membench
@@ -16,8 +15,6 @@ CHUNK = 262144
 SIZES = [0, 1, 7, 8, 9, 63, 64, 65, 511, 512, 513, 1000, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 77]
 PATTERN = 0x8123_4567_89AB_CDEF
 MARGIN = 64
-
-isas = st.sampled_from(ISAS)
 threads = st.integers(1, 5)
 
 
@@ -67,28 +64,6 @@ def test_every_byte_of_a_stream_is_touched_once_and_no_other(nbytes, access, isa
     found = sweep([memory.row(0, access)], isa=isa)
     assert np.array_equal(memory.room, memory.expected(access))
     assert found == (memory.words() if access == _membench.READ else 0)
-
-
-accesses = st.sampled_from([_membench.READ, _membench.UPDATE, _membench.WRITE])
-groups = st.lists(
-    st.lists(st.tuples(st.integers(0, 70) | st.integers(0, 700_000), accesses), min_size=1, max_size=6),
-    min_size=1,
-    max_size=6,
-)
-
-
-@settings(max_examples=60)
-@given(groups=groups, seed=st.integers(0, 2**31), shift=st.integers(0, 63), num_threads=threads, isa=isas)
-def test_streams_of_different_lengths_in_several_groups(groups, seed, shift, num_threads, isa):
-    plan = [(group, *stream) for group, streams in enumerate(groups) for stream in streams]
-    memories = [Memory(nbytes, seed + index, shift) for index, (_, nbytes, _) in enumerate(plan)]
-    rows = [memory.row(group, access) for memory, (group, _, access) in zip(memories, plan, strict=True)]
-    found = sweep(rows, num_threads, isa)
-    wanted = 0
-    for memory, (_, _, access) in zip(memories, plan, strict=True):
-        assert np.array_equal(memory.room, memory.expected(access))
-        wanted |= memory.words() if access == _membench.READ else 0
-    assert found == wanted
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")

@@ -260,6 +260,15 @@ def test_only_config_and_tokenizer_are_written_whatever_a_checkpoint_names(base,
     assert not any(path.read_bytes() == b"planted" for path in tmp_path.rglob("*.*") if path.is_file())
 
 
+def test_what_a_file_of_the_folder_links_to_stays(base, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "other").write_text("stays")
+    (tmp_path / "out" / "config.json").symlink_to(tmp_path / "other")
+    export_checkpoint(lightning_file(tmp_path / "last.ckpt", llama()), tmp_path / "out", base=base)
+    assert (tmp_path / "other").read_text() == "stays"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
+
+
 @pytest.mark.parametrize("name", ["{}/planted", "a\\b"])
 def test_an_adapter_whose_name_is_a_path_is_refused(base, tmp_path, name):
     model = adapted(AutoModelForCausalLM.from_pretrained(base))
