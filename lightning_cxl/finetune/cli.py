@@ -37,7 +37,7 @@ class FitSummary(lightning.Callback):
         self.max_new_tokens = max_new_tokens
         self.before, self.after, self.sample = "not measured", "not measured", ""
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         if trainer.state.fn != "fit" or "val_loss" not in trainer.callback_metrics:
             return
         loss = f"{float(trainer.callback_metrics['val_loss']):.4f}"
@@ -52,9 +52,7 @@ class FitSummary(lightning.Callback):
             tokens = pl_module.generate_tokens(data.held_out(1)[0][0], max_new_tokens=self.max_new_tokens)
         self.sample = data.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def on_exception(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException) -> None:
         if isinstance(exception, KeyboardInterrupt) and trainer.state.fn == "fit" and trainer.is_global_zero:
             callback = trainer.checkpoint_callback
             saved = getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")

@@ -266,11 +266,11 @@ def read_record(line: str) -> Record:
         case {"messages": [*messages]} if all(map(_is_message, messages)) and isinstance(row.get("tools") or [], list):
             if any(message["role"] == "assistant" for message in messages):
                 return messages, row.get("tools") or None
-        case {"prompt": str(question), "completion": str(answer)}:
-            return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], None
-        case {"instruction": str(question), "output": str(answer)} if isinstance(row.get("input") or "", str):
-            question += f"\n\n{row['input']}" if row.get("input") else ""
-            return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], None
+        case {"prompt": str(prompt), "completion": str(answer)}:
+            return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], None
+        case {"instruction": str(asked), "output": str(answer)} if isinstance(row.get("input") or "", str):
+            prompt = "\n\n".join(filter(None, (asked, row.get("input"))))
+            return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], None
         case {"text": str(text)} if not row.keys() & {"messages", "prompt", "instruction"}:
             return text
     raise _refused(line, _EXPECTED)

@@ -14,8 +14,6 @@ class EvaluationSamples(Callback):
     """
 
     def __init__(self, count: int = 2, max_new_tokens: int = 64) -> None:
-        if min(count, max_new_tokens) < 1:
-            raise ConfigError(f"need count and max_new_tokens of at least 1; got {count} and {max_new_tokens}")
         self.count, self.max_new_tokens = count, max_new_tokens
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
