@@ -603,15 +603,8 @@ class Adoption:
         self._adopted.append((optimizer, optimizer, undo))
         self._take_in(optimizer, optimizer.param_groups)
         current = optimizer
-        if self._precisions.becomes_cpu_adam(optimizer):
-            current = self._make_cpu_adam(optimizer)
-            current.enter_run(self._meter.sums_of, self._updates.wait)
-        else:
-            self.place_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
-        self._await(current)
-        self._adopted[-1] = (optimizer, current, undo)
 
-        def add_param_group(param_group: dict[str, Any]) -> None:
+        def with_masters(param_group: dict[str, Any]) -> dict[str, Any]:
             entries = param_group["params"]
             given: list[Any] = [entries] if isinstance(entries, torch.Tensor) else list(entries)
             names = [each[0] if isinstance(each, tuple) else None for each in given]
@@ -619,11 +612,20 @@ class Adoption:
             masters: list[Any] = [
                 pair.master if name is None else (name, pair.master) for name, pair in zip(names, pairs, strict=True)
             ]
-            type(current).add_param_group(current, {**param_group, "params": masters})
+            return {**param_group, "params": masters}
+
+        if self._precisions.becomes_cpu_adam(optimizer):
+            current = adam = self._make_cpu_adam(optimizer)
+            adam.enter_run(self._meter.sums_of, self._updates.wait, with_masters)
+        else:
+            self.place_state(optimizer)  # some, such as Adagrad, make theirs when they are constructed
+            add = type(current).add_param_group
+            _replace(undo, current, "add_param_group", lambda group: add(current, with_masters(group)))
+        self._await(current)
+        self._adopted[-1] = (optimizer, current, undo)
 
         step = HostStep(current, self._grads, self._guard, self._updates, self.place_state, self._orthogonalise)
         _replace(undo, current, "step", step)
-        _replace(undo, current, "add_param_group", add_param_group)
         for name in ("train", "eval"):  # of an optimizer without a schedule, they swap all values: the model gets them
             if callable(getattr(current, name, None)):
                 _replace(undo, current, name, self._showing_new_values(current, getattr(current, name)))

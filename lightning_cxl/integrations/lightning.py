@@ -422,6 +422,13 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Let the activation arenas forget the step before; adopt what hooks have put into the optimizers since."""
         self.run.end_step()
+        adopted = [*map(id, self.run.optimizers)]
+        if not all(id(unwrap(optimizer)) in adopted for optimizer in self.optimizers):
+            raise UnsupportedError(
+                "`trainer.optimizers` has a new optimizer in the middle of a run, which would find no gradients. "
+                "Change `optimizer.param_groups` or call `optimizer.add_param_group`; for another optimizer, end this "
+                "`trainer.fit` and call it again with a module whose `configure_optimizers` returns it"
+            )
         self.run.adopt_joined()
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer

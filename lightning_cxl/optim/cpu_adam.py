@@ -497,6 +497,7 @@ class CPUAdam(Optimizer):
         self.compute_weights = {} if compute_weights is None else compute_weights
         self.kept = ParameterStates(state, fp32_state, allocate_state or allocate_from_torch, swapper)
         self._sums_of: SumsOf | None = None  # of a run, which measures gradients as they arrive
+        self._with_masters: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # of what joins a group in a run
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -626,9 +627,12 @@ class CPUAdam(Optimizer):
         """Parameters whose state stays float32 with ``state="8bit"``."""
         return self.kept.fp32_state
 
-    def enter_run(self, sums_of: SumsOf, wait: Callable[[], None]) -> None:
+    def enter_run(
+        self, sums_of: SumsOf, wait: Callable[[], None], with_masters: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> None:
         self._sums_of = sums_of
         self.wait = wait
+        self._with_masters = with_masters
 
     def exit_run(self) -> None:
         """Use nothing of a run that is over: take memory from torch from now on, and measure gradients alone."""
@@ -638,11 +642,12 @@ class CPUAdam(Optimizer):
             if self.kept.lost:
                 self.plain_state.clear()
             self.wait = _nothing_runs
-            self._sums_of = None
+            self._sums_of = self._with_masters = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and reserve its optimizer state. A group that is refused is not added."""
-        super().add_param_group(param_group)
+        # not a method that the run puts here: Fabric's wrapper of an optimizer has those of the class alone
+        super().add_param_group(param_group if self._with_masters is None else self._with_masters(param_group))
         group = self.param_groups[-1]
         try:
             check_group(group)
@@ -791,7 +796,7 @@ class CPUAdam(Optimizer):
         if self.isa not in _cpu.supported_isas():  # the copy may be on another machine
             self.isa = _cpu.best_isa()
         self.teams = ThreadTeams.detect()
-        self._sums_of = None
+        self._sums_of = self._with_masters = None
 
 
 log = logging.getLogger(__name__)

@@ -134,3 +134,23 @@ def test_an_optimizer_that_is_loaded_alone_brings_no_weights_back(strategies):
         step()
         runs.append({name: value.cpu() for name, value in model.state_dict().items()})
     assert all(torch.equal(value, runs[1][name]) for name, value in runs[0].items())
+
+
+def test_parameters_that_join_an_optimizer_of_master_weights(strategies):
+    """Fabric's wrapper of the optimizer has methods of its class, not of the object."""
+    runs = []
+    for later in (True, False):
+        fabric = make_fabric(strategies(master="fp32"), "bf16-true")
+        torch.manual_seed(0)
+        model = TinyTransformer(dropout=0.0)
+        first, joining = [*model.embed.parameters()], [*model.blocks.parameters(), *model.head.parameters()]
+        optimizer = torch.optim.AdamW(first if later else first + joining, lr=1e-2)
+        model, optimizer = fabric.setup(model, optimizer)
+        if later:
+            optimizer.add_param_group({"params": joining})
+        for _ in range(2):
+            fabric.backward(model(torch.arange(16, device=training_device.current).view(2, 8)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append({name: value.cpu() for name, value in model.state_dict().items()})
+    assert all(torch.equal(value, runs[1][name]) for name, value in runs[0].items())

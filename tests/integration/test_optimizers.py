@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, SequentialLR, StepLR
 
 import lightning_cxl
+from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.optim.parameter_state import AwaitedParams
 from tests import training_device
 from tests.cases import every_value, others_full
@@ -297,6 +298,16 @@ def test_parameters_that_join_are_trained_and_saved(tmp_path, way, options):
     assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
     if training_device.current.type != "cpu" and options != EXACT:
         assert ours.kinds == {AwaitedParams}, "whoever reads them waits for updates that run behind"
+
+
+def test_an_optimizer_that_takes_the_place_of_another_in_a_run_is_an_error():
+    class Replaces(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                trainer.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=0.1)]
+
+    with pytest.raises(UnsupportedError, match=r"`trainer\.optimizers` has a new optimizer"):
+        epochs({}, [Replaces()], 2)
 
 
 # -- not torch's Adam: state moves, closures and lists of parameters are theirs ----------------------------------------

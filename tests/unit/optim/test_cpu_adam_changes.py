@@ -155,7 +155,7 @@ def test_clipping_that_fails_leaves_the_scale():
     def broken(parameters):
         raise RuntimeError("cannot measure")
 
-    adam.enter_run(broken, lambda: None)
+    adam.enter_run(broken, lambda: None, dict)
     with pytest.raises(RuntimeError, match="cannot measure"):
         adam.clip_grad_norm_(1.0, scale=0.25)
     assert adam.grad_scale == 0.5
