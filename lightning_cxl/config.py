@@ -95,8 +95,8 @@ class OffloadConfig:
         policy: Places what no rule or decorator does: ``"dram_only"``, ``"interleave"``, ``"latency_first"`` or
             ``"bandwidth"``, or the import path of a class of your own; the strategies also take an object with the
             method of `PlanningPolicy`. ``"auto"`` is ``"bandwidth"`` where there is
-            more than one kind of memory and speeds are known; elsewhere ``"by_role"``: every kind of tensor has its
-            home tier.
+            more than one kind of memory and speeds are known; elsewhere ``"by_role"``: every kind of tensor has a
+            preferred tier.
         machine: YAML file with speeds of this machine's tiers, which win over its calibration and the firmware's
             ratings.
         batch_tokens: Tokens of one micro-batch, sequences times their length: lets policies that plan keep room for

@@ -346,7 +346,7 @@ def _show(name: str, module: object) -> str:
 
 
 class Placer:
-    """Every tensor goes to the tier that is asked for, else where its role was decided to go, else to its role's home.
+    """Every tensor goes to the tier that is asked for, else where its role was decided to go, else to a preferred tier.
 
     The first choice stays first even when it is full, so that the allocator sees the spill and warns or refuses; among
     the tiers to spill to, those that hold the tensor come first. The decision is a split by role, with its reason.
@@ -390,7 +390,7 @@ class Placer:
         else:
             kinds = preferred_kinds(role, cpu_computes=self._cpu_computes)
             names = [each.name for kind in kinds for each in self.topology.select(kind=kind)]
-            chosen, reason = names[:1], f"home of {role.value}"
+            chosen, reason = names[:1], f"preferred for {role.value}"
         if not split and free.get(chosen[0], nbytes) < nbytes:
             reason += f"; {chosen[0]} has {format_bytes(free[chosen[0]])} free of {format_bytes(nbytes)} needed"
         others = [name for name in names if name not in chosen]

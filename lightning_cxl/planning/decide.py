@@ -268,7 +268,7 @@ class RunPolicy:
             machine = machine_of(topology, device, file=config.machine)
         if not by_role and wanted is None and named == "auto" and machine is None:
             by_role = True
-            log.info("every kind of tensor has its home: speeds are not known, see `python -m lightning_cxl calibrate`")
+            log.info("tiers are chosen by role: speeds are not known, see `python -m lightning_cxl calibrate`")
         if by_role and config.machine is not None:
             warn(
                 f"`machine={config.machine!r}` has no effect: {'with it' if several else 'there is one kind of memory'}"

@@ -189,21 +189,21 @@ class Interleave(_RoleByRole):
 
 
 class ByRole(_RoleByRole):
-    """As `Placer` places in a run, role after role: what does not fit in a role's home goes to other tiers."""
+    """As `Placer` places in a run, role after role: what does not fit in a role's preferred tier goes to others."""
 
     def order(self, job: Job) -> Iterable[MemoryClass]:
         return job.free_classes().values()
 
     def split_of(self, each: MemoryClass, room: Room) -> tuple[Split, str]:
         dram, cards = room.machine.select(TierKind.DRAM), room.machine.select(TierKind.CXL)
-        home = preferred_kinds(each.role, cpu_computes=room.machine.device.is_host)[0]
-        why = f"home of {each.role.value}"
+        preferred = preferred_kinds(each.role, cpu_computes=room.machine.device.is_host)[0]
+        why = f"preferred for {each.role.value}"
         if each.nbytes > sum(room.left(tier.name) for tier in room.machine.tiers):
             raise room.full(each.role.value, each.nbytes, "` and `".join(tier.name for tier in room.machine.tiers))
         if not each.nbytes:
-            return spread(each.role, 0, (home is TierKind.CXL and cards) or dram or cards, room), why
+            return spread(each.role, 0, (preferred is TierKind.CXL and cards) or dram or cards, room), why
         local = min(each.nbytes, sum(room.left(tier.name) for tier in dram))
-        if home is TierKind.CXL:
+        if preferred is TierKind.CXL:
             local = each.nbytes - min(each.nbytes, sum(room.left(tier.name) for tier in cards))
         return mixed(each, local, dram, cards, room), why
 

@@ -231,7 +231,7 @@ def test_gradients_cannot_lie_on_the_tier_ssd_yet():
             resolved(model, rules, WITH_SSD)
 
 
-# -- `Placer`: the tier that is asked for, tiers of a decision, or the home of a role
+# -- `Placer`: the tier that is asked for, tiers of a decision, or the preferred tier of a role
 
 CXL_HOMES = {TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS}
 STATE = (TensorRole.MOMENTUM, TensorRole.VARIANCE, TensorRole.MASTER_WEIGHTS)
