@@ -608,7 +608,7 @@ def anonymous_bytes(tensors: Iterable[torch.Tensor], default_node: int) -> dict[
 # small rests in its thread cache. Trimming before and after a backward, and before memory for a gradient is taken,
 # bounds that and costs page faults (`DECISIONS.md` has a run).
 
-_STATM = Path("/proc/self/statm")
+_STATM = "/proc/self/statm"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as in <malloc.h>
 _FIRST_LIMIT_BYTES = 128 * 2**10  # what glibc begins with
 _LAST_LIMIT_BYTES = 32 * 2**20  # and what it never goes beyond
@@ -639,7 +639,8 @@ class HeapTrimmer:
             self._malloc_trim(0)
 
     def _resident_bytes(self) -> int:
-        return int(_STATM.read_text().split()[1]) * self._page_bytes
+        with open(_STATM, "rb", buffering=0) as statm:  # in each backward, for each gradient
+            return int(statm.read().split()[1]) * self._page_bytes
 
 
 @contextmanager

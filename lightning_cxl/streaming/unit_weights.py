@@ -81,11 +81,11 @@ for _name in (
 
 def peek(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters of `module` and its children once each; only for what an update leaves alone."""
-    seen: set[nn.Parameter] = set()  # tied ones
+    seen: set[int] = set()  # tied ones
     for each in module.modules():
         for parameter in peek_at_own(each).values():
-            if parameter is not None and parameter not in seen:
-                seen.add(parameter)
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
                 yield parameter
 
 
@@ -141,11 +141,9 @@ class Place(NamedTuple):
 
     def show(self, slot: torch.Tensor | None = None) -> None:
         tensors = self.on_host
-        if slot is not None:
+        if slot is not None:  # whose size, and what is in it, are multiples of 256 bytes
             tensors = {
-                key: slot[(start := self.offsets[key]) : start + host.nbytes]
-                .view(host.dtype)
-                .as_strided(host.shape, host.stride())
+                key: slot.view(host.dtype).as_strided(host.shape, host.stride(), self.offsets[key] // host.itemsize)
                 for key, host in tensors.items()
             }
         show(self.module, self.parameter, tensors)
