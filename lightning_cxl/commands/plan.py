@@ -233,25 +233,30 @@ def make_plan(
     found = Findings(model.name, settings, machine, job, policy, plans, predicted, host, command=command)
     if not found.fits:
         return replace(found, ways=what_fits(model, settings, machine, policy))
-    return replace(found, job=replace(job, notes=(*job.notes, *_faster_on_device(model, found))))
+    return replace(found, job=replace(job, notes=(*job.notes, *_faster(model, found))))
 
 
-def _faster_on_device(model: PlannedModel, found: Findings) -> list[str]:
-    """Return a note of what `state_on_device` would take and save, where there is room and it saves something."""
+def _faster(model: PlannedModel, found: Findings) -> list[str]:
+    """Return notes of settings that save time: what they take, and the step with them."""
     settings, machine, before = found.settings, found.machine, found.chosen.time
-    excluded = settings.state_on_device or machine.device.is_host or settings.mesh(machine).is_sharded
-    if excluded or before is None or found.job.device_bytes is None:
+    if machine.device.is_host or before is None or found.job.device_bytes is None:
         return []
-    job = model.job(replace(settings, state_on_device=True), machine)
-    after = policies.compare(job, machine, [found.policy])[found.policy].time
-    taken = (job.device_bytes or 0) - found.job.device_bytes
-    room = _USED_OF_DEVICE * machine.device.memory_bytes - found.job.device_bytes
-    if taken > room or after is None or after.seconds > 0.99 * before.seconds:
-        return []
-    return [
-        f"state_on_device: true (--state-on-device) would take {format_bytes(taken)} more of {machine.device.name}, "
-        f"and the step {after.seconds:.3f} s instead of {before.seconds:.3f} s"
-    ]
+    others = {}
+    if not (settings.state_on_device or settings.mesh(machine).is_sharded):
+        others["state_on_device: true (--state-on-device)"] = replace(settings, state_on_device=True)
+    if settings.precision == "bf16-mixed":  # float32 weights stream
+        true = replace(settings, precision="bf16-true", master="split")
+        others["precision: bf16-true, with float32 master weights (--precision bf16-true)"] = true
+    notes, room = [], _USED_OF_DEVICE * machine.device.memory_bytes
+    for what, other in others.items():
+        job = model.job(other, machine)
+        after = policies.compare(job, machine, [found.policy])[found.policy].time
+        if (job.device_bytes or 0) > room or after is None or after.seconds > 0.99 * before.seconds:
+            continue
+        more = (job.device_bytes or 0) - found.job.device_bytes
+        taken = f"{format_bytes(abs(more))} {'more' if more >= 0 else 'less'} of {machine.device.name}"
+        notes.append(f"{what} would take {taken}, and the step {after.seconds:.3f} s instead of {before.seconds:.3f} s")
+    return notes
 
 
 def _with_units_on_device(model: PlannedModel, settings: Settings, machine: Machine) -> Settings:

@@ -85,6 +85,16 @@ def texts(data):
     return [each["text"] for each in data["what_fits"]]
 
 
+def test_the_bytes_that_bf16_true_saves_are_pointed_out_where_float32_weights_stream(plan):
+    given = ("--precision", "bf16-mixed", "--batch", "1")
+    _, _, mixed = plan(*given)
+    _, _, true = plan(*given[2:], "--precision", "bf16-true", "--master", "split")
+    before, after = (each["policies"]["bandwidth"]["predicted"]["seconds"] for each in (mixed, true))
+    note = next(note for note in mixed["notes"] if note.startswith("precision: bf16-true"))
+    assert after < before and note.endswith(f"the step {after:.3f} s instead of {before:.3f} s")
+    assert not [note for note in true["notes"] if note.startswith("precision:")]
+
+
 def test_a_job_that_fits(plan):
     status, text, data = plan("--accumulate-grad-batches", "2")
     assert status == 0 and data["fits"] and "\nIt fits.\nnote: state_on_device: true" in text
