@@ -106,6 +106,9 @@ class FinetuneCLI(lightning.LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Refuse wrong names before anything is read; fill in defaults."""
         config = self.config[self.subcommand]
+        for name in ("accumulate_grad_batches", "val_check_interval", "check_val_every_n_epoch"):
+            if config.trainer[name] == 0:
+                raise ConfigError(f"trainer.{name} must be larger than 0")
         strategy, known = config.trainer.strategy, lightning.StrategyRegistry.available_strategies()
         if isinstance(strategy, str) and strategy not in known:  # if no name is near, Lightning has a message
             for near in difflib.get_close_matches(strategy, known, n=1, cutoff=0.8):
@@ -160,4 +163,6 @@ def main(arguments: Sequence[str]) -> None:
     try:
         run()
     except (lightning.MisconfigurationException, FileNotFoundError, UnpicklingError) as error:
+        if isinstance(error, FileNotFoundError) and "heckpoint" not in str(error):  # of code of the user
+            raise
         raise ConfigError(str(error)) from error

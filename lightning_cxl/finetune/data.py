@@ -188,7 +188,8 @@ class TextData(LightningDataModule):
         rows = fit_rows(lengths.tolist(), self.seq_len)
         if len(rows) < self.batch_size * count:  # too few: each sample has a row
             rows = [[number] for number in range(len(samples))]
-        order: Any = DistributedSampler(rows, count, rank, shuffle, self.seed, drop_last=True)  # type: ignore[arg-type]
+        seed = self.seed * 1_000_003  # the sampler adds the epoch: orders of other seeds are others
+        order: Any = DistributedSampler(rows, count, rank, shuffle, seed, drop_last=True)  # type: ignore[arg-type]
         return SampleLoader(samples, order, self.batch_size)
 
     def _processes(self) -> tuple[int, int]:

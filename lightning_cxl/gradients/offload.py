@@ -329,7 +329,11 @@ class GradientOffload:
         self.finish_at_the_end()  # also if nothing arrives, because `torch.autograd.grad` takes it
 
     def _refuse_part(self, pair: WeightPair, *, is_first: bool) -> None:
-        if not is_first and not self._watched[id(pair.compute)][1].are_alone:
+        if is_first or self._watched[id(pair.compute)][1].are_alone:
+            return
+        self._settle()
+        before = self._sums.get(id(pair), pair.master.grad)
+        if before is None or local(before).any():  # not what `zero_grad(set_to_none=False)` has left
             raise UnsupportedError(
                 f"a hook of `register_post_accumulate_grad_hook` found one of several gradients of `{pair.name}` in "
                 "`.grad`, and not their sum, which is elsewhere. Use `register_hook`, which gets each of them, or read "

@@ -251,7 +251,10 @@ def restore_masters(
             value = shard_of(value, pair.master)
             if remainder is not None:
                 upper, lower = split(value.float().contiguous())
-                local(pair.master).copy_(upper)
+                now = local(pair.master)  # the model's weights: of another time, if the optimizer's state loads alone
+                is_other = (upper != now) & (value.to(now.dtype) != now)
+                now.copy_(torch.where(is_other, now, upper))
+                lower.masked_fill_(is_other, 0)
                 if isinstance(owner, CPUAdam):
                     owner.load_remainder(pair.master, lower)
                 else:

@@ -154,3 +154,35 @@ def test_parameters_that_join_an_optimizer_of_master_weights(strategies):
             optimizer.zero_grad()
         runs.append({name: value.cpu() for name, value in model.state_dict().items()})
     assert all(torch.equal(value, runs[1][name]) for name, value in runs[0].items())
+
+
+@pytest.mark.parametrize("after", ["fp32", "split"])
+@pytest.mark.parametrize("before", ["fp32", "split"])
+def test_masters_that_are_loaded_with_an_optimizer_alone_leave_the_models_weights(strategies, before, after):
+    saved, steps = None, 5
+    for master in (before, after):
+        fabric = make_fabric(strategies(master=master), precision="bf16-true")
+        torch.manual_seed(0)
+        model = TinyTransformer(dropout=0.0)
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0))
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+            optimizer.param_groups[0]["lr"], steps = 0.0, 1
+        start = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        for _ in range(steps):
+            fabric.backward(model(torch.arange(16, device=training_device.current).view(2, 8)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        saved = copy.deepcopy(optimizer.state_dict())
+    assert all(torch.equal(value.cpu(), start[name]) for name, value in model.state_dict().items())
+
+
+def test_a_gradient_that_was_set_to_zero_is_no_part_of_a_sum_for_hooks(strategies):
+    fabric, model, optimizer = of_five_blocks(strategies(stream_weights=True))
+    seen = []
+    model.module.blocks[1].qkv.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
+    for _ in range(3):
+        fabric.backward(model(torch.arange(16, device=training_device.current).view(2, 8)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    assert len(seen) == 3

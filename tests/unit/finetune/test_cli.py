@@ -164,6 +164,8 @@ def test_ctrl_c_says_what_is_saved_and_how_to_go_on(command, tmp_path, monkeypat
     [
         ({"data.text_files": "nothing/*.txt"}, "matches no file"),
         ({"model.num_heads": 0}, "'num_heads': 0"),
+        ({"trainer.accumulate_grad_batches": 0}, "trainer.accumulate_grad_batches must be larger than 0"),
+        ({"trainer.val_check_interval": 0}, "trainer.val_check_interval must be larger than 0"),
         ({"model.name_or_path": "./nowhere"}, "no model './nowhere'"),
         ({"model.name_or_path": "qwen2.5-0.5b"}, "without weights: use Qwen/Qwen2.5-0.5B"),
         ({"trainer.strategy": "cxl_ofload"}, "no strategy 'cxl_ofload': did you mean 'cxl_offload'"),
