@@ -12,6 +12,7 @@ import functools
 import importlib
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
@@ -303,6 +304,17 @@ def step_hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], Mapping[int, An
     return before, after
 
 
+@contextmanager
+def before_post_hooks(optimizer: Optimizer, call: Callable[[], None]) -> Iterator[None]:
+    """Return a region in which a step of `optimizer` makes a call before its hooks that run after it."""
+    handle = optimizer.register_step_post_hook(lambda *_: call())
+    _hooks_of(optimizer)[1].move_to_end(handle.id, last=False)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def loading_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
     before, after = _hooks_of(optimizer)[-2:]
     return list(before.values()), list(after.values())
@@ -313,7 +325,7 @@ def share_hooks(source: Optimizer, target: Optimizer) -> None:
         setattr(target, name, hooks)
 
 
-def _hooks_of(optimizer: Optimizer) -> list[dict[int, Callable[..., Any]]]:
+def _hooks_of(optimizer: Optimizer) -> list[OrderedDict[int, Callable[..., Any]]]:
     missing = [name for name in _HOOKS if not hasattr(optimizer, name)]
     if missing:
         raise UnsupportedError(f"optimizers of torch {torch.__version__} have no `{missing[0]}`. {_advice()}")

@@ -28,7 +28,7 @@ from lightning_cxl.shards import local, shard_of, sharded_like
 from lightning_cxl.streaming.unit_weights import ParamStreamer, UnitWeights
 from lightning_cxl.streaming.units import Compiler, StandIn, call_under
 from lightning_cxl.timing import timed
-from lightning_cxl.torch_private import keeps_mark, mark_as_called, orthogonalising_by, step_hooks
+from lightning_cxl.torch_private import before_post_hooks, keeps_mark, mark_as_called, orthogonalising_by, step_hooks
 
 # `Updates`: all parameters at once, or streamed units one after the other, behind what the device does.
 #
@@ -192,6 +192,10 @@ class Updates:
         self._masters.write_back([each for each in updated if id(each) not in behind], kernel_wrote=is_ours)
         if self._worker is None or not is_ours:
             self._masters.wait()  # else whoever gets at the masters waits
+
+    def write_back_changes(self, versions: Mapping[torch.Tensor, int]) -> None:
+        self._masters.write_back_changes(versions)
+        self._masters.wait()
 
     # -- what others ask
 
@@ -391,7 +395,8 @@ def why_after_backward(objection: str | None, optimizers: Sequence[Optimizer]) -
 #    (`prepare`), and the guard looks at the gradients. Where they may not be used, the step ends there, without an
 #    update. That is possible as long as the optimizer has written to none of its parameters; else the guard raises.
 # 4. The update (`update`): by the optimizer's own step, or by `Updates` in parts.
-# 5. The model gets the new weights (`write_back`), and state that the optimizer has made moves to its tier
+# 5. The model gets the new weights (`write_back`), before hooks that follow the step, which may write to it or to the
+#    masters: masters that they wrote are written back, too. State that the optimizer has made moves to its tier
 #    (`place_state`).
 #
 # An optimizer that evaluates its closure again after it has written (LBFGS in its line search) finds the loss of the
@@ -446,9 +451,8 @@ class HostStep:
             raise
         updated = [parameter for parameter in self._parameters() if parameter.grad is not None]
         evaluated = () if closure is None else (lambda: loss,)
-        result = self._updates.update(optimizer, partial(self._step, *evaluated), loss)
-        self._updates.write_back(optimizer, updated)
-        return result
+        step = partial(self._updates.update, optimizer, partial(self._step, *evaluated), loss)
+        return self._write_back_after(step, lambda: self._updates.write_back(optimizer, updated))
 
     def _step_of_any_other(self, closure: Callable[[], Any] | None, keywords: dict[str, Any]) -> Any:
         for name in ("grad_scale", "found_inf"):  # of a loss scaler on a device: a fused optimizer would not wait
@@ -459,14 +463,34 @@ class HostStep:
         if closure is None:
             self._check(None)
         with orthogonalising_by(self._orthogonalise) if isinstance(self._optimizer, Muon) else nullcontext():
-            result = self._step(*arguments, **keywords)
+            result = self._write_back_after(partial(self._step, *arguments, **keywords), self._write_back)
+        self._place_state(self._optimizer)
+        return result
+
+    def _write_back(self) -> None:
         updated = self._parameters()
         if self._evaluates_first:  # others may have written through `.data` where there is no gradient, too
             updated = [p for p in updated if p.grad is not None or self._is_written(p)]
         # fused optimizers of torch, and those of bitsandbytes, write without a trace: copies must become old
         torch.autograd.graph.increment_version([p for p in updated if not self._is_written(p)])
         self._updates.write_back(self._optimizer, updated)
-        self._place_state(self._optimizer)
+
+    def _write_back_after(self, step: Callable[[], Any], write_back: Callable[[], None]) -> Any:
+        """Make a step and write back; where hooks follow, before them, and after them what they have written."""
+        if not has_step_hooks(self._optimizer):
+            result = step()
+            write_back()
+            return result
+        versions: dict[torch.Tensor, int] = {}
+
+        def before_hooks() -> None:
+            write_back()
+            self._updates.wait()
+            versions.update((parameter, parameter._version) for parameter in self._parameters())
+
+        with before_post_hooks(self._optimizer, before_hooks):
+            result = step()
+        self._updates.write_back_changes(versions)
         return result
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:

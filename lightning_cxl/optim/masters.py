@@ -28,7 +28,7 @@ import copy
 import functools
 import os
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -354,6 +354,17 @@ class MasterWeights:
             if not (kernel_wrote and pair.master in self.kernel_weights):
                 self._write(pair)
             pair.agree()
+
+    @torch.no_grad()
+    def write_back_changes(self, versions: Mapping[torch.Tensor, int]) -> None:
+        """Copy masters that others wrote since they had these versions; changed compute weights are absorbed later."""
+        for master, version in versions.items():
+            pair = self.find(master)
+            if pair is None or pair.is_shared or (pair.may_be_written and master._version == version):
+                continue
+            if not _agree(local(master), local(pair.compute.detach()).to(master.device)).all():
+                self._write(pair)
+                pair.agree()
 
     def _write(self, pair: WeightPair) -> None:
         if pair.is_same_memory:

@@ -54,9 +54,11 @@ class AdamScalars(NamedTuple):
 def scalars_of(group: Mapping[str, Any], step: float, grad_scale: float) -> AdamScalars:
     """Return the scalars of a group at the 1-based `step`, in double precision as torch computes them.
 
-    A tensor `lr` or `betas` is used as it is, so that its own precision decides, as in torch.
+    A tensor `lr` or `betas` is used as it is, so that its own precision decides, as in torch, whose fused kernels
+    however take a tensor `lr` as a number.
     """
     lr, weight_decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
+    lr = float(lr) if group.get("fused") else lr
     decoupled = group["decoupled_weight_decay"]
     return AdamScalars(
         decay=float(1 - lr * weight_decay) if decoupled and weight_decay != 0 else 1.0,

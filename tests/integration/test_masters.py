@@ -212,6 +212,41 @@ def test_writes_through_data_count_for_all_parameters(precision, options):
     assert all(type(p) is nn.Parameter for p in ours.parameters())
 
 
+class FillsInHook(Task):
+    """A hook of the second step fills all weights, of the model or of the optimizer's groups."""
+
+    def __init__(self, make):
+        super().__init__(model(), make, scheduler=False, lr=1e-3)
+        self.seen = []
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(self.fill)
+        return optimizer
+
+    @torch.no_grad()
+    def fill(self, optimizer, *_):
+        if len(self.seen) == 1:
+            in_groups = [p for group in optimizer.param_groups for p in group["params"]]
+            for p in self.parameters() if self.of == "model" else in_groups:
+                (p.data if self.of == "data of groups" else p).fill_(0.25)
+
+    def on_train_batch_end(self, *_):
+        self.seen.append([p.detach().float().cpu() for p in self.parameters()])
+
+
+@pytest.mark.parametrize("of", ["model", "groups", "data of groups"])
+@pytest.mark.parametrize("make", ["adamw", "sgd"])
+@pytest.mark.parametrize("options", [*OPTIONS, {"state_on_device": True}], ids=str)
+def test_what_hooks_after_a_step_write_is_in_the_model_and_in_the_masters(options, make, of):
+    task = FillsInHook(make)
+    task.of = of
+    seen = run(task, options, 3)[0].seen
+    assert all(torch.equal(value, torch.full_like(value, 0.25)) for value in seen[1])
+    for value in seen[2]:
+        torch.testing.assert_close(value, torch.full_like(value, 0.25), rtol=0, atol=0.02)
+
+
 # -- split masters train as float32 masters do -------------------------------------------------------------------------
 
 

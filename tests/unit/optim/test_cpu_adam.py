@@ -38,6 +38,15 @@ def test_runs_beside_torch(monkeypatch, make, options):
     assert adam.state_dict()["param_groups"] == torch_adam.state_dict()["param_groups"]
 
 
+def test_fused_takes_a_tensor_as_learning_rate_as_a_number():
+    """As torch's kernels do."""
+    rate = torch.tensor(1e-2)
+    runs = [pair(torch.optim.AdamW, ((4096,),), lr=lr, weight_decay=0.01, fused=True) for lr in (rate, float(rate))]
+    for step in range(12):
+        take_step(step, *((params, adam) for *_, params, adam in runs))
+    assert torch.equal(runs[0][2][0], runs[1][2][0])
+
+
 def test_parameters_without_gradient_are_skipped_and_step_counts_differ():
     theirs, torch_adam, ours, adam = pair(torch.optim.AdamW, ((4,), (5,), (6,)))
     for step in range(5):
