@@ -8,6 +8,7 @@ from lightning_cxl.devices import device_type_of
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.memory.resource import PoolResource
 from tests import training_device
+from tests.apart.test_fork import in_child
 from tests.integration.training import make_trainer, offload
 from tests.models import Task, TinyTransformer, token_data
 
@@ -97,3 +98,50 @@ def test_what_the_device_copies_is_page_locked(pin_memory, registrations):
     locked = pin_memory == "auto"
     assert seen == {"weight": locked, "gradient": locked, "moment": False}
     assert bool(registrations.calls) is locked
+
+
+class Forks(Callback):
+    """What a worker of a DataLoader may do, in the middle of a run."""
+
+    def __init__(self, **uses):
+        self.uses, self.found = uses, {}
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.found = {name: in_child(lambda use=use: use(pl_module.model)) for name, use in self.uses.items()}
+
+
+def refused_in_child(use):
+    if text := in_child(use):
+        raise RuntimeError(text)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("weights", ["page-locked", "pageable", "on ssd"])
+def test_forked_children_that_use_weights_they_do_not_have_get_an_error(weights, tmp_path):
+    kept = []  # parameters that someone has looked up before
+    uses = {
+        "sum": lambda model: model.blocks[5].qkv.weight.sum().item(),
+        "kept": lambda model: kept[0].tolist(),
+        "state dict": lambda model: model.blocks[1].state_dict()["qkv.weight"].tolist(),
+        "call": lambda model: model.blocks[2].qkv(torch.ones(1, 32)).tolist(),
+        "data": lambda model: model.blocks[3].qkv.weight.data.tolist(),
+        "gradient": lambda model: model.blocks[3].out.weight.grad,  # may be in such memory, too
+        "shapes": lambda model: [(p.shape, p.device, p.dtype, p.numel(), p.requires_grad) for p in model.parameters()],
+        "nothing": lambda model: torch.ones(4).sum(),
+        "in the fork of a fork": lambda model: refused_in_child(lambda: model.blocks[4].out.weight.sum().item()),
+    }
+    options = {"pin_memory": weights != "pageable", "overlap_step": False}  # no update is under way in a fork
+    if weights == "on ssd":
+        options["tiers"] = {"ssd": {"path": str(tmp_path), "budget": "64MiB"}}
+        options["tier_rules"] = {"*": {"weights": "ssd"}}
+    model = TinyTransformer(depth=6)
+    model.blocks[5].norm2.weight = model.blocks[5].norm1.weight  # before `qkv`, which must be hidden nevertheless
+    kept.append(model.blocks[4].qkv.weight)
+    forks = Forks(**uses)
+    make_trainer(offload(**options), max_steps=2, callbacks=[forks]).fit(Task(model), token_data(2))
+    after = {name: in_child(lambda use=use: use(model)) for name, use in uses.items()}
+    for found in (forks.found, after):
+        for name, text in found.items():
+            refused = weights != "pageable" and name not in ("shapes", "nothing")
+            assert ("UnsupportedError: this process was forked" in text) if refused else not text, (name, text)
+    assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())

@@ -308,3 +308,15 @@ def test_chunks_are_a_quarter_of_the_width_within_limits_and_have_a_token():
     assert [chunk_tokens(width) for width in (64, 2048, 8192)] == [256, 512, 1024]
     with pytest.raises(ConfigError, match="at least 1, got 0"), chunked_loss(tiny("Llama"), tokens=0):
         pass
+
+
+@pytest.mark.parametrize("wrong", ["labels", "vocabulary"])
+def test_labels_and_vocabularies_that_do_not_fit_are_the_models_affair(wrong, batch):
+    model, options = tiny("Llama"), {}
+    if wrong == "labels":  # those of late tokens are missing, so those that are there would find a token
+        batch["labels"][:, 5:], options = -100, {"logits_to_keep": 10}
+    else:
+        model.config.vocab_size *= 50
+    for each in (nn.Identity(), model):
+        with chunked_loss(each), pytest.raises(ValueError, match="batch_size"):
+            model(**batch, **options)

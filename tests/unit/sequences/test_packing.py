@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn import functional
 
 from lightning_cxl.errors import ConfigError
@@ -167,3 +168,29 @@ def test_separate_gives_each_sequence_with_labels_a_row():
     found, own = separate(ids, labels, positions)
     assert found.tolist() == [[10, 11, 12], [15, 16, 17]]
     assert own.tolist() == [[-100, 11, 12], [-100, 16, 17]]
+
+
+def with_state(model):
+    model._is_stateful = True
+
+
+def with_a_later_layer_of_state(model):
+    model.config.layer_types = ["full_attention", "linear_attention"]  # the first block, which is asked, has attention
+
+
+def that_needs_more_than_tokens(model):
+    model.forward = lambda input_ids, position_ids, token_type_ids, **others: None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (with_state, "a state that runs over the whole row"),
+        (with_a_later_layer_of_state, "a state that runs over the whole row"),
+        (that_needs_more_than_tokens, "cannot be asked with tokens and positions alone (TypeError: "),
+    ],
+)
+def test_why_a_model_cannot_keep_sequences_apart(change, why):
+    change(model := tiny("Llama"))
+    assert why in why_not_apart(model)
+    assert why_not_apart(nn.Linear(2, 2)) == "it is no model of transformers"

@@ -329,3 +329,10 @@ def test_a_file_that_is_larger_than_memory_is_mapped(path):
     load_weights(model, path, mapped=True)
     assert model.weight.shape == (numel,) and shown_file(model.weight) == str(path)
     assert model.weight[0] == model.weight[-1] == 0
+
+
+def test_bits_are_compared_and_conjugates_written_as_what_they_mean(tmp_path):
+    value, nan = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64), torch.full((2,), float("nan"))
+    assert torch.equal(load_file(write(tmp_path / "f", {"w": value.conj()}))["w"], value.conj())
+    with TensorFile(write(tmp_path / "f", {"zero": torch.zeros(2), "nan": nan})) as file:
+        assert not file.entries["zero"].holds(-torch.zeros(2)) and file.entries["nan"].holds(nan)

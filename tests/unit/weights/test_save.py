@@ -169,3 +169,12 @@ def test_a_crash_between_the_renames_leaves_no_mixture_that_loads(tmp_path, earl
         save_weights(TinyTransformer(), tmp_path, max_shard_bytes=20_000)
     assert not {"model.safetensors.index.json", "model.safetensors"}.intersection(files(tmp_path))
     assert not [name for name in files(tmp_path) if name.startswith(".")]
+
+
+def test_dtype_converts_parameters_and_leaves_buffers_and_the_model(tmp_path):
+    model = TinyConvNet()
+    save_weights(model, tmp_path, dtype=torch.bfloat16)
+    state = loaded(tmp_path)
+    assert torch.equal(state["stem.weight"], model.stem.weight.bfloat16())
+    assert state["blocks.0.1.running_mean"].dtype == model.stem.weight.dtype == torch.float32
+    assert state["blocks.0.1.num_batches_tracked"].dtype == torch.int64

@@ -209,6 +209,7 @@ def test_an_adapter_alone_loads_in_peft_and_shares_no_folder_with_a_model(base, 
         ({"checkpoint": "two_adapters.pt", "adapter_config": "adapter"}, r"several adapters \(default, second\)"),
         ({"checkpoint": "part.pt", "base": "only_config"}, "no file holds|are missing|missing"),
         ({"checkpoint": "tied_apart.pt", "base": "tied"}, "are tied in the model and differ"),
+        ({"checkpoint": "twice.pt"}, "weights twice, under `(policy|reference).` and under"),
         ({"checkpoint": "on_tied", "base": "tied"}, "which the model ties to another weight"),
     ],
 )
@@ -221,6 +222,7 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(base, tmp
         "several": {"teacher": state, "student": state},
         "code": {"state_dict": state, "object": Task(nn.Linear(1, 1))},
         "part": dict(list(state.items())[:3]),
+        "twice": {f"{name}.{key}": value for name in ("policy", "reference") for key, value in state.items()},
         "tied_apart": state,
     }
     for name, contents in files.items():
@@ -321,3 +323,14 @@ def test_bytes_without_scales_are_refused(tmp_path):
     torch.save(state, tmp_path / "last.ckpt")
     with pytest.raises(CheckpointError, match=r"torch\.int8, and no scales"):
         export_checkpoint(tmp_path / "last.ckpt", tmp_path / "out", base=tmp_path / "base")
+
+
+def test_an_export_onto_an_earlier_one_is_as_in_a_new_folder(base, tmp_path):
+    path = plain_file(tmp_path / "plain.pt", llama(seed=1))
+    export_checkpoint(path, tmp_path / "out", base=base, max_shard_bytes=20_000)
+    (base / "chat_template.jinja").unlink()
+    export_checkpoint(path, tmp_path / "out", base=base)
+    export_checkpoint(path, tmp_path / "new", base=base)
+    contents = [{each.name: each.read_bytes() for each in (tmp_path / name).iterdir()} for name in ("out", "new")]
+    assert contents[0] == contents[1]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template is None
