@@ -289,3 +289,19 @@ def of_host_shards(path):
 def test_shards_on_the_host_of_a_device_are_those_of_the_moment(ranks, tmp_path):
     found = ranks.of(2, "apart").run(of_host_shards, tmp_path / "it.ckpt")
     assert found[0] and all(map(all, found))
+
+
+def refusal(**keywords):
+    return error_of(lambda: fit(1, **keywords))
+
+
+def test_what_cannot_be_written_meanwhile_is_refused(ranks, tmp_path):
+    ssd = {
+        "tiers": {"ssd": {"path": str(tmp_path), "budget": "64MiB"}},
+        "tier_rules": {"*": {"optimizer_state": "ssd"}},
+    }
+    for found in ranks.of(2).run(refusal, options=ssd):
+        assert found.startswith("UnsupportedError: rank 0 of the group: optimizer state or weights of this run lie on")
+    linking = ModelCheckpoint(tmp_path, save_last="link")
+    for found in ranks.of(2).run(refusal, callback=linking, trainer={"enable_checkpointing": True}):
+        assert found.startswith("ConfigError: rank 0 of the group: ModelCheckpoint(save_last='link') links")

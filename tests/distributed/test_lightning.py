@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 
 from lightning_cxl.commands.export import export_checkpoint
+from lightning_cxl.errors import CheckpointError
 from tests.distributed import lightning_runs
 from tests.distributed.lightning_runs import Module
 from tests.distributed.ranks import gone_on, of_rank_0
@@ -135,3 +136,22 @@ def test_a_folder_is_exported_as_a_file(ranks, tmp_path, masters):
         assert_same_weights(ours, expected)
     narrow, wide = written[folder, None], written[folder, torch.float32]
     assert sum(int((wide[name] != narrow[name].float()).sum()) for name in wide) > 1000
+
+
+def test_a_state_of_accelerate_is_exported_from_its_newer_part(ranks, tmp_path):
+    """`load_state` takes what several processes have written, too, if files of one lie beside it."""
+    state, base = tmp_path / "state", tmp_path / "base"
+    ranks.of(2).run(lightning_runs.fit, 1, save=str(state / "sharded_model_0"), module={"llama": True})
+    model = tiny_llama(tie_word_embeddings=True)
+    model.save_pretrained(base)
+    (state / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes())
+    export_checkpoint(state, tmp_path / "out", base=base)
+    export_checkpoint(state / "sharded_model_0", tmp_path / "expected", base=base)
+    found, expected, older = (
+        load_file(each / "model.safetensors") for each in (tmp_path / "out", tmp_path / "expected", base)
+    )
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not all(torch.equal(found[name], older[name]) for name in older)
+    ranks.of(2).run(lightning_runs.fit, 1, save=str(state / "sharded_model_1"), module={"llama": True})
+    with pytest.raises(CheckpointError, match=r"several models: export one of .*sharded_model_1"):
+        export_checkpoint(state, tmp_path / "out 2", base=base)
