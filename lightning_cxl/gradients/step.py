@@ -490,6 +490,8 @@ class HostStep:
 
         with before_post_hooks(self._optimizer, before_hooks):
             result = step()
+        if not versions:  # a step that was put on the optimizer itself calls no hooks
+            write_back()
         self._updates.write_back_changes(versions)
         return result
 

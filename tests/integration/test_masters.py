@@ -247,6 +247,32 @@ def test_what_hooks_after_a_step_write_is_in_the_model_and_in_the_masters(option
         torch.testing.assert_close(value, torch.full_like(value, 0.25), rtol=0, atol=0.02)
 
 
+class CallsNoHooks(torch.optim.Optimizer):
+    """Its step calls no hooks, though some are registered."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for p in self.param_groups[0]["params"]:
+            p.fill_(0.5)
+        return loss
+
+    step.hooked = True  # as torch marks what it has wrapped
+
+
+class HooksInVain(FillsInHook):
+    def configure_optimizers(self):
+        optimizer = CallsNoHooks(self.parameters(), {})
+        optimizer.register_step_post_hook(self.fill)
+        return optimizer
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_step_that_calls_no_hooks_reaches_the_model(options):
+    seen = run(HooksInVain("sgd"), options, 2)[0].seen
+    assert all(torch.equal(value, torch.full_like(value, 0.5)) for value in seen[0])
+
+
 # -- split masters train as float32 masters do -------------------------------------------------------------------------
 
 
