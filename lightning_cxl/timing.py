@@ -88,6 +88,6 @@ def timed(total: Total | None, name: str) -> Iterator[None]:
             yield
     finally:
         end = time.perf_counter()
-        note(Span(name, threading.current_thread().name, begin, end))
+        note(Span(name, threading.current_thread().name.replace("Dummy", "autograd"), begin, end))  # a thread of torch
         if total is not None:
             add(total, end - begin)

@@ -32,13 +32,13 @@ _STALLS = {
 }
 _NUMBER = r"-|[\d.,e-]+( s| \w*B)?"
 _STYLE = """
-:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:64rem;padding:0 1rem}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}.wide{overflow-x:auto}
+:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:64rem;padding:0 1rem;
+overflow-wrap:break-word}table{border-collapse:collapse;font-variant-numeric:tabular-nums}.wide{overflow-x:auto}
 td,th{padding:.15rem .8rem .15rem 0;text-align:left;vertical-align:top}.n{text-align:right;white-space:nowrap}
-tr{border-bottom:1px solid #8884}h2{margin-top:2rem}
-svg{width:100%;min-width:40rem;height:auto}svg text{fill:currentColor;font-size:12px}.wide{margin:1rem 0}
-.key span{display:inline-block;margin-right:1rem}.key i{display:inline-block;width:.8em;height:.8em;margin-right:.3em}
-@media print{body{margin:0;max-width:none}h2{break-after:avoid}}
+tr{border-bottom:1px solid #8884}h2{margin-top:2rem}.key span{display:inline-block;margin-right:1rem}
+svg{width:100%;min-width:52rem;height:auto}svg text{fill:currentColor;font-size:14px}.wide{margin:1rem 0}
+.key i{display:inline-block;width:.8em;height:.8em;margin-right:.3em;print-color-adjust:exact}
+@media print{body{margin:0;max-width:none}h2,.key{break-after:avoid}svg{min-width:0}}
 """
 
 _HEAD = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>lightning_cxl</title>
@@ -156,11 +156,14 @@ def _number(name: str, value: float) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    def row(cells: Iterable[Any], kind: str) -> str:
-        texts = [(escape(text), kind == "td" and re.fullmatch(_NUMBER, text)) for text in map(str, cells)]
-        return "<tr>" + "".join(f"<{kind}{' class=n' if right else ''}>{text}</{kind}>" for text, right in texts)
+    texts = [[*map(str, cells)] for cells in rows]
+    classes = [" class=n" * all(re.fullmatch(_NUMBER, text) for text in each) for each in zip(*texts, strict=True)]
 
-    body = "".join(row(cells, "td") for cells in rows)
+    def row(cells: Sequence[str], kind: str) -> str:
+        pairs = zip(cells, classes, strict=True)
+        return "<tr>" + "".join(f"<{kind}{of_kind}>{escape(text)}</{kind}>" for text, of_kind in pairs)
+
+    body = "".join(row(cells, "td") for cells in texts)
     return f'<div class="wide"><table>{row(heads, "th") if heads else ""}{body}</table></div>' if body else ""
 
 

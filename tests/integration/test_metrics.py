@@ -177,6 +177,8 @@ def test_a_page_about_the_run_has_the_numbers_of_its_report(tmp_path):
     assert ["state", '"bf16"', "argument"] in rows
     assert [str(report["policy"])] in [row[1:] for row in rows if row[0] == "policy"]
     assert "<svg " in text and "<title>update: " in text
+    assert "<th class=n>peak</th>" in text and "<td>20</td>" in text, "numbers are right where a column has no words"
+    assert "Dummy" not in text, "threads of torch have names"
     assert set(re.findall(r"<(\w+)[^>]* (?:src|href)=", text)) == {"link"}, "nothing from elsewhere"
     events = json.loads((tmp_path / "pages/run.trace.json").read_text())["traceEvents"]
     names = [event["name"] for event in events]
