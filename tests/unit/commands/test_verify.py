@@ -1,5 +1,6 @@
 """`verify`: a model that trains as without offload is equal; whatever goes wrong is found, and the place is named."""
 
+import itertools
 import json
 import re
 import sys
@@ -19,8 +20,9 @@ from lightning_cxl.run import user_loop
 from lightning_cxl.streaming import activations
 from lightning_cxl.streaming.activations import UnitInput
 from lightning_cxl.streaming.replay import ModuleState
-from lightning_cxl.streaming.unit_weights import Slot
+from lightning_cxl.streaming.unit_weights import Place, Slot
 from lightning_cxl.weights.hf import with_adapters
+from tests.cases import others_full
 
 SCRIPTS = {path.stem: path for path in (Path(__file__).parents[2] / "fixtures" / "scripts").glob("*.py")}
 
@@ -39,7 +41,7 @@ def ask(tmp_path, on_device, capsys):
             given += ["--script", str(SCRIPTS[model])]
         else:
             AutoConfig.for_model(model, **shape).save_pretrained(tmp_path)
-            given += ["--model", str(tmp_path), "--blocks", "4", "--seq", "8"]
+            given += ["--model", str(tmp_path), "--blocks", "3", "--seq", "8"]
         status = verify.main([*given, *options])
         found = json.loads((tmp_path / "found.json").read_text())
         assert ("WRONG" in capsys.readouterr().out) is not found["is_right"]
@@ -77,8 +79,24 @@ def test_a_model_is_equal_with_offload(ask, options):
     [
         ("contrast", ["--accumulate-grad-batches", "1"]),
         ("conv", []),
+        ("encoder", ["--precision", "bf16-true"]),
+        ("experts", ["--clip", "0"]),
+        ("module", ["--precision", "bf16-mixed", "--units", "BasicBlock"]),
         ("tied", ["--precision", "bf16-mixed", "--units", "Block"]),
+        *(
+            pytest.param(name, ["--precision", precision, "--units", *units], marks=pytest.mark.full)
+            for name, units in [
+                ("conv", ["layer1", "layer2"]),
+                ("encoder", ["TransformerEncoderLayer"]),
+                ("experts", ["blocks.*.experts.*"]),
+                ("module", ["middle"]),
+                ("tied", ["Block"]),
+            ]
+            for precision in ("32-true", "bf16-true", "bf16-mixed")
+            if (name, precision) not in [("conv", "bf16-true"), ("module", "bf16-true")]  # no such kernel there
+        ),
     ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_a_model_of_a_script_is_equal_with_offload(ask, name, options):
     status, found = ask(*options, model=name)
@@ -87,75 +105,135 @@ def test_a_model_of_a_script_is_equal_with_offload(ask, name, options):
     assert float(re.search(r"h2d (\S+) GB/s", found["overlap"][1])[1]) > 0  # weights did stream
 
 
-def drops_a_sum(patch):
-    plain = GradientMeter.accumulate_all
-    patch.setattr(GradientMeter, "accumulate_all", lambda self, additions: plain(self, additions[1:]))
+def adds_all_but_the_last_number(plain, self, additions):
+    before = additions[0].accumulator.view(-1)[-1].clone()
+    plain(self, additions)
+    additions[0].accumulator.view(-1)[-1] = before
 
 
-def computes_with_old_weights(patch):
-    patch.setattr(Slot, "is_image_of", lambda self, unit: self.unit is unit)
+def shows_another_place(plain, self, slot=None):
+    plain(self, slot)
+    if slot is not None:
+        self.parameter.data = self.parameter.data + 1
 
 
-def loses_an_input(patch):
-    plain = UnitInput.load
+def shifts_a_unit(plain, self):
+    plain(self)
+    self.memory.copy_(self.memory.roll(4))
 
-    def load(self, engine):
+
+def rounds_weights_on_the_device(plain, self, pair):
+    plain(self, pair)
+    pair.settle()
+    with torch.no_grad():
+        pair.compute.copy_(pair.compute.bfloat16())
+
+
+def loads(change):
+    def load(plain, self, engine):
         loaded = plain(self, engine)
-        return torch.zeros_like(loaded).requires_grad_(loaded.requires_grad)
+        return change(loaded.detach()).requires_grad_(loaded.requires_grad)
 
-    patch.setattr(UnitInput, "load", load)
-
-
-def loads_no_state(patch):
-    patch.setattr(user_loop._LoadStateDict, "__call__", lambda self, state: None)
+    return load
 
 
-def takes_another_rate(patch):
-    plain = cpu_adam.scalars_of
-    patch.setattr(
-        cpu_adam, "scalars_of", lambda group, step, scale: plain({**group, "lr": 30 * group["lr"]}, step, scale)
-    )
+def resumes(name, change):
+    def load(plain, self, state):
+        entries = {key: {**entry, name: change(entry[name])} for key, entry in state["state"].items()}
+        return plain(self, {**state, "state": entries})
+
+    return load
 
 
-def is_on_another_tier(patch):
-    patch.setattr(verify, "residency", lambda tensor: {"elsewhere": tensor.nbytes})
+def steps(more=0, **options):
+    return lambda plain, group, step, scale: plain({**group, **options}, step + more, scale)
 
 
-def leaves_a_weight_out(patch):
-    plain = MasterWeights.write_back
-    patch.setattr(MasterWeights, "write_back", lambda self, masters, **how: plain(self, list(masters)[1:], **how))
-
-
-def recomputes_with_other_random_numbers(patch):
-    plain = activations.checkpoint
-    patch.setattr(activations, "checkpoint", lambda *args, **how: plain(*args, **how, preserve_rng_state=False))
-
-
-def forgets_what_blocks_count(patch):
-    """Batch norm counts a batch twice, in the forward and in the recompute."""
-    patch.setattr(ModuleState, "replay", lambda self: nullcontext())
-
-
-FAULTS = {
-    drops_a_sum: ("llama", "weights stream", "step 0: gradient of `"),
-    computes_with_old_weights: ("llama", "weights stream", "micro-batch 2: output of `model.layers.0"),
-    loses_an_input: ("llama", "weights stream", "step 0: gradient of `model.layers."),
-    leaves_a_weight_out: ("llama", "weights stay on the device", "step 0: weight `"),
-    recomputes_with_other_random_numbers: ("llama", "weights stream", "step 0: gradient of `"),
-    loads_no_state: ("tied", "resumed in the middle", "step 2: weight `"),
-    takes_another_rate: ("llama", "CPUAdam, updates behind the training", "losses differ"),
-    is_on_another_tier: ("llama", "pages are where the plan has them", "on `elsewhere`"),
-    forgets_what_blocks_count: ("conv", "weights stream", "step 0: buffer `layer2."),
+STREAM, STAY, RESUMED = "weights stream", "weights stay on the device", "resumed in the middle"
+ADAM, PAGES = "CPUAdam, updates behind the training", "pages are where the plan has them"
+BLOCK = r"`\S*(layers|h|blocks|layer2)\."
+OUTPUT, GRADIENT = f"micro-batch 0: output of {BLOCK}0", "step 0: gradient of `"
+BLOCK_GRADIENT, WEIGHT, LATER_WEIGHT = f"step 0: gradient of {BLOCK}", "step 0: weight `", "step 2: weight `"
+SUMS, SCALARS, WRITE = (GradientMeter, "accumulate_all"), (cpu_adam, "scalars_of"), (MasterWeights, "_write")
+INPUT, STATE = (UnitInput, "load"), (user_loop._LoadStateDict, "__call__")
+FAULTS = {  # what is replaced, by what, which check finds it, and what it names first
+    "drops_a_sum": (SUMS, lambda plain, self, sums: plain(self, sums[1:]), STREAM, GRADIENT),
+    "adds_twice": (SUMS, lambda plain, *args: (plain(*args), plain(*args)), STREAM, GRADIENT),
+    "adds_all_but_the_last_number": (SUMS, adds_all_but_the_last_number, STREAM, GRADIENT),
+    "computes_with_old_weights": (
+        *((Slot, "is_image_of"), lambda plain, self, unit: self.unit is unit),
+        *(STREAM, f"micro-batch 2: output of {BLOCK}0"),
+    ),
+    "shows_another_place": ((Place, "show"), shows_another_place, STREAM, OUTPUT),
+    "shifts_a_unit": ((Slot, "wait"), shifts_a_unit, STREAM, OUTPUT),
+    "loses_an_input": (INPUT, loads(torch.zeros_like), STREAM, BLOCK_GRADIENT),
+    "mixes_rows_of_an_input": (INPUT, loads(lambda loaded: loaded.flip(1)), STREAM, BLOCK_GRADIENT),
+    "recomputes_with_other_random_numbers": (
+        *((activations, "checkpoint"), lambda plain, *args, **how: plain(*args, **how, preserve_rng_state=False)),
+        *(STREAM, BLOCK_GRADIENT),
+    ),
+    # batch norm counts a batch twice, in the forward and in the recompute
+    "forgets_what_blocks_count": ((ModuleState, "replay"), lambda *_: nullcontext(), STREAM, "step 0: buffer `layer2."),
+    "leaves_the_device_behind": (WRITE, lambda *_: None, STREAM, WEIGHT),
+    "rounds_weights_on_the_device": (WRITE, rounds_weights_on_the_device, STAY, WEIGHT),
+    "leaves_a_weight_out": (
+        *((MasterWeights, "write_back"), lambda plain, self, masters, **how: plain(self, [*masters][1:], **how)),
+        *(STAY, WEIGHT),
+    ),
+    "loads_no_state": (STATE, lambda *_: None, RESUMED, LATER_WEIGHT),
+    "forgets_how_many_steps_were_made": (STATE, resumes("step", torch.ones_like), RESUMED, LATER_WEIGHT),
+    "resumes_without_momentum": (STATE, resumes("exp_avg", torch.zeros_like), RESUMED, LATER_WEIGHT),
+    "resumes_with_a_rounded_variance": (
+        *(STATE, resumes("exp_avg_sq", lambda value: value.bfloat16().float())),
+        *(RESUMED, LATER_WEIGHT),
+    ),
+    "takes_another_rate": (SCALARS, steps(lr=0.03), ADAM, "losses differ"),
+    "counts_steps_wrong": (SCALARS, steps(more=50), ADAM, "losses differ"),
+    "has_no_momentum": (SCALARS, steps(betas=(0.0, 0.0)), ADAM, "losses differ"),
+    "makes_no_numbers": (SCALARS, steps(lr=float("nan")), ADAM, "losses differ by nan"),
+    "is_on_another_tier": (
+        (verify, "residency"),
+        lambda _, tensor: {"elsewhere": tensor.nbytes},
+        PAGES,
+        "on `elsewhere`",
+    ),
 }
+MODELS = (
+    *("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi", "phi3", "starcoder2", "olmo", "olmo2", "cohere"),
+    *("stablelm", "gpt_neox", "gpt2", "opt", "bloom", "falcon", "granite", "smollm3", "glm"),
+)
+IN_SCRIPTS = [
+    *itertools.product(("forgets_what_blocks_count", "drops_a_sum", "computes_with_old_weights"), ["conv"]),
+    *itertools.product(("loses_an_input", "recomputes_with_other_random_numbers"), ["encoder"]),
+    *[("rounds_weights_on_the_device", "conv"), ("adds_twice", "experts")],
+    *itertools.product(("leaves_a_weight_out", "takes_another_rate"), ["module"]),
+    *itertools.product(("loads_no_state", "shifts_a_unit", "shows_another_place"), ["tied"]),
+]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_what_goes_wrong_is_found_and_named(ask, fault, monkeypatch):
-    fault(monkeypatch)
-    model, check, place = FAULTS[fault]
-    status, found = ask(*(["--precision", "32-true"] if model == "llama" else []), model=model)
+@pytest.mark.parametrize(
+    ("fault", "model"),
+    others_full(
+        [*IN_SCRIPTS, *itertools.product([name for name in FAULTS if name != "forgets_what_blocks_count"], MODELS)],
+        [IN_SCRIPTS[0], *itertools.product(FAULTS, ["llama"])],
+    ),
+)
+def test_what_goes_wrong_is_found_and_named(ask, fault, model, monkeypatch):
+    (owner, name), change, check, place = FAULTS[fault]
+    plain, plain_checks = getattr(owner, name), verify.checks
+
+    def up_to_it(job):
+        for each in plain_checks(job):
+            yield each
+            if each.name == check:
+                return
+
+    monkeypatch.setattr(owner, name, lambda *args, **how: change(plain, *args, **how))
+    monkeypatch.setattr(verify, "checks", up_to_it)
+    options = ["--precision", "32-true"] if model in MODELS else ["--units", "BasicBlock"] if model == "module" else []
+    status, found = ask(*options, model=model)
     assert status == 1
-    assert found[check][0] == "WRONG" and place in found[check][1], found
+    assert found[check][0] == "WRONG" and re.search(place, found[check][1]), found
 
 
 GOOD = {
