@@ -3,8 +3,8 @@
 import difflib
 import os
 import re
-import resource
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from pickle import UnpicklingError
@@ -19,18 +19,16 @@ from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.integrations import lightning
-from lightning_cxl.text import format_bytes
 from lightning_cxl.weights.hf import require_model
 
 _UNKNOWN = re.compile(r"unrecognized arguments: .*?--([\w.-]+)|does not accept option '([\w.-]+)'")
-_LONGEST = 1500
 
 
-class FitSummary(lightning.Callback):
-    """Collects what `fit` shows at its end, beside memory.
+class Summary(lightning.Callback):
+    """Shows first rows of `predict`, what is saved after Ctrl-C, and collects what `fit` shows at its end.
 
-    The loss before training is the one of Lightning's sanity check, when that covers the whole validation set
-    (``num_sanity_val_steps=-1``); a resumed run shows the one of its first start.
+    The loss before training is that of Lightning's sanity check, if that covers the whole validation set
+    (``num_sanity_val_steps=-1``); a resumed run has none.
     """
 
     def __init__(self, max_new_tokens: int = 64) -> None:
@@ -52,6 +50,14 @@ class FitSummary(lightning.Callback):
             tokens = pl_module.generate_tokens(data.held_out(1)[0][0], max_new_tokens=self.max_new_tokens)
         self.sample = data.tokenizer.decode(tokens, skip_special_tokens=True)
 
+    def on_predict_batch_end(
+        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *_: int
+    ) -> None:
+        if batch_idx == 0 and trainer.is_global_zero:
+            for number, (ids, predicted) in enumerate(zip(batch["input_ids"][:3], outputs, strict=False), 1):
+                print(f"row {number}, text:      {pl_module.tokenizer.decode(ids[1:49])!r}")
+                print(f"row {number}, predicted: {pl_module.tokenizer.decode(predicted[:48])!r}")
+
     def on_exception(self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException) -> None:
         if isinstance(exception, KeyboardInterrupt) and trainer.state.fn == "fit" and trainer.is_global_zero:
             callback = trainer.checkpoint_callback
@@ -59,12 +65,6 @@ class FitSummary(lightning.Callback):
             advice = f"saved: {saved}\ngo on from there: the same command with --ckpt_path {saved}"
             advice = advice if saved else "no checkpoint was saved yet: lower ModelCheckpoint's every_n_train_steps"
             print(f"\ninterrupted after step {trainer.global_step}\n{advice}", file=sys.stderr)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"loss_before": self.before}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.before = state_dict["loss_before"]
 
 
 class ShortErrors(lightning.LightningArgumentParser):
@@ -74,18 +74,16 @@ class ShortErrors(lightning.LightningArgumentParser):
         pass
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
-        near: list[str] = []
-        if found := _UNKNOWN.search(message):
-            parser: Any = getattr(ex, "subcommand_parser", None) or self
-            near = difflib.get_close_matches(f"--{found[1] or found[2]}", parser._option_string_actions, n=1)
-        super().error("\n".join([message[:_LONGEST], *(f"did you mean `{each}`?" for each in near)]), ex)
+        found, parser = _UNKNOWN.search(message), getattr(ex, "subcommand_parser", None) or self
+        near = found and difflib.get_close_matches(f"--{found[1] or found[2]}", parser._option_string_actions, n=1)
+        super().error(message[:1500] + "".join(f"\ndid you mean `{each}`?" for each in near or ()), ex)
 
 
 class FinetuneCLI(lightning.LightningCLI):
     """``fit``, ``validate``, ``test`` and ``predict``; model and data agree on tokenizer and vocabulary."""
 
     def __init__(self) -> None:
-        self.summary = FitSummary()
+        self.summary = Summary()
         super().__init__(
             CausalLM,
             TextData,
@@ -109,10 +107,6 @@ class FinetuneCLI(lightning.LightningCLI):
         for name in ("accumulate_grad_batches", "val_check_interval", "check_val_every_n_epoch"):
             if config.trainer[name] == 0:
                 raise ConfigError(f"trainer.{name} must be larger than 0")
-        strategy, known = config.trainer.strategy, lightning.StrategyRegistry.available_strategies()
-        if isinstance(strategy, str) and strategy not in known:  # if no name is near, Lightning has a message
-            for near in difflib.get_close_matches(strategy, known, n=1, cutoff=0.8):
-                raise ConfigError(f"there is no strategy {strategy!r}: did you mean {near!r}?")
         if config.model.name_or_path is not None:
             require_model(config.model.name_or_path, needs_weights=True)
             config.trainer.precision = config.trainer.precision or "bf16-true"
@@ -124,21 +118,17 @@ class FinetuneCLI(lightning.LightningCLI):
             )
         if (config.trainer.max_epochs, config.trainer.max_steps, config.trainer.max_time) == (None, -1, None):
             config.trainer.max_epochs = 1
+        if config.trainer.logger is False:  # then a run has no folder of its own for its config.yaml
+            self.save_config_callback = None
 
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
         except (ValueError, TypeError) as error:
-            raise ConfigError(str(error)[:_LONGEST]) from error
-
-    def after_predict(self) -> None:
-        found = self.trainer.predict_loop.predictions
-        if self.trainer.is_global_zero and found:
-            batch, decode = next(iter(self.datamodule.predict_dataloader())), self.datamodule.tokenizer.decode
-            pairs = zip(batch["input_ids"][:3], found[0], strict=False)
-            for number, (ids, predicted) in enumerate(pairs, 1):
-                print(f"row {number}, text:      {decode(ids[1:49])!r}")
-                print(f"row {number}, predicted: {decode(predicted[:48])!r}")
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            if not frame.f_globals["__name__"].startswith("lightning"):  # of code of the user
+                raise
+            raise ConfigError(str(error)) from error
 
     def after_fit(self) -> None:
         """Show losses, a sample and memory; the memory report only under a strategy that has one."""
@@ -146,9 +136,7 @@ class FinetuneCLI(lightning.LightningCLI):
             print(f"\nvalidation loss: before {self.summary.before}, after {self.summary.after}\n")
             print(f"sample:\n{self.summary.sample}\n")
             if hasattr(self.trainer.strategy, "report"):
-                print(f"{self.trainer.strategy}\n")
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            print(f"peak host memory of this process: {format_bytes(peak)}")
+                print(self.trainer.strategy)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -162,7 +150,9 @@ def main(arguments: Sequence[str]) -> None:
     run = record(FinetuneCLI) if "TORCHELASTIC_ERROR_FILE" in os.environ else FinetuneCLI
     try:
         run()
-    except (lightning.MisconfigurationException, FileNotFoundError, UnpicklingError) as error:
-        if isinstance(error, FileNotFoundError) and "heckpoint" not in str(error):  # of code of the user
+    except (lightning.MisconfigurationException, UnpicklingError) as error:
+        raise ConfigError(str(error)) from error
+    except (FileNotFoundError, RuntimeError) as error:
+        if not re.search("Checkpoint file not found|to NOT exist", str(error)):  # of code of the user
             raise
         raise ConfigError(str(error)) from error

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from datasets import Dataset, Features, List, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from jinja2 import TemplateError
@@ -29,10 +28,9 @@ from lightning_cxl.sequences.packing import fit_rows
 from lightning_cxl.weights.hf import without_code
 
 _EXPECTED = (
-    'expected one JSON object per line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", '
-    '"content": "..."}]}, {"prompt": "...", "completion": "..."}, {"instruction": "...", "input": "...", '
-    '"output": "..."}, or {"text": "..."}. Messages have text or, of the assistant, `tool_calls`; one at least is of '
-    "the assistant, and none has a `weight`"
+    'expected one JSON object per line, with "messages", "prompt" and "completion", "instruction" and "output", or '
+    '"text". Messages have text or, of the assistant, `tool_calls`; one at least is of the assistant, and none has a '
+    "`weight`"
 )
 FALLBACK_TEMPLATE = (  # for a tokenizer without a template; needs no tokens of its own
     "{{ bos_token }}{% for message in messages %}### {{ message['role'] | capitalize }}:\n"
@@ -42,6 +40,8 @@ FALLBACK_TEMPLATE = (  # for a tokenizer without a template; needs no tokens of 
 )
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 _END = "<|endoftext|>"
+_TOKENS, _COUNT = List(Value("int32")), Value("int64")
+_COLUMNS = Features({"input_ids": _TOKENS, "labels": _TOKENS, "length": _COUNT, "scored": _COUNT})
 Batch = dict[str, Tensor]
 Record = str | tuple[list[dict[str, Any]], list[Any] | None]  # a document, or messages and tools
 Sample = tuple[list[int], list[int]]  # tokens and labels
@@ -58,8 +58,9 @@ class SampleLoader:
 
     def __init__(self, samples: Dataset, sampler: Any, batch_size: int) -> None:
         self.samples, self.sampler, self.batch_size = samples, sampler, batch_size
-        self._done = (0, 0)  # epoch, and batches of it that are done: where a checkpoint taken now goes on
-        self._loaded = (0, 0)  # the same for the next iterator
+        self.order = {"rows": len(sampler.dataset), "seed": sampler.seed, "world_size": sampler.num_replicas}
+        self.order["batch_size"] = batch_size
+        self._done = self._loaded = (0, 0)  # epoch, and batches of it: of a checkpoint now, and of the next iterator
 
     def __len__(self) -> int:
         return len(self.sampler) // self.batch_size
@@ -79,17 +80,15 @@ class SampleLoader:
         return {name: pad_sequence([row[name][0] for row in rows], True, value) for name, value in fill.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        sampler, epoch = self.sampler, self.sampler.epoch
-        order = {"rows": len(sampler.dataset), "seed": sampler.seed, "world_size": sampler.num_replicas}
-        order["batch_size"] = self.batch_size
-        return {"epoch": epoch, "next_batch": self._done[1] if self._done[0] == epoch else 0, "order": order}
+        epoch, done = self.sampler.epoch, self._done
+        return {"epoch": epoch, "next_batch": done[1] if done[0] == epoch else 0, "order": self.order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own, given, number = self.state_dict()["order"], state["order"], state["next_batch"]
-        if 0 < number < len(self) and given != own:
+        given, number = state["order"], state["next_batch"]
+        if 0 < number < len(self) and given != self.order:
             raise CheckpointError(
-                f"the checkpoint is at batch {number} of an epoch over {given}, this run reads {own}. Use the same "
-                "data options, or start a new run from exported weights (--model.name_or_path)"
+                f"the checkpoint is at batch {number} of an epoch over {given}, this run reads {self.order}. Use the "
+                "same data options, or start a new run from exported weights (--model.name_or_path)"
             )
         self.sampler.set_epoch(state["epoch"])
         self._done = self._loaded = state["epoch"], number
@@ -144,8 +143,8 @@ class TextData(LightningDataModule):
         if self._split is not None:
             return
         self.tokenizer, samples = self._load()
-        lengths, scored = (np.asarray(samples.with_format("numpy")[name][:]) for name in ("length", "scored"))
-        kept, long = np.flatnonzero(scored), int((lengths > self.seq_len).sum())
+        lengths, kept = samples["length"][:], samples["scored"][:].nonzero()[:, 0].tolist()
+        long = int((lengths > self.seq_len).sum())
         if long or len(kept) < len(samples):
             warn(
                 f"of {len(samples)} samples {long} are longer than {self.seq_len} tokens and lose their end; "
@@ -174,9 +173,8 @@ class TextData(LightningDataModule):
 
         A conversation is cut where its first answer begins, and ends with it; a document is cut after 16 tokens.
         """
-        found, samples = [], self._split["test"]
-        for sample in samples.select(range(min(count, len(samples)))):
-            ids, labels = sample["input_ids"], sample["labels"]
+        found, rows = [], self._split["test"][:count]
+        for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True):
             start = int((labels != IGNORED).nonzero()[0]) or 16  # nothing can be generated from no token
             after = (labels[start:] == IGNORED).nonzero()
             found.append((ids[:start], ids[start : start + int(after[0]) if len(after) else None]))
@@ -184,8 +182,7 @@ class TextData(LightningDataModule):
 
     def _loader(self, part: str, *, shuffle: bool) -> SampleLoader:
         samples, (rank, count) = self._split[part], self._processes()
-        lengths = samples.with_format("numpy")["length"][:].clip(max=self.seq_len)
-        rows = fit_rows(lengths.tolist(), self.seq_len)
+        rows = fit_rows(samples["length"][:].clamp(max=self.seq_len).tolist(), self.seq_len)
         if len(rows) < self.batch_size * count:  # too few: each sample has a row
             rows = [[number] for number in range(len(samples))]
         seed = self.seed * 1_000_003  # the sampler adds the epoch: orders of other seeds are others
@@ -201,30 +198,31 @@ class TextData(LightningDataModule):
         kinds = {has_records(path): path for path in files}
         if len(kinds) > 1:
             raise ConfigError(f"text_files: `{kinds[True]}` has lines of JSON, `{kinds[False]}` has not: name one kind")
-        by_line, names, cache = True in kinds, [str(path) for path in files], str(private_folder("datasets"))
-        columns = dict.fromkeys(("input_ids", "labels"), List(Value("int32")))
-        columns |= dict.fromkeys(("length", "scored"), Value("int64"))
+        by_line = True in kinds
         # lines of JSON are read as text, too: the JSON reader of `datasets` makes timestamps of answers that look like
         # dates, and its errors name no line of a file
-        how: dict[str, Any] = {"sample_by": "line" if by_line else "document", "cache_dir": cache}
+        how: dict[str, Any] = {"sample_by": "line" if by_line else "document", "data_files": list(map(str, files))}
         try:
-            texts = load_dataset("text", data_files=names, split="train", **how)
-            if self.tokenizer_name_or_path is not None:
-                tokenizer = load_tokenizer(self.tokenizer_name_or_path)
-            else:
-                each = (text for batch in texts.iter(64) for text in batch["text"] if text.strip())
-                shown = (_as_text(read_record(line)) for line in each) if by_line else each
-                tokenizer = trained_tokenizer(shown, self.vocab_size, texts._fingerprint)
-            if by_line:
-                tokenizer.chat_template = tokenizer.chat_template or FALLBACK_TEMPLATE
+            texts = load_dataset("text", split="train", cache_dir=str(private_folder("datasets")), **how)
+            tokenizer = self._tokenizer_for(texts, by_line)
             options = {"tokenizer": tokenizer, "seq_len": self.seq_len, "train_on": self.train_on, "by_line": by_line}
             options["recipe"] = 4  # part of the cache key: change it when samples of the same text change
-            made: dict[str, Any] = {"features": Features(columns), "fn_kwargs": options, "remove_columns": ["text"]}
+            made: dict[str, Any] = {"features": _COLUMNS, "fn_kwargs": options, "remove_columns": ["text"]}
             mixed = texts.shuffle(seed=0)  # one split for all runs, so that their validation losses compare
             samples = mixed.map(tokenize, batched=True, desc="Tokenizing", **made)
         except (DatasetGenerationError, FileNotFoundError) as error:
             raise ConfigError(f"cannot read the {len(files)} text files: {error.__cause__ or error}") from error
         return tokenizer, samples.with_format("torch")
+
+    def _tokenizer_for(self, texts: Dataset, by_line: bool) -> PreTrainedTokenizerBase:
+        if self.tokenizer_name_or_path is not None:
+            tokenizer = load_tokenizer(self.tokenizer_name_or_path)
+        else:
+            shown = (_as_text(text) if by_line else text for text in filter(str.strip, texts["text"]))
+            tokenizer = trained_tokenizer(shown, self.vocab_size, texts._fingerprint)
+        if by_line:
+            tokenizer.chat_template = tokenizer.chat_template or FALLBACK_TEMPLATE
+        return tokenizer
 
 
 def find_files(patterns: str | Sequence[str] | None) -> list[Path]:
@@ -239,8 +237,6 @@ def find_files(patterns: str | Sequence[str] | None) -> list[Path]:
         if not any(map(Path.is_file, found)):
             raise ConfigError(f"text_files: {pattern!r} matches no file (looked from `{os.getcwd()}`)")
         files |= found
-    if not files:
-        raise ConfigError("there is no text (Python's library has no sources here): name files with data.text_files")
     return sorted(filter(Path.is_file, files))  # not links to nowhere
 
 
@@ -296,9 +292,9 @@ def _refused(line: str, reason: str) -> ConfigError:
     return ConfigError(f"text_files: the line `{textwrap.shorten(line, 80, placeholder='...')}` is refused: {reason}")
 
 
-def _as_text(record: Record) -> str:
+def _as_text(line: str) -> str:
     """Return a conversation as `FALLBACK_TEMPLATE` shows it: a new tokenizer learns from that."""
-    if isinstance(record, str):
+    if isinstance(record := read_record(line), str):
         return record
     return "".join(f"### {each['role'].capitalize()}:\n{each.get('content') or ''}\n\n" for each in record[0])
 
@@ -316,35 +312,37 @@ def samples_of(
     def shown(messages: list[dict[str, Any]], **options: Any) -> str:
         return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
 
-    whole, texts = shown(messages), []
+    whole = shown(messages)
     if train_on_all:
-        texts = [(whole, [(0, len(whole))])]
-    elif "endgeneration" in tokenizer.get_chat_template(tools=tools):
+        return [_labelled(whole, [(0, len(whole))], tokenizer)]
+    if "endgeneration" in tokenizer.get_chat_template(tools=tools):
         marked = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
         encoded = tokenizer.apply_chat_template(messages, tools=tools, **marked)
         pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
         return [(encoded["input_ids"], [token if said else IGNORED for token, said in pairs])]
-    else:
-        # templates cannot show what asks for an answer that comes first: it is not learned
-        for index in (index for index, message in enumerate(messages) if index and message["role"] == "assistant"):
-            opened, after = shown(messages[:index], add_generation_prompt=True), shown(messages[: index + 1])
-            if not after.startswith(opened):
-                raise ValueError(
-                    "it shows an answer otherwise than it asks for it, so the answer is not found in its text: mark it "
-                    "in the template with {% generation %}, or train on all (data.train_on)"
-                )
-            texts.append((after, [(len(opened), len(after))]))
-        if all(whole.startswith(after) for after, _ in texts):
-            texts = [(whole, [span for _, spans in texts for span in spans])]
-    samples = []
-    for text, spans in texts:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        labels = [
-            token if any(begin < stop and end > start for start, stop in spans) else IGNORED
-            for token, (begin, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        ]
-        samples.append((encoded["input_ids"], labels))
-    return samples
+    texts = []
+    # templates cannot show what asks for an answer that comes first: it is not learned
+    for index in (index for index, message in enumerate(messages) if index and message["role"] == "assistant"):
+        opened, after = shown(messages[:index], add_generation_prompt=True), shown(messages[: index + 1])
+        if not after.startswith(opened):
+            raise ValueError(
+                "it shows an answer otherwise than it asks for it, so the answer is not found in its text: mark it in "
+                "the template with {% generation %}, or train on all (data.train_on)"
+            )
+        texts.append((after, (len(opened), len(after))))
+    if all(whole.startswith(after) for after, _ in texts):
+        return [_labelled(whole, [span for _, span in texts], tokenizer)]
+    return [_labelled(text, [span], tokenizer) for text, span in texts]
+
+
+def _labelled(text: str, spans: list[tuple[int, int]], tokenizer: PreTrainedTokenizerBase) -> Sample:
+    """Return the tokens of a text, and labels for those that are at least partly in `spans` of its characters."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    labels = [
+        token if any(begin < stop and end > start for start, stop in spans) else IGNORED
+        for token, (begin, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    ]
+    return encoded["input_ids"], labels
 
 
 def tokenize(
@@ -386,8 +384,6 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
 
 def trained_tokenizer(texts: Iterable[str], vocab_size: int, corpus_key: str) -> PreTrainedTokenizerBase:
     """Return a byte-level BPE of at most `vocab_size` tokens, trained on `texts`; it is cached by `corpus_key`."""
-    if vocab_size < 257:  # every byte, and the end of a text
-        raise ConfigError(f"vocab_size {vocab_size} is too small for a byte-level BPE: at least 257")
     path = private_folder("tokenizers") / f"bpe2-{corpus_key}-{vocab_size}.json"
     if not path.is_file():
         tokenizer = ByteLevelBPETokenizer()

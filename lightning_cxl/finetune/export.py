@@ -1,10 +1,9 @@
 """Weights, configuration and tokenizer as a folder that `transformers` loads."""
 
 from pathlib import Path
+from typing import Any
 
-from lightning_cxl.errors import ConfigError
-from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.integrations.lightning import Callback, LightningModule, Trainer
+from lightning_cxl.integrations.lightning import Callback, Trainer
 from lightning_cxl.run.session import whole_state
 from lightning_cxl.sharding.fsdp import is_cut
 from lightning_cxl.weights.hf import save_pretrained
@@ -20,9 +19,7 @@ class ExportPretrained(Callback):
     def __init__(self, dirpath: str | None = None) -> None:
         self.dirpath = dirpath
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not isinstance(pl_module, CausalLM):
-            raise ConfigError("ExportPretrained exports a CausalLM: remove the callback")
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         model, given, adapters = pl_module.model, {}, pl_module.options.lora is not None
         if is_cut(model):  # all processes gather
             trained = {name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}

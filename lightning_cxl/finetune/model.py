@@ -2,7 +2,6 @@
 
 import math
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +18,6 @@ from lightning_cxl.sharding.fsdp import gathered, is_cut
 from lightning_cxl.weights.hf import from_pretrained, quantization_fields, with_adapters, without_code
 
 _RNG_KEY = "causal_lm_rng"
-_SIZES = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size")}
-_SIZES |= {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
 Batch = dict[str, Tensor]
 
 
@@ -28,7 +25,7 @@ class CausalLM(LightningModule):
     """A Llama with random weights, or the model of `name_or_path` with its own weights.
 
     The Trainer's strategy decides where weights and optimizer state lie; the model is built in `configure_model`.
-    Logged: `train_loss`, `tokens_per_s`, `lr` at every step; `val_loss` and `test_loss` over their whole sets.
+    Logged: `train_loss`, `lr` at every step; `val_loss` and `test_loss` over their whole sets.
     """
 
     def __init__(
@@ -67,19 +64,16 @@ class CausalLM(LightningModule):
                 `name_or_path`, 2e-4 for adapters.
             weight_decay: AdamW's, for matrices alone (not for norms and biases).
             warmup_steps: Optimizer steps of linear warm-up, before a cosine to a tenth of `lr`.
-
-        Raises:
-            ConfigError: options that make no sense.
         """
         super().__init__()
         if lr is None:
             lr = 2e-4 if lora is not None else 1e-3 if name_or_path is None else 1e-5
         self.save_hyperparameters()
         self.options: Any = self.hparams
-        least = {"lr": 0, "weight_decay": 0, "warmup_steps": 0} | dict.fromkeys(_SIZES, 1)
-        too_small = {name: self.options[name] for name, bound in least.items() if self.options[name] < bound}
-        if too_small:
-            raise ConfigError(f"sizes must be at least 1, lr, weight_decay and warmup_steps not negative: {too_small}")
+        sizes = vocab_size, hidden_size, num_layers, num_heads, intermediate_size
+        if min(sizes) < 1 or min(lr, weight_decay, warmup_steps) < 0:
+            given = dict(self.options)
+            raise ConfigError(f"sizes must be at least 1, lr, weight_decay and warmup_steps not negative: {given}")
         if hidden_size % (2 * num_heads):
             raise ConfigError(f"hidden_size {hidden_size} must be an even multiple of num_heads {num_heads}")
         if lora is not None and name_or_path is None:
@@ -88,7 +82,7 @@ class CausalLM(LightningModule):
         self.model: Any = None
         self.tokenizer: Any = None
         self._seq_len = 0
-        self._rng_states: dict[str, Tensor] | None = None
+        self._rng_states: dict[str, Tensor] = {}
 
     def setup(self, stage: str) -> None:
         if stage == "fit" and self.options.quantization is not None and self.options.lora is None:
@@ -104,7 +98,7 @@ class CausalLM(LightningModule):
         if self.tokenizer is not None and len(self.tokenizer) > config.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {len(self.tokenizer)} tokens, the model's embedding {config.vocab_size} rows: "
-                "raise model.vocab_size or use the model's own tokenizer"
+                "raise data.vocab_size or use the model's own tokenizer"
             )
         limit = getattr(config, "max_position_embeddings", None)
         if limit is not None and self._seq_len > limit:
@@ -132,14 +126,6 @@ class CausalLM(LightningModule):
         """Return the most likely next token at every position, ``(batch, seq)``."""
         return self(batch["input_ids"], **(self._packed(batch) or {})).argmax(dim=-1)
 
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        self._batch_began = time.perf_counter()
-
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        # of this process, forward to optimizer step, without data loading and validation
-        seconds = time.perf_counter() - self._batch_began
-        self.log("tokens_per_s", batch["input_ids"].numel() / seconds, prog_bar=True)
-
     def configure_optimizers(self) -> OptimizerLRScheduler:
         from transformers import get_scheduler  # imports peft and bitsandbytes, which evaluation does without
 
@@ -157,19 +143,19 @@ class CausalLM(LightningModule):
         scheduler = get_scheduler("cosine_warmup_with_min_lr", optimizer, options.warmup_steps, int(total), **shape)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def generate_tokens(self, prompt: Tensor, *, max_new_tokens: int = 64, seed: int = 0) -> Tensor:
-        """Return a prompt continued by sampling: int64 ``(prompt and new tokens,)`` for ``(prompt tokens,)``.
+    def generate_tokens(self, prompt: Tensor, *, max_new_tokens: int = 64) -> Tensor:
+        """Return a prompt continued by sampling, always the same: int64 ``(all tokens,)`` for ``(prompt tokens,)``.
 
-        Global random state and mode stay. All ranks call it.
+        Global random state and mode stay. All ranks call it. It ends where the settings of the model say.
         """
         model, kind = self.model, self.device.type
         ids, was_training = prompt[None].to(model.device), model.training
-        # it ends where the settings of the model say; with `synced_gpus` all generate for as long as one has to
         options: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20, "max_new_tokens": max_new_tokens}
-        options |= {"pad_token_id": self.tokenizer and self.tokenizer.eos_token_id, "synced_gpus": is_cut(self)}
+        options["pad_token_id"] = self.tokenizer and self.tokenizer.eos_token_id
+        options["synced_gpus"] = is_cut(self)  # all generate for as long as one has to
         devices = [] if kind == "cpu" else [self.device]
-        with gathered(self), torch.no_grad(), torch.random.fork_rng(devices, device_type=kind):
-            torch.manual_seed(seed)
+        with gathered(self), torch.random.fork_rng(devices, device_type=kind):
+            torch.manual_seed(0)
             tokens: Tensor = model.eval().generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[0]
         model.train(was_training)
         return tokens
@@ -189,7 +175,7 @@ class CausalLM(LightningModule):
         checkpoint[_RNG_KEY] = {kind: module.get_rng_state() for kind, module in self._random().items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._rng_states = checkpoint.get(_RNG_KEY)
+        self._rng_states = checkpoint.get(_RNG_KEY, {})
         if self.options.lora is None:
             return
         self.configure_model()  # done before, but for `load_from_checkpoint`
@@ -202,10 +188,10 @@ class CausalLM(LightningModule):
             )
 
     def on_train_start(self) -> None:
-        states, self._rng_states = self._rng_states or {}, None
         for kind, module in self._random().items():
-            if kind in states:
-                module.set_rng_state(states[kind].cpu())
+            if kind in self._rng_states:
+                module.set_rng_state(self._rng_states[kind].cpu())
+        self._rng_states = {}
 
     def _random(self) -> dict[str, Any]:
         return {self.device.type: torch.get_device_module(self.device), "cpu": torch}  # torch.cpu has no such state
@@ -226,22 +212,23 @@ class CausalLM(LightningModule):
         return loss
 
     def _build(self) -> Any:
-        name, mapped, quantization = self.options.name_or_path, self.options.mapped, self.options.quantization
-        options: dict[str, Any] = {"attn_implementation": self.options.attn, "dtype": torch.get_default_dtype()}
+        own, name = self.options, self.options.name_or_path
+        options: dict[str, Any] = {"attn_implementation": own.attn, "dtype": torch.get_default_dtype()}
         has_files = name is not None and any(Path(name).glob("*.safetensors"))
-        if (mapped or quantization is not None) and not has_files:
+        if (own.mapped or own.quantization is not None) and not has_files:
             more = "download a model first (hf download NAME --local-dir FOLDER)"
             raise ConfigError(f"mapped and quantization need a folder with safetensors, not {name!r}: {more}")
-        if quantization is not None:
-            options["quantization_config"] = quantization_fields(quantization, options["dtype"])
+        if own.quantization is not None:
+            options["quantization_config"] = quantization_fields(own.quantization, options["dtype"])
         try:
             if has_files:
-                return from_pretrained(AutoModelForCausalLM, name, mapped=mapped, **options)
+                return from_pretrained(AutoModelForCausalLM, name, mapped=own.mapped, **options)
             if name is not None:
                 return without_code(AutoModelForCausalLM.from_pretrained, name, **options)
-            sizes = {theirs: self.options[ours] for ours, theirs in _SIZES.items()}
+            shape = {each: own[each] for each in ("vocab_size", "hidden_size", "intermediate_size")}
+            shape |= {"num_hidden_layers": own.num_layers, "num_attention_heads": own.num_heads}
             eos = self.tokenizer and self.tokenizer.eos_token_id
-            config = LlamaConfig(**sizes, tie_word_embeddings=True, bos_token_id=eos, eos_token_id=eos)
+            config = LlamaConfig(**shape, tie_word_embeddings=True, bos_token_id=eos, eos_token_id=eos)
             return AutoModelForCausalLM.from_config(config, **options)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise ConfigError(f"cannot load {name or 'a new Llama'}: {type(error).__name__}: {error}") from error

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_cxl.commands.export import export_checkpoint
 from lightning_cxl.commands.plan import PlannedModel, Settings
 from lightning_cxl.errors import CheckpointError, ConfigError
-from lightning_cxl.finetune.cli import FitSummary
+from lightning_cxl.finetune.cli import Summary
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.evaluation_samples import EvaluationSamples
 from lightning_cxl.finetune.export import ExportPretrained
@@ -158,7 +158,7 @@ def test_samples_while_weights_stream_leave_the_run_as_it_is(folder, lora, optio
         return fit(model, chats_of(folder), offload(**options), *callbacks, val_check_interval=2)
 
     plain = run()
-    summary = FitSummary(max_new_tokens=3)
+    summary = Summary(max_new_tokens=3)
     shown = run(EvaluationSamples(count=1, max_new_tokens=3), summary)
     assert shown[0] == plain[0]
     assert [name for name, value in plain[1].items() if not torch.equal(value, shown[1][name])] == []

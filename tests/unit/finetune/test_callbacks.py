@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_cxl import CXLOffloadStrategy
 from lightning_cxl.__main__ import main
-from lightning_cxl.finetune.cli import FitSummary
+from lightning_cxl.finetune.cli import Summary
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.evaluation_samples import EvaluationSamples
 from lightning_cxl.finetune.export import ExportPretrained
@@ -18,7 +18,7 @@ from tests.unit.finetune.conftest import SHAPE
 
 
 def test_losses_are_those_of_the_whole_validation_set_before_and_after(tiny_model, data, make_trainer):
-    summary = FitSummary(max_new_tokens=8)
+    summary = Summary(max_new_tokens=8)
     trainer = make_trainer(max_steps=6, num_sanity_val_steps=-1, val_check_interval=3, callbacks=[summary])
     tiny_model.configure_model()
     fresh = make_trainer().validate(tiny_model, data, verbose=False)[0]["val_loss"]
