@@ -105,10 +105,6 @@ class CausalLM(LightningModule):
             raise ConfigError(f"data.seq_len {self._seq_len} is longer than the model's {limit} positions: lower it")
         self.model = (model if self.options.lora is None else with_adapters(model, self.options.lora)).train()
 
-    def forward(self, input_ids: Tensor, **arguments: Any) -> Tensor:
-        """Return logits ``(batch, seq, vocab)`` for token ids ``(batch, seq)``; `arguments` are for the model."""
-        return self.model(input_ids=input_ids, use_cache=False, **arguments).logits
-
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self._loss(batch)
         self.log("train_loss", loss, prog_bar=True)
@@ -124,7 +120,8 @@ class CausalLM(LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the most likely next token at every position, ``(batch, seq)``."""
-        return self(batch["input_ids"], **(self._packed(batch) or {})).argmax(dim=-1)
+        packed = self._packed(batch) or {}
+        return self.model(input_ids=batch["input_ids"], use_cache=False, **packed).logits.argmax(dim=-1)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         from transformers import get_scheduler  # imports peft and bitsandbytes, which evaluation does without
