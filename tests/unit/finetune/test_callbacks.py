@@ -97,39 +97,29 @@ def test_the_held_out_loss_is_the_mean_over_all_tokens_of_answers(tmp_path, writ
     assert abs(found - sum(means) / len(means)) > 1e-5
 
 
-def test_an_export_loads_in_transformers_with_equal_weights_and_tokenizer(tiny_model, data, make_trainer, tmp_path):
-    make_trainer(max_steps=2, callbacks=[ExportPretrained(str(tmp_path / "out"))]).fit(tiny_model, data)
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    trained = tiny_model.model.state_dict()
-    assert loaded.state_dict().keys() == trained.keys()
-    assert all(torch.equal(value, trained[name]) for name, value in loaded.state_dict().items())
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer("word1 word2")["input_ids"] == data.tokenizer("word1 word2")["input_ids"]
-    assert loaded.config.eos_token_id == tokenizer.eos_token_id == data.tokenizer.eos_token_id
-
-
 REFERS = {"tiers": {"ssd": {"path": "ssd", "budget": "1GiB", "checkpoint": "reference"}}}
 REFERS["tier_rules"] = {"*": {"optimizer_state": "ssd"}}
 
 
 @pytest.mark.parametrize("options", [{}, REFERS], ids=["in memory", "refers to SSD"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_a_checkpoint_of_a_run_exports_by_itself(
+def test_a_run_and_its_checkpoint_by_itself_become_folders_of_transformers(
     tiny_model, data, make_trainer, tmp_path, monkeypatch, precision, options
 ):
     monkeypatch.chdir(tmp_path)
-    strategy = CXLOffloadStrategy(**options)
-    trainer = make_trainer(max_steps=2, strategy=strategy, accelerator="auto", precision=precision)
+    given = {"strategy": CXLOffloadStrategy(**options), "callbacks": [ExportPretrained("of the run")]}
+    trainer = make_trainer(max_steps=2, accelerator="auto", precision=precision, **given)
     trainer.fit(tiny_model, data)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    monkeypatch.setattr(sys, "argv", ["lightning_cxl", "export", "last.ckpt", "out"])
+    trainer.save_checkpoint("last.ckpt")
+    monkeypatch.setattr(sys, "argv", ["lightning_cxl", "export", "last.ckpt", "of the checkpoint"])
     main()
-    expected = torch.load(tmp_path / "last.ckpt")["state_dict"]
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert loaded.dtype == (torch.float32 if precision == "32-true" else torch.bfloat16)
-    assert {f"model.{name}" for name in loaded.state_dict()} == expected.keys()
-    assert all(torch.equal(value, expected[f"model.{name}"]) for name, value in loaded.state_dict().items())
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == data.tokenizer.get_vocab()
+    expected = torch.load("last.ckpt")["state_dict"]
+    for folder in ("of the run", "of the checkpoint"):
+        loaded, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        assert loaded.dtype == (torch.float32 if precision == "32-true" else torch.bfloat16)
+        assert {f"model.{name}" for name in loaded.state_dict()} == expected.keys()
+        assert all(torch.equal(value, expected[f"model.{name}"]) for name, value in loaded.state_dict().items())
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        assert tokenizer.get_vocab() == data.tokenizer.get_vocab()
+        assert loaded.config.eos_token_id == tokenizer.eos_token_id == data.tokenizer.eos_token_id
+    assert tokenizer("word1 word2")["input_ids"] == data.tokenizer("word1 word2")["input_ids"]
