@@ -7,6 +7,7 @@ import pytest
 from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.integrations.lightning import Trainer
+from tests.unit.finetune.chats import MARKED, byte_tokenizer
 
 SHAPE = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 32, "vocab_size": 300}
 
@@ -60,3 +61,17 @@ def write_lines(tmp_path):
         return tmp_path / name
 
     return write
+
+
+@pytest.fixture
+def ask(write_lines):
+    """Return a function that writes a file of questions with answers, and returns its path."""
+    return lambda count: str(
+        write_lines(*({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(count)))
+    )
+
+
+@pytest.fixture
+def chat_tokenizer(tmp_path):
+    byte_tokenizer(MARKED).save_pretrained(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")

@@ -13,7 +13,6 @@ from lightning_cxl.finetune.data import TextData
 from lightning_cxl.finetune.evaluation_samples import EvaluationSamples
 from lightning_cxl.finetune.export import ExportPretrained
 from lightning_cxl.finetune.model import CausalLM
-from tests.unit.finetune.chats import MARKED, byte_tokenizer
 from tests.unit.finetune.conftest import SHAPE
 
 
@@ -30,13 +29,8 @@ def test_losses_are_those_of_the_whole_validation_set_before_and_after(tiny_mode
 
 
 @pytest.fixture
-def chats(write_lines, tmp_path):
-    byte_tokenizer(MARKED).save_pretrained(tmp_path / "tokenizer")
-    rows = [{"prompt": f"What is {number}?", "completion": f"It is {number}."} for number in range(10)]
-    path = write_lines(*rows)
-    return TextData(
-        str(path), seq_len=64, batch_size=2, val_fraction=0.2, tokenizer_name_or_path=str(tmp_path / "tokenizer")
-    )
+def chats(ask, chat_tokenizer):
+    return TextData(ask(10), seq_len=64, batch_size=2, val_fraction=0.2, tokenizer_name_or_path=chat_tokenizer)
 
 
 def test_held_out_conversations_are_cut_where_the_answer_begins(chats):
@@ -77,11 +71,10 @@ def test_each_evaluation_shows_samples_and_training_goes_on_as_without_them(chat
     assert shown.count("What is ") == 4
 
 
-def test_the_held_out_loss_is_the_mean_over_all_tokens_of_answers(tmp_path, write_lines, make_trainer):
+def test_the_held_out_loss_is_the_mean_over_all_tokens_of_answers(write_lines, chat_tokenizer, make_trainer):
     """Samples with more answer count more; as one sum over transformers' logits of each has it."""
-    byte_tokenizer(MARKED).save_pretrained(tmp_path / "tokenizer")
     rows = [{"prompt": "?", "completion": "a" * (1 + 5 * (number % 5))} for number in range(10)]
-    options = {"val_fraction": 0.6, "tokenizer_name_or_path": str(tmp_path / "tokenizer")}
+    options = {"val_fraction": 0.6, "tokenizer_name_or_path": chat_tokenizer}
     data = TextData(str(write_lines(*rows)), seq_len=64, batch_size=2, **options)
     model = CausalLM(**SHAPE)
     found = make_trainer().validate(model, data, verbose=False)[0]["val_loss"]

@@ -92,14 +92,13 @@ def base(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning")
-def test_the_example_of_adapters_trains_resumes_and_exports(command, base, tmp_path, write_lines, capsys):
+def test_the_example_of_adapters_trains_resumes_and_exports(command, base, tmp_path, ask, capsys):
     pytest.importorskip("bitsandbytes")
-    path = write_lines(*({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(40)))
     example = yaml.safe_load(QLORA.read_text())
     example["trainer"]["callbacks"][1]["init_args"]["every_n_train_steps"] = 2
     example["trainer"]["callbacks"][3]["init_args"] = {"max_new_tokens": 3}
     (tmp_path / "short.yaml").write_text(yaml.safe_dump(example))
-    options = {"model.name_or_path": base, "data.text_files": path, "data.seq_len": 64, "trainer.max_steps": 2}
+    options = {"model.name_or_path": base, "data.text_files": ask(40), "data.seq_len": 64, "trainer.max_steps": 2}
     options |= {"trainer.val_check_interval": 2, "trainer.accelerator": "cpu"}
     command("fit", "--config", tmp_path / "short.yaml", tiny=False, **options)
     shown = capsys.readouterr().out
@@ -127,9 +126,8 @@ def test_a_run_without_a_model_is_asked_for_one(command, name):
     assert all(line.startswith(f"  python -m lightning_cxl {name} --") for line in lines[1:]) and len(lines) == 3
 
 
-def test_a_given_model_is_tuned_for_one_epoch_in_bf16_with_our_strategy(command, base, tmp_path, write_lines):
-    path = write_lines(*({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(40)))
-    short = {"data.text_files": path, "data.seq_len": 64, "trainer.accelerator": "cpu"}
+def test_a_given_model_is_tuned_for_one_epoch_in_bf16_with_our_strategy(command, base, tmp_path, ask):
+    short = {"data.text_files": ask(40), "data.seq_len": 64, "trainer.accelerator": "cpu"}
     command("fit", tiny=False, **{"model.name_or_path": base}, **short)
     run = tmp_path / "lightning_logs" / "version_0"
     config = yaml.safe_load((run / "config.yaml").read_text())

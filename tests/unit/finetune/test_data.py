@@ -23,7 +23,7 @@ from lightning_cxl.finetune.data import (
     trained_tokenizer,
 )
 from lightning_cxl.sequences.packing import separate
-from tests.unit.finetune.chats import CHATML, MARKED, REWRITES, by_hand, byte_tokenizer
+from tests.unit.finetune.chats import CHATML, REWRITES, by_hand, byte_tokenizer
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -71,12 +71,6 @@ def test_prepared_data_is_opened_from_the_cache_until_something_changes(data, te
 
 def turns(number):
     return {"prompt": f"What is {number}?", "completion": "It is " + "very " * (number % 4) + f"{number}."}
-
-
-@pytest.fixture
-def chat_tokenizer(tmp_path):
-    byte_tokenizer(MARKED).save_pretrained(tmp_path / "tokenizer")
-    return str(tmp_path / "tokenizer")
 
 
 def pairs(loader):
