@@ -213,6 +213,7 @@ class GradientOffload:
         # gradients from the device
         self._unit: object = None  # whose group is not complete
         self._group: dict[int, Gradient] = {}  # what has come of it, by id of the pair
+        self._group_size = 1  # gradients that it gets
         self._groups: deque[GradientGroup] = deque()  # copied, not known to be accumulated
         self._staged: deque[GradientGroup] = deque()  # of these and of those handed over, where there is a worker
         self._on_device: deque[tuple[Transfer, int]] = deque()  # that the device has not waited for, and their bytes
@@ -310,9 +311,11 @@ class GradientOffload:
         self._pending[id(pair)] = pair
         self._unit = unit
         stays = is_first and grad.dtype is pair.grad_dtype
+        if not self._group:
+            trained = [pair] if unit is None else [each for each in self._units[id(unit)] if each.compute.requires_grad]
+            self._group_size = len(trained)
         self._group[id(pair)] = Gradient(pair, grad, self._next_key(), stays)
-        size = 1 if unit is None else sum(each.compute.requires_grad for each in self._units[id(unit)])
-        if len(self._group) >= size:
+        if len(self._group) >= self._group_size:
             self._copy_group()
             if unit is not None and is_sharded(pair.compute):  # FSDP2 has reduced all of the unit
                 self.unit_is_over(unit)

@@ -19,7 +19,7 @@ Not seen: state outside the unit's modules, or in objects behind an attribute.
 [Note: Random numbers of a recompute]
 checkpoint() repeats what a unit draws from torch's default generators. Here the same is done for Python's and numpy's
 global ones, and for generators of torch, numpy and Python among the unit's arguments and the attributes of its modules,
-and in containers there. A state is kept only if it has moved during the forward. The recompute starts from that
+and in containers there. A state is dropped if the next unit begins with the same one. The recompute starts from that
 state, and afterwards the generator is where it was. As with torch's own, another thread that draws meanwhile from a
 global generator moves it, too, and what it draws during the recompute is drawn once more afterwards.
 """
@@ -69,27 +69,38 @@ _CONTAINERS = frozenset((list, tuple, dict, set, collections.deque, collections.
 class ModuleState:
     """The state of a unit's modules when a forward is about to run. See [Note: Replaying module state]."""
 
-    def __init__(self, unit: nn.Module, arguments: Iterable[Any] = ()) -> None:
+    def __init__(self, unit: nn.Module, arguments: Iterable[Any] = (), before: "ModuleState | None" = None) -> None:
         self._unit = unit
+        self._has_returned = False
         self._default_dtype = torch.get_default_dtype()  # Lightning's "bf16-true" sets it in a step, not in backward
+        self._bound = [(module, _attributes(module), module._buffers.copy()) for module in unit.modules()]
+        self._copied: list[tuple[dict[str, Any], str]] = []  # where a recompute finds copies
         kept: dict[int, _Kept] = {}
-        found = [(module, _attributes(module), module._buffers) for module in unit.modules()]
-        self._names = [(module, list(attributes), list(buffers)) for module, attributes, buffers in found]
-        values = [
-            ([_keep(each, kept) for each in attributes.values()], [_keep(each, kept) for each in buffers.values()])
-            for _, attributes, buffers in found
-        ]
+        values, others = [], list(arguments)
+        for found in (each for _, *both in self._bound for each in both):
+            for name, value in found.items():
+                if type(value) in _PLAIN:
+                    continue
+                stands_in = _keep(value, kept)
+                if stands_in is value and type(value) not in _CONTAINERS:
+                    others.append(value)
+                    continue
+                self._copied.append((found, name))
+                values.append(stands_in)
+                found[name] = None  # the forward may put into it what holds this
         self._containers, self._leaves = taken_apart(values, type(unit).__name__, lambda v: type(v) in _CONTAINERS)
-        self._draws = list(map(_Draws, _generators([*arguments, *self._leaves])))
+        self._draws = list(map(_Draws, _generators([*others, *self._leaves])))
+        if before is not None and before._has_returned:  # what has not moved since: to read a state takes 50 us
+            before._draws = [each for each in before._draws if not any(map(each.is_alike, self._draws))]
         self._shown = [
-            (module, name, _hold(each)) for module in unit.modules() for name, each in peek_at_own(module).items()
+            (module, name, _hold(each)) for module, *_ in self._bound for name, each in peek_at_own(module).items()
         ]
         self._unsettled = list(kept.values())
         self._parameters: list[tuple[nn.Parameter, int | None, bool]] = []  # version and requires_grad in the forward
 
     def settle(self) -> None:
         """Free what the forward, which has returned, did not change; note which parameters it used."""
-        self._draws = [each for each in self._draws if not each.is_at_start()]
+        self._has_returned = True
         for kept in self._unsettled:
             kept.settle()
         self._unsettled = []
@@ -103,8 +114,8 @@ class ModuleState:
                 names = [name for name, other in self._unit.named_parameters() if other is parameter]
                 what = f"parameter `{names[0] if names else '?'}` of {type(self._unit).__name__}"
                 raise stale_error(what, version_of(parameter), version)
-        past = put_together(self._containers, [v.fresh() if isinstance(v, _Kept) else v for v in self._leaves])
-        present = [(module, _attributes(module), dict(module._buffers)) for module, _, _ in self._names]
+        copies = put_together(self._containers, [v.fresh() if isinstance(v, _Kept) else v for v in self._leaves])
+        present = [(module, _attributes(module), module._buffers.copy()) for module, *_ in self._bound]
         default_dtype = torch.get_default_dtype()
         toggled = [(each, then) for each, _, then in self._parameters if each.requires_grad != then]
         exchanged = [
@@ -115,8 +126,10 @@ class ModuleState:
         try:
             for own, name, then, _ in exchanged:
                 own[name] = then
-            for (module, names, buffer_names), (values, buffers) in zip(self._names, past, strict=True):
-                _bind(module, dict(zip(names, values, strict=True)), dict(zip(buffer_names, buffers, strict=True)))
+            for (found, name), value in zip(self._copied, copies, strict=True):
+                found[name] = value
+            for module, attributes, buffers in self._bound:
+                _bind(module, attributes, buffers)
             for parameter, then in toggled:
                 parameter.requires_grad_(then)
             torch.set_default_dtype(self._default_dtype)
@@ -130,8 +143,10 @@ class ModuleState:
                 parameter.requires_grad_(not then)
             for own, name, _, now in exchanged:
                 own[name] = now
-            for module, own_attributes, own_buffers in present:
-                _bind(module, own_attributes, own_buffers)
+            for module, attributes, buffers in present:
+                _bind(module, attributes, buffers)
+            for found, name in self._copied:
+                found[name] = None
 
 
 class _Kept:
@@ -194,9 +209,11 @@ class _Draws:
         else:
             generator.bit_generator.state = pickle.loads(state)
 
-    def is_at_start(self) -> bool:
-        state = self._state()
-        return torch.equal(state, self._start) if isinstance(state, torch.Tensor) else bool(state == self._start)
+    def is_alike(self, other: "_Draws") -> bool:
+        one, two = self._start, other._start
+        if self._generator is not other._generator:
+            return False
+        return torch.equal(one, two) if isinstance(one, torch.Tensor) else bool(one == two)
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -217,7 +234,8 @@ def _generators(values: Iterable[Any]) -> list[Any]:
     if numpy_random is not None:
         kinds += (numpy_random.Generator, numpy_random.RandomState)
         found[id(numpy_random)] = numpy_random
-    found |= {id(each): each for each in values if isinstance(each, kinds)}
+    # not `isinstance`: it asks for `__class__`, which is slow for configurations of transformers
+    found |= {id(each): each for each in values if issubclass(type(each), kinds)}
     return [each for each in found.values() if not isinstance(each, random.SystemRandom)]  # which has no state
 
 
@@ -229,7 +247,7 @@ def _hold(parameter: Any) -> Any:
 def _keep(value: Any, kept: dict[int, _Kept]) -> Any:
     """Return what stands for an attribute: for a tensor that can change in place, one `_Kept` under all its names."""
     # one that carries gradient belongs to a graph and is replaced, not written
-    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter) or value.requires_grad:
+    if not issubclass(type(value), torch.Tensor) or isinstance(value, nn.Parameter) or value.requires_grad:
         return value
     if id(value) not in kept:
         kept[id(value)] = _Kept(value)

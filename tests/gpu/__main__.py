@@ -94,7 +94,7 @@ def pytest(paths: Sequence[str], device: str, limit_s: float) -> Part:
         command += ["--device", device, "-m", "not on_cpu and not full", "-p", "no:cacheprovider"]
         command += ["--continue-on-collection-errors", "--no-header", *paths]
         if importlib.util.find_spec("xdist"):
-            command += ["-n", str(max(1, (os.cpu_count() or 1) // 2)), "--dist", "loadfile"]
+            command += ["-n", str(max(1, (os.cpu_count() or 1) - 2)), "--dist", "load"]
         part = run(command, limit_s, LIGHTNING_CXL_TEST_LOG=str(log))
         tests = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     part.pop("output")

@@ -34,8 +34,8 @@ def test_a_machine_has_its_ranks_shards():
 @pytest.mark.parametrize(
     ("count", "frozen", "streamed"),
     [
-        (0, (), "012345"), (1, (), "01245"), (2, (), "0235"), (3, (), "024"), (1, (0, 1, 2), "02345"),
-        (4, (0, 1, 2), "35"), (6, (), ""), (9, (5,), ""),
+        (0, (), "012345"), (1, (), "12345"), (2, (), "1245"), (3, (), "135"), (1, (1, 2, 3), "02345"),
+        (4, (1, 2, 3), "45"), (6, (), ""), (9, (5,), ""),
     ],
 )  # fmt: skip
 def test_units_stay_on_the_device_spread_evenly_and_frozen_ones_first(count, frozen, streamed):

@@ -210,7 +210,7 @@ def test_an_input_changed_in_place_by_surprise_is_an_error_unless_its_values_wer
 
     engine = HostEngine() if is_safe else request.getfixturevalue("device_engine")
     training_device.needs_late(not is_safe)
-    training_device.make_late("nothing" if is_safe else "to the host")
+    training_device.make_late("nothing" if is_safe else "to the host, much")
     offload = ActivationOffload(engine, RecyclingMemory().allocate, min_bytes=1)
     block = Sometimes()
     offload.attach([("sometimes", block)])

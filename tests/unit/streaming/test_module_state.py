@@ -1,4 +1,5 @@
 import collections
+import random
 
 import pytest
 import torch
@@ -105,3 +106,13 @@ def test_changed_parameters_are_an_error():
         unit.inner.bias.add_(1.0)
     with pytest.raises(RuntimeError, match=r"parameter `inner\.bias` of Unit is at version"), state.replay():
         pass
+
+
+def test_what_a_unit_draws_after_a_unit_inside_of_it_is_drawn_again():
+    unit = Unit()
+    state = ModuleState(unit)
+    ModuleState(unit.inner, (), state).settle()
+    drawn = random.random()
+    state.settle()
+    with state.replay():
+        assert random.random() == drawn
