@@ -6,6 +6,9 @@ import numpy as np
 import torch
 
 from lightning_cxl.devices import DeviceEngine
+from lightning_cxl.machine import topology
+from lightning_cxl.machine.topology import Node, Topology
+from lightning_cxl.text import parse_bytes
 from tests import training_device
 
 
@@ -84,3 +87,10 @@ def _aligned(nbytes: int) -> np.ndarray:
     raw = torch.empty(nbytes + 64, dtype=torch.uint8, device="cpu", pin_memory=pinned).numpy()
     skip = -raw.ctypes.data % 64
     return raw[skip : skip + nbytes]
+
+
+def fake_topology(dram=("64GiB",), cxl=("256GiB", "256GiB")):
+    """Return a machine with one node per size, ids in order."""
+    sizes = [(True, size) for size in dram] + [(False, size) for size in cxl]
+    nodes = [Node(node, cpus, parse_bytes(size), 10 if cpus else 24) for node, (cpus, size) in enumerate(sizes)]
+    return Topology(topology._group(nodes), backs_cxl=True)

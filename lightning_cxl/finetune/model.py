@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightning_cxl.commands.export import FILES_KEY
 from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.integrations.lightning import LightningModule, OptimizerLRScheduler
 from lightning_cxl.sequences.chunked_loss import IGNORED, chunked_loss
-from lightning_cxl.sequences.packing import packed_arguments, separate
+from lightning_cxl.sequences.packing import lengths_of, packed_arguments, separate
 from lightning_cxl.sharding.fsdp import gathered, is_cut
 from lightning_cxl.weights.hf import from_pretrained, quantization_fields, with_adapters, without_code
 
@@ -120,8 +120,14 @@ class CausalLM(LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the most likely next token at every position, ``(batch, seq)``."""
-        packed = self._packed(batch) or {}
-        return self.model(input_ids=batch["input_ids"], use_cache=False, **packed).logits.argmax(dim=-1)
+        ids, packed, lengths = batch["input_ids"], self._packed(batch), []
+        if packed is None:  # the model cannot keep samples apart: a row for each
+            lengths = lengths_of(batch["position_ids"]).tolist()
+            ids = nn.utils.rnn.pad_sequence(list(torch.split(ids.flatten(), lengths)), batch_first=True)
+        found: Tensor = self.model(input_ids=ids, use_cache=False, **(packed or {})).logits.argmax(dim=-1)
+        if lengths:
+            found = torch.cat([row[:length] for row, length in zip(found, lengths, strict=True)])
+        return found.view_as(batch["input_ids"])
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         from transformers import get_scheduler  # imports peft and bitsandbytes, which evaluation does without

@@ -433,15 +433,13 @@ def list_tensors(
 
 
 def _streaming(found: list[_Unit], num_on_device: int) -> list[_Unit]:
-    """Return the units that stream. Of the others those come first that no step writes, spread evenly.
-
-    The first unit is one of those that stay: the forward needs it soonest after its backward, which comes last.
-    """
+    """Return the units that stream. Of the others those come first that no step writes, spread evenly."""
     trained = [index for index, (_, _, own) in enumerate(found) if any(p.requires_grad for p in own)]
     frozen = sorted(set(range(len(found))) - set(trained))
     stay: set[int] = set()
     for indices in (frozen, trained):
         count = min(len(indices), num_on_device - len(stay))
+        # the first is one of them: its backward comes last, and the next forward needs it first
         stay |= {indices[number * len(indices) // count] for number in range(count)}
     return [unit for index, unit in enumerate(found) if index not in stay]
 

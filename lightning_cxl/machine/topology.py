@@ -13,7 +13,7 @@ from typing import Literal
 
 from lightning_cxl.config import SSD, SsdOptions
 from lightning_cxl.errors import ConfigError, MissingTierWarning, TierNotFoundError, warn
-from lightning_cxl.text import format_bytes, parse_bytes
+from lightning_cxl.text import format_bytes
 
 # The machine's NUMA nodes, CPUs and memory limits, as the kernel describes them under ``/sys`` and ``/proc``.
 
@@ -418,20 +418,6 @@ class Topology:
                 f"on_missing_tier='fallback'."
             )
         return topology
-
-    @classmethod
-    def fake(
-        cls, dram: Sequence[int | str] = ("64GiB",), cxl: Sequence[int | str] = ("256GiB", "256GiB")
-    ) -> "Topology":
-        """Invent a machine with one node per size, ids in order; with no `cxl` size it has no CXL memory."""
-        if not dram:
-            raise ConfigError("an invented machine needs at least one DRAM node, such as dram=('64GiB',)")
-        sizes = [(True, size) for size in dram] + [(False, size) for size in cxl]
-        made = [
-            Node(node_id, has_cpus, parse_bytes(size), 10 if has_cpus else 24)
-            for node_id, (has_cpus, size) in enumerate(sizes)
-        ]
-        return cls(_group(made), backs_cxl=True)
 
     def with_ssd(self, options: SsdOptions) -> "Topology":
         """Return this machine with the tier `ssd`; raises ConfigError where a path is no folder."""

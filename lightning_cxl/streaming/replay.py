@@ -43,8 +43,6 @@ from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.streaming.unit_weights import peek, peek_at_own
 from lightning_cxl.torch_private import PYTREE_NODES
 
-# Versions of tensors: torch counts writes in place.
-
 
 def version_of(tensor: torch.Tensor) -> int | None:
     """Return the tensor's version counter; None for an inference tensor, which has none."""
@@ -58,8 +56,6 @@ def stale_error(what: str, version: int | None, expected: int | None) -> Runtime
         f"version {version}, the forward saw version {expected}. Run backward before changing it, or change a clone."
     )
 
-
-# The state of a unit's modules, see [Note: Replaying module state].
 
 _SMALL_NUMEL = 1 << 14
 _INTERNAL = (frozenset(nn.Module().__dict__) - {"training"}) | {"forward"}

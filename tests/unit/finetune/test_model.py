@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.data import TextData
@@ -123,6 +123,23 @@ def test_name_or_path_takes_that_models_weights_for_training(gpt2_folder, data, 
     mean = sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
     assert validated == pytest.approx(float(mean), rel=1e-6)
     assert all(part.training for part in module.model.modules())
+
+
+def test_samples_that_a_model_cannot_keep_apart_are_predicted_alone():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=32)).eval()
+    module = CausalLM(**SHAPE)
+    module.model = model
+    ids = torch.randint(4, 64, (2, 9))
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 0], [0, 1, 0, 1, 2, 3, 4, 5, 0]])  # padding at the ends
+    with torch.no_grad():
+        found, whole = (
+            module.predict_step({"input_ids": ids, "position_ids": positions}, 0),
+            model(ids).logits.argmax(-1),
+        )
+        alone = [model(each[None]).logits.argmax(-1)[0] for each in ids.flatten().split([4, 3, 1, 1, 2, 6, 1])]
+    assert torch.equal(found.flatten(), torch.cat(alone)) and not torch.equal(found, whole)
 
 
 @pytest.mark.parametrize(

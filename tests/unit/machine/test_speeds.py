@@ -9,6 +9,7 @@ from lightning_cxl.errors import ConfigError, LightningCXLWarning, TierNotFoundE
 from lightning_cxl.machine import speeds
 from lightning_cxl.machine.speeds import load_calibration, load_machine, machine_of, save_calibration
 from lightning_cxl.machine.topology import TierKind, Topology
+from tests.fakes import fake_topology
 
 GIB = 2**30
 SMALL = """
@@ -107,8 +108,8 @@ def test_what_is_kept_comes_back(two_nodes):
     later = replace(CALIBRATION, date="2026-02-01")
     save_calibration(later, two_nodes, ["gpu"])
     assert load_calibration(two_nodes, ["gpu"]) == later
-    save_calibration(CALIBRATION, Topology.fake(), [])
-    assert load_calibration(Topology.fake(), []) is None, "an invented machine was not measured"
+    save_calibration(CALIBRATION, fake_topology(), [])
+    assert load_calibration(fake_topology(), []) is None, "an invented machine was not measured"
 
 
 def described(root):

@@ -20,6 +20,7 @@ from lightning_cxl.machine.topology import (
     read_nodes,
     ssd_capacity_bytes,
 )
+from tests.fakes import fake_topology
 
 MIB = 1 << 20
 NODE = "sys/devices/system/node"
@@ -105,7 +106,7 @@ def test_node_free_reads_now_and_counts_file_cache_and_keeps_headroom_within_a_c
 
 
 def test_the_tier_ssd_is_no_tier_of_memory():
-    plain = Topology.fake(("1GiB",), ("2GiB",))
+    plain = fake_topology(("1GiB",), ("2GiB",))
     topology = plain.with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))
     assert topology.names == ("dram", "cxl")
     assert (topology.tier("ssd"), topology.select(kind=TierKind.SSD)) == (topology.ssd, (topology.ssd,))

@@ -12,6 +12,7 @@ from lightning_cxl.memory.hook import HostAllocationMode
 from lightning_cxl.memory.host_memory import HostMemory, residency
 from lightning_cxl.memory.placement import Placer, TensorRole
 from lightning_cxl.memory.resource import NumaResource, PinnedResource, Span
+from tests.fakes import fake_topology
 
 MIB = 2**20
 LIMIT = 64 * MIB
@@ -21,7 +22,7 @@ class Leaf(NumaResource):
     """Pretends to be node `label` and really uses node 0; where it is `full`, it fails when it has backed memory."""
 
     def __init__(self, tier="dram", label=0, *, free=2**30, full=False, inherit=False) -> None:
-        super().__init__(tier, 0, Topology.fake(("64GiB",), ()), inherit=inherit, free_bytes=lambda: free)
+        super().__init__(tier, 0, fake_topology(("64GiB",), ()), inherit=inherit, free_bytes=lambda: free)
         self.label, self.full = label, full
         self.sizes: list[int] = []
 

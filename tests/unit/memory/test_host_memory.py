@@ -20,6 +20,7 @@ from lightning_cxl.memory.host_memory import HostMemory, anonymous_bytes, reside
 from lightning_cxl.memory.placement import Placement, TensorRole
 from lightning_cxl.memory.resource import Buffer, StripedResource
 from lightning_cxl.native._numa import page_nodes
+from tests.fakes import fake_topology
 from tests.unit.memory.host import MIB, Host, Leaf, ends_in_child, used
 
 CXL_FIRST = Placement(("cxl", "dram"))
@@ -172,10 +173,10 @@ def test_a_budget_wins_over_the_part_of_a_shared_machine_and_that_over_the_capac
     def budgets(topology, **options):
         return {name: tier["budget_bytes"] for name, tier in HostMemory(topology, **options).stats()["tiers"].items()}
 
-    topology = Topology.fake(dram=("8GiB",), cxl=("4GiB",))
+    topology = fake_topology(dram=("8GiB",), cxl=("4GiB",))
     given = budgets(topology, budgets={"dram": MIB}, room={"dram": 2 * MIB, "cxl": 3 * MIB})
     assert given == {"dram": MIB, "cxl": 3 * MIB} and budgets(topology)["cxl"] == 4 * 2**30
-    without_card = Topology.fake(dram=("8GiB",), cxl=())
+    without_card = fake_topology(dram=("8GiB",), cxl=())
     with pytest.warns(match="backed by DRAM"):
         without_card.tier("cxl")
     assert budgets(without_card, room={"dram": 2 * MIB})["cxl"] == 2 * MIB, "limited as DRAM, which it is"
@@ -186,7 +187,7 @@ def test_a_budget_wins_over_the_part_of_a_shared_machine_and_that_over_the_capac
 
 
 def test_residency_tells_tiers_apart_by_the_nodes_the_kernel_names() -> None:
-    fake, tensor = Topology.fake(dram=("1GiB",), cxl=("1GiB", "1GiB")), torch.ones(10_000)
+    fake, tensor = fake_topology(dram=("1GiB",), cxl=("1GiB", "1GiB")), torch.ones(10_000)
     nodes = {(tensor.data_ptr(), 40_000): {0: 10_000, 1: 15_000, 2: 5_000, 7: 4_000, -1: 6_000}}
     found = residency(tensor, fake, where=lambda *part: nodes[part])
     assert found == {"dram": 10_000, "cxl": 20_000, "node 7": 4_000, "unbacked": 6_000}
@@ -381,7 +382,7 @@ def test_every_byte_answers_with_its_own_tier(tiers) -> None:
 
 def test_tiers_on_the_same_node_do_not_count_its_free_memory_twice() -> None:
     leaf = lambda tier, inherit: Leaf(tier.name, free=40 * MIB, inherit=inherit)  # noqa: E731
-    memory = HostMemory(Topology.fake(dram=("1GiB",), cxl=()), leaf=leaf)
+    memory = HostMemory(fake_topology(dram=("1GiB",), cxl=()), leaf=leaf)
     with pytest.raises(TierFullError):
         memory.allocate(48 * MIB, SPLIT, ROLE)
     assert by_tier([memory.allocate(32 * MIB, SPLIT, ROLE)]) == {"dram": 24 * MIB, "cxl": 8 * MIB}

@@ -28,6 +28,7 @@ from lightning_cxl.memory.resource import (
     stripe_bytes_for,
 )
 from lightning_cxl.native._numa import NOWHERE, Mapping, Range, page_nodes
+from tests.fakes import fake_topology
 from tests.unit.memory.host import MIB, Leaf
 
 PAGE = 4096
@@ -137,8 +138,8 @@ def test_a_kernel_that_refuses_is_an_error_where_there_are_several_nodes() -> No
     with pytest.raises(PlacementError, match="allow the system call move_pages"):
         node(refuse).allocate(4096)
     with pytest.raises(PlacementError, match=r"node 1 of tier `cxl`.*CAP_SYS_NICE"):  # which does not exist here
-        NumaResource("cxl", 1, Topology.fake(dram=("1GiB",), cxl=("1GiB",))).allocate(4096)
-    single = NumaResource("dram", 900, Topology.fake(dram=("1GiB",), cxl=()), free_bytes=lambda: MIB)
+        NumaResource("cxl", 1, fake_topology(dram=("1GiB",), cxl=("1GiB",))).allocate(4096)
+    single = NumaResource("dram", 900, fake_topology(dram=("1GiB",), cxl=()), free_bytes=lambda: MIB)
     assert single.allocate(4096).nbytes == 4096
 
 

@@ -21,6 +21,7 @@ from lightning_cxl.memory.placement import (
     resolve,
     tier,
 )
+from tests.fakes import fake_topology
 
 
 @tier(weights="cxl", activations="cxl")
@@ -128,7 +129,7 @@ def test_bad_arguments(arguments, options, message):
         tier(*arguments, **options)
 
 
-TOPOLOGY = Topology.fake(("1GiB",), ("1GiB",))
+TOPOLOGY = fake_topology(("1GiB",), ("1GiB",))
 WEIGHTS, ACTIVATIONS, MOMENTUM = TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS, TensorRole.MOMENTUM
 GRADIENTS = TensorRole.COMPUTE_GRADS
 
@@ -207,7 +208,7 @@ def test_rules_and_decorators_with_an_unknown_tier():
     with pytest.raises(TierNotFoundError, match=r"tier\(\.\.\.\) on 'embed' asks for weights on tier 'hbm'"):
         resolved(model)
     with pytest.raises(TierNotFoundError, match="the decorator on class Block asks for weights on tier 'cxl'"):
-        resolved(Model(), topology=Topology(Topology.fake().tiers[:1]))
+        resolved(Model(), topology=Topology(fake_topology().tiers[:1]))
 
 
 WITH_SSD = TOPOLOGY.with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))
@@ -270,7 +271,7 @@ def test_a_decision_is_placed_with_its_reason_and_leaves_the_rest_to_rules_and_h
 
 
 def test_a_missing_tier_is_there_when_it_is_asked_for():
-    topology = Topology.fake(dram=("4GiB",), cxl=())
+    topology = fake_topology(dram=("4GiB",), cxl=())
     with pytest.warns(MissingTierWarning) as caught:
         assert placer(topology).place(TensorRole.MOMENTUM, 1, tier="cxl").tiers == ("cxl", "dram")
         assert placer(topology).place(TensorRole.MOMENTUM, 1, tier="cxl").tiers == ("cxl", "dram")

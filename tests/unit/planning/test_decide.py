@@ -21,11 +21,11 @@ from lightning_cxl.inventory.tensors import (
     Workload,
 )
 from lightning_cxl.machine.speeds import MachineSsd
-from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.placement import Placement, Placer, TensorRole, resolve
 from lightning_cxl.planning.decide import NO_ROOM, check_fits, memory_bytes_of, settle_state
+from tests.fakes import fake_topology
 
-TOPOLOGY = Topology.fake(("1GiB",), ("1GiB",)).with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))
+TOPOLOGY = fake_topology(("1GiB",), ("1GiB",)).with_ssd(SsdOptions((Path("/nvme/run"),), 1 << 40))
 LARGE = MachineSsd(capacity_bytes=1 << 40)
 NVME = {"tiers": {"ssd": {"path": "/nvme/run"}}}
 HALF_FROZEN = {"frozen": "up", **NVME}

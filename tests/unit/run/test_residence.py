@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.devices import device_type_of
-from lightning_cxl.machine.topology import Topology
 from lightning_cxl.run.run import Host, place_model
+from tests.fakes import fake_topology
 
 NO_MEMORY = SimpleNamespace(shard=None)
 META = SimpleNamespace(device=torch.device("meta"))  # moving there makes every parameter anew
@@ -47,7 +47,7 @@ def test_weights_stream_to_a_device_with_memory_of_its_own(on_device, monkeypatc
     if on_device.type == "cpu":
         pytest.skip("is about devices other than the CPU")
     monkeypatch.setattr(type(device_type_of(on_device)), "is_integrated", lambda self, index: integrated)
-    host = Host(OffloadConfig(stream_weights=asked), on_device, Topology.fake(dram=("1GiB",)))
+    host = Host(OffloadConfig(stream_weights=asked), on_device, fake_topology(dram=("1GiB",)))
     assert host.streams_weights is streams
     assert ("computes in the memory of the host" in caplog.text) is not streams
     host.engine.close()
