@@ -312,8 +312,7 @@ class GradientOffload:
         self._unit = unit
         stays = is_first and grad.dtype is pair.grad_dtype
         if not self._group:
-            own = [pair] if unit is None else self._units[id(unit)]
-            self._group_size = sum(each.compute.requires_grad for each in own)
+            self._group_size = 1 if unit is None else sum(each.compute.requires_grad for each in self._units[id(unit)])
         self._group[id(pair)] = Gradient(pair, grad, self._next_key(), stays)
         if len(self._group) >= self._group_size:
             self._copy_group()

@@ -459,8 +459,7 @@ class Run:
         self._ended_by_error = False
         self._model = model
         self.units = tuple(name for name, _ in plan.units)
-        # only where the user trades time for memory, and gradients and activations pass through the heap
-        self._heap = HeapTrimmer() if plan.units and engine.computes_on_host else None
+        self._heap = HeapTrimmer() if plan.units and engine.computes_on_host else None  # inputs of units go through it
         self._planned = plan.report()  # inputs of units are in it where `batch_tokens` is given
         self._placed = PlacedMemory(host.memory, plan, self._heap)
         self.masters = MasterWeights(plan.asked.names, self._placed.like, engine, plan.on_device)

@@ -91,15 +91,14 @@ class ModuleState:
         self._shown = [
             (module, name, _hold(each)) for module, *_ in self._bound for name, each in peek_at_own(module).items()
         ]
-        self._unsettled = list(kept.values())
         self._parameters: list[tuple[nn.Parameter, int | None, bool]] = []  # version and requires_grad in the forward
 
     def settle(self) -> None:
         """Free what the forward, which has returned, did not change; note which parameters it used."""
         self._has_returned = True
-        for kept in self._unsettled:
-            kept.settle()
-        self._unsettled = []
+        for kept in self._leaves:
+            if isinstance(kept, _Kept):
+                kept.settle()
         self._parameters = [(_hold(each), version_of(each), each.requires_grad) for each in peek(self._unit)]
 
     @contextmanager
