@@ -225,13 +225,14 @@ class LateCopy:
 
     def __init__(self, engine, source, destination):
         self.engine, self.source, self.destination = engine, source, destination
-        self.fails = engine.fails
+        self.fails, self.lock = engine.fails, threading.Lock()
 
     def done(self):
-        if self.source is not None and self.engine.lets_through.is_set():
-            self.destination.copy_(self.source)
-            self.source = None
-        return self.source is None
+        with self.lock:  # whoever waits second must not copy again: the buffer may have been given away
+            if self.source is not None and self.engine.lets_through.is_set():
+                self.destination.copy_(self.source)
+                self.source = None
+            return self.source is None
 
     def wait_host(self):
         self.engine.is_waited_for.set()
