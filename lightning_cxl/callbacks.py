@@ -32,8 +32,7 @@ class OffloadProgressBar(RichProgressBar):
         if plain_every_n_steps < 1:
             raise ValueError(f"plain_every_n_steps must be at least 1, got {plain_every_n_steps}")
         self.plain_every_n_steps = plain_every_n_steps
-        self._plain = False
-        self._printed_step = 0
+        self._plain, self._printed_step = False, 0
         self._waits, self._shown = "", (dict[str, float](), time.perf_counter())
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

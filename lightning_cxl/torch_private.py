@@ -305,14 +305,15 @@ def step_hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], Mapping[int, An
 
 
 @contextmanager
-def before_post_hooks(optimizer: Optimizer, call: Callable[[], None]) -> Iterator[None]:
-    """Return a region in which a step of `optimizer` makes a call before its hooks that run after it."""
-    handle = optimizer.register_step_post_hook(lambda *_: call())
-    _hooks_of(optimizer)[1].move_to_end(handle.id, last=False)
+def between_hooks(optimizer: Optimizer, first: Callable[[], None], last: Callable[[], None]) -> Iterator[None]:
+    """Return a region in which a step of `optimizer` makes calls of its own after and before the hooks around it."""
+    handles = optimizer.register_step_pre_hook(lambda *_: first()), optimizer.register_step_post_hook(lambda *_: last())
+    _hooks_of(optimizer)[1].move_to_end(handles[1].id, last=False)
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def loading_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:

@@ -28,7 +28,7 @@ from lightning_cxl.shards import local, shard_of, sharded_like
 from lightning_cxl.streaming.unit_weights import ParamStreamer, UnitWeights
 from lightning_cxl.streaming.units import Compiler, StandIn, call_under
 from lightning_cxl.timing import timed
-from lightning_cxl.torch_private import before_post_hooks, keeps_mark, mark_as_called, orthogonalising_by, step_hooks
+from lightning_cxl.torch_private import between_hooks, keeps_mark, mark_as_called, orthogonalising_by, step_hooks
 
 # `Updates`: all parameters at once, or streamed units one after the other, behind what the device does.
 #
@@ -476,7 +476,7 @@ class HostStep:
         self._updates.write_back(self._optimizer, updated)
 
     def _write_back_after(self, step: Callable[[], Any], write_back: Callable[[], None]) -> Any:
-        """Make a step and write back; where hooks follow, before them, and after them what they have written."""
+        """Make a step and write back; what hooks around it write counts, and those that follow see new weights."""
         if not has_step_hooks(self._optimizer):
             result = step()
             write_back()
@@ -488,7 +488,7 @@ class HostStep:
             self._updates.wait()
             versions.update((parameter, parameter._version) for parameter in self._parameters())
 
-        with before_post_hooks(self._optimizer, before_hooks):
+        with between_hooks(self._optimizer, self._updates.prepare, before_hooks):
             result = step()
         if not versions:  # a step that was put on the optimizer itself calls no hooks
             write_back()

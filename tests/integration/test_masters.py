@@ -221,7 +221,7 @@ class FillsInHook(Task):
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
-        optimizer.register_step_post_hook(self.fill)
+        getattr(optimizer, f"register_step_{self.when}_hook")(self.fill)
         return optimizer
 
     @torch.no_grad()
@@ -235,15 +235,17 @@ class FillsInHook(Task):
         self.seen.append([p.detach().float().cpu() for p in self.parameters()])
 
 
+@pytest.mark.parametrize("when", ["pre", "post"])
 @pytest.mark.parametrize("of", ["model", "groups", "data of groups"])
 @pytest.mark.parametrize("make", ["adamw", "sgd"])
 @pytest.mark.parametrize("options", [*OPTIONS, {"state_on_device": True}], ids=str)
-def test_what_hooks_after_a_step_write_is_in_the_model_and_in_the_masters(options, make, of):
+def test_what_hooks_around_a_step_write_is_in_the_model_and_in_the_masters(options, make, of, when):
     task = FillsInHook(make)
-    task.of = of
+    task.of, task.when = of, when
     seen = run(task, options, 3)[0].seen
-    assert all(torch.equal(value, torch.full_like(value, 0.25)) for value in seen[1])
-    for value in seen[2]:
+    if when == "post":
+        assert all(torch.equal(value, torch.full_like(value, 0.25)) for value in seen[1])
+    for value in seen[1] + seen[2]:
         torch.testing.assert_close(value, torch.full_like(value, 0.25), rtol=0, atol=0.02)
 
 
