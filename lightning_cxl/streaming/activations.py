@@ -409,7 +409,7 @@ class _UnitCall:
         self._phase: Phase = "recompute"  # of the next one
         self._before, unit.offload.latest = unit.offload.latest, weakref.ref(self)
         before = self._before()
-        self._state: ModuleState = ModuleState(unit.module, leaves, None if before is None else before._state)
+        self._state = ModuleState(unit.module, leaves)
         for each in before._inputs if before is not None else ():
             each.near = None
 

@@ -19,9 +19,10 @@ Not seen: state outside the unit's modules, or in objects behind an attribute.
 [Note: Random numbers of a recompute]
 checkpoint() repeats what a unit draws from torch's default generators. Here the same is done for Python's and numpy's
 global ones, and for generators of torch, numpy and Python among the unit's arguments and the attributes of its modules,
-and in containers there. A state is dropped if the next unit begins with the same one. The recompute starts from that
-state, and afterwards the generator is where it was. As with torch's own, another thread that draws meanwhile from a
-global generator moves it, too, and what it draws during the recompute is drawn once more afterwards.
+and in containers there; a global one's state is kept only if it has moved during the forward. The recompute starts from
+that state, and afterwards the generator is where it was. As with torch's own, another thread that draws meanwhile from
+a global generator moves it, too, and what it draws during the recompute is drawn once more afterwards. Not seen: a
+forward that draws from a global generator and leaves it as it found it.
 """
 
 import collections
@@ -31,6 +32,7 @@ import io
 import pickle
 import random
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -65,9 +67,8 @@ _CONTAINERS = frozenset((list, tuple, dict, set, collections.deque, collections.
 class ModuleState:
     """The state of a unit's modules when a forward is about to run. See [Note: Replaying module state]."""
 
-    def __init__(self, unit: nn.Module, arguments: Iterable[Any] = (), before: "ModuleState | None" = None) -> None:
+    def __init__(self, unit: nn.Module, arguments: Iterable[Any] = ()) -> None:
         self._unit = unit
-        self._has_returned = False
         self._default_dtype = torch.get_default_dtype()  # Lightning's "bf16-true" sets it in a step, not in backward
         self._bound = [(module, _attributes(module), module._buffers.copy()) for module in unit.modules()]
         self._copied: list[tuple[dict[str, Any], str]] = []  # where a recompute finds copies
@@ -86,8 +87,6 @@ class ModuleState:
                 found[name] = None  # the forward may put into it what holds this
         self._containers, self._leaves = taken_apart(values, type(unit).__name__, lambda v: type(v) in _CONTAINERS)
         self._draws = list(map(_Draws, _generators([*others, *self._leaves])))
-        if before is not None and before._has_returned:  # what has not moved since: to read a state takes 50 us
-            before._draws = [each for each in before._draws if not any(map(each.is_alike, self._draws))]
         self._shown = [
             (module, name, _hold(each)) for module, *_ in self._bound for name, each in peek_at_own(module).items()
         ]
@@ -95,7 +94,7 @@ class ModuleState:
 
     def settle(self) -> None:
         """Free what the forward, which has returned, did not change; note which parameters it used."""
-        self._has_returned = True
+        self._draws = [each for each in self._draws if each.may_have_moved()]
         for kept in self._leaves:
             if isinstance(kept, _Kept):
                 kept.settle()
@@ -204,11 +203,9 @@ class _Draws:
         else:
             generator.bit_generator.state = pickle.loads(state)
 
-    def is_alike(self, other: "_Draws") -> bool:
-        one, two = self._start, other._start
-        if self._generator is not other._generator:
-            return False
-        return torch.equal(one, two) if isinstance(one, torch.Tensor) else bool(one == two)
+    def may_have_moved(self) -> bool:
+        # others may have been used and set back; to replay a global one costs time and repeats what threads draw
+        return not isinstance(self._generator, types.ModuleType) or bool(self._state() != self._start)
 
     @contextmanager
     def replay(self) -> Iterator[None]:

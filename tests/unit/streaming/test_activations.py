@@ -160,6 +160,18 @@ def test_numbers_of_other_generators_are_drawn_again_and_go_on(offload, num_micr
     compare(Stack(Draws, num_blocks=6), offload, step)
 
 
+def test_numbers_are_drawn_again_where_each_unit_begins_with_the_same_ones(offload):
+    def reseeding(blocks, x):
+        for block in blocks:
+            random.seed(1)
+            np.random.seed(1)
+            x = block(x)
+        return x
+
+    make = does(lambda self, x: x + torch.sin(self.linear(x) * (random.random() + np.random.rand())))
+    compare(Stack(make, run=reseeding), offload, train)
+
+
 Record = namedtuple("Record", ["states", "aux"])
 
 

@@ -108,11 +108,15 @@ def test_changed_parameters_are_an_error():
         pass
 
 
-def test_what_a_unit_draws_after_a_unit_inside_of_it_is_drawn_again():
+def test_what_a_unit_draws_is_drawn_again_where_it_sets_its_generator_back():
     unit = Unit()
-    state = ModuleState(unit)
-    ModuleState(unit.inner, (), state).settle()
-    drawn = random.random()
+    unit.rng, generator = random.Random(1), torch.Generator().manual_seed(1)
+    state = ModuleState(unit, [generator])
+    drawn = unit.rng.random(), torch.rand(1, generator=generator)
+    unit.rng.seed(1)
+    generator.manual_seed(1)
     state.settle()
+    unit.rng.seed(2)
+    generator.manual_seed(2)
     with state.replay():
-        assert random.random() == drawn
+        assert (unit.rng.random(), torch.rand(1, generator=generator)) == drawn
