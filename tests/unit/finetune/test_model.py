@@ -133,13 +133,15 @@ def test_samples_that_a_model_cannot_keep_apart_are_predicted_alone():
     module.model = model
     ids = torch.randint(4, 64, (2, 9))
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 0], [0, 1, 0, 1, 2, 3, 4, 5, 0]])  # padding at the ends
+    rows = []
     with torch.no_grad():
-        found, whole = (
-            module.predict_step({"input_ids": ids, "position_ids": positions}, 0),
-            model(ids).logits.argmax(-1),
-        )
-        alone = [model(each[None]).logits.argmax(-1)[0] for each in ids.flatten().split([4, 3, 1, 1, 2, 6, 1])]
+        whole = model(ids).logits.argmax(-1)
+        hook = model.lm_head.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+        found = module.predict_step({"input_ids": ids, "position_ids": positions}, 0)
+        hook.remove()
+        alone = [model(each[None]).logits.argmax(-1)[0] for each in ids.flatten().split([4, 3, 2, 2, 6, 1])]
     assert torch.equal(found.flatten(), torch.cat(alone)) and not torch.equal(found, whole)
+    assert rows[-1] == 6  # not one for each token of padding
 
 
 @pytest.mark.parametrize(
