@@ -4,9 +4,9 @@
 A recompute runs a unit's forward a second time. Batch-norm statistics, counters, power-iteration vectors and lists of
 auxiliary losses must not be updated twice, and the recompute must read the values that the forward read, or gradients
 are wrong without any error. So the start of each call is recorded: copies of buffers and of plain tensor attributes,
-copies of plain lists, tuples, dicts and sets, also nested ones, all else by reference. `replay` binds fresh copies of
-these to the modules' names and afterwards binds what was there before: the live objects are never written, so no
-version counter moves and no graph that has saved one of them is disturbed.
+of plain lists, tuples, dicts and sets, also nested ones, with tensors in them, all else by reference. `replay` binds
+fresh copies of these to the modules' names and afterwards binds what was there before: the live objects are never
+written, so no version counter moves and no graph that has saved one of them is disturbed.
 
 Versions do not tell whether a forward changed a buffer (`native_batch_norm` and ``.data`` do not count), so small
 tensors are always copied, and large ones (causal masks, packed weights in buffers) are compared by value after the
@@ -85,7 +85,8 @@ class ModuleState:
                 self._copied.append((found, name))
                 values.append(stands_in)
                 found[name] = None  # the forward may put into it what holds this
-        self._containers, self._leaves = taken_apart(values, type(unit).__name__, lambda v: type(v) in _CONTAINERS)
+        self._containers, leaves = taken_apart(values, type(unit).__name__, lambda v: type(v) in _CONTAINERS)
+        self._leaves = [_keep(each, kept) for each in leaves]
         self._draws = list(map(_Draws, _generators([*others, *self._leaves])))
         self._shown = [
             (module, name, _hold(each)) for module, *_ in self._bound for name, each in peek_at_own(module).items()
@@ -95,9 +96,8 @@ class ModuleState:
     def settle(self) -> None:
         """Free what the forward, which has returned, did not change; note which parameters it used."""
         self._draws = [each for each in self._draws if each.may_have_moved()]
-        for kept in self._leaves:
-            if isinstance(kept, _Kept):
-                kept.settle()
+        for kept in {each for each in self._leaves if isinstance(each, _Kept)}:
+            kept.settle()
         self._parameters = [(_hold(each), version_of(each), each.requires_grad) for each in peek(self._unit)]
 
     @contextmanager
@@ -108,7 +108,8 @@ class ModuleState:
                 names = [name for name, other in self._unit.named_parameters() if other is parameter]
                 what = f"parameter `{names[0] if names else '?'}` of {type(self._unit).__name__}"
                 raise stale_error(what, version_of(parameter), version)
-        copies = put_together(self._containers, [v.fresh() if isinstance(v, _Kept) else v for v in self._leaves])
+        fresh = {id(each): each.fresh() for each in self._leaves if isinstance(each, _Kept)}
+        copies = put_together(self._containers, [fresh.get(id(each), each) for each in self._leaves])
         present = [(module, _attributes(module), module._buffers.copy()) for module, *_ in self._bound]
         default_dtype = torch.get_default_dtype()
         toggled = [(each, then) for each, _, then in self._parameters if each.requires_grad != then]

@@ -120,3 +120,16 @@ def test_what_a_unit_draws_is_drawn_again_where_it_sets_its_generator_back():
     generator.manual_seed(2)
     with state.replay():
         assert (unit.rng.random(), torch.rand(1, generator=generator)) == drawn
+
+
+def test_tensors_in_containers_are_as_the_call_found_them():
+    unit = Unit()
+    unit.states = {"own": torch.zeros(3), "shared": [unit.small]}
+    state = ModuleState(unit)
+    unit.states["own"].add_(1.0)
+    state.settle()
+    for _ in range(2):
+        with state.replay():
+            assert unit.states["own"].tolist() == [0.0] * 3 and unit.states["shared"][0] is unit.small
+            unit.states["own"].add_(5.0)
+    assert unit.states["own"].tolist() == [1.0] * 3 and unit.states["shared"][0] is unit.small
