@@ -123,7 +123,7 @@ class CausalLM(LightningModule):
         ids, packed, lengths = batch["input_ids"], self._packed(batch), []
         if packed is None:  # the model cannot keep samples apart: a row for each, and one for the padding behind them
             begins = batch["position_ids"] == 0
-            begins[:, 1:] &= ~begins[:, :-1]
+            begins[:, 1:] &= batch["position_ids"].flip(1).cumsum(1).flip(1)[:, :-1] > 0
             pieces = ids.flatten().tensor_split(begins.flatten().nonzero()[1:, 0].tolist())
             ids, lengths = nn.utils.rnn.pad_sequence(list(pieces), batch_first=True), list(map(len, pieces))
         found: Tensor = self.model(input_ids=ids, use_cache=False, **(packed or {})).logits.argmax(dim=-1)

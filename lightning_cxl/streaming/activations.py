@@ -405,11 +405,11 @@ class _UnitCall:
         self._inputs: list[UnitInput] = []
         self._containers = containers
         self._leaves = list(map(self._keep, leaves))
+        self._state = ModuleState(unit.module, leaves)
         self.errors: list[BaseException] = []  # that the forward has raised
         self._phase: Phase = "recompute"  # of the next one
         self._before, unit.offload.latest = unit.offload.latest, weakref.ref(self)
         before = self._before()
-        self._state = ModuleState(unit.module, leaves)
         for each in before._inputs if before is not None else ():
             each.near = None
 

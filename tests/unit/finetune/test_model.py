@@ -131,17 +131,17 @@ def test_samples_that_a_model_cannot_keep_apart_are_predicted_alone():
     model = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=32)).eval()
     module = CausalLM(**SHAPE)
     module.model = model
-    ids = torch.randint(4, 64, (2, 9))
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 0], [0, 1, 0, 1, 2, 3, 4, 5, 0]])  # padding at the ends
+    ids = torch.randint(4, 64, (3, 9))
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 0], [0, 1, 0, 1, 2, 3, 4, 5, 0], [0, *range(8)]])  # two padded
     rows = []
     with torch.no_grad():
         whole = model(ids).logits.argmax(-1)
         hook = model.lm_head.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
         found = module.predict_step({"input_ids": ids, "position_ids": positions}, 0)
         hook.remove()
-        alone = [model(each[None]).logits.argmax(-1)[0] for each in ids.flatten().split([4, 3, 2, 2, 6, 1])]
+        alone = [model(each[None]).logits.argmax(-1)[0] for each in ids.flatten().split([4, 3, 2, 2, 6, 1, 1, 8])]
     assert torch.equal(found.flatten(), torch.cat(alone)) and not torch.equal(found, whole)
-    assert rows[-1] == 6  # not one for each token of padding
+    assert rows[-1] == 8  # not one for each token of padding
 
 
 @pytest.mark.parametrize(
