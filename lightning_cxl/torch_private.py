@@ -503,5 +503,4 @@ def skip_compiling(function: Any, reason: str) -> None:
 
 def compiled_module(module: nn.Module) -> nn.Module:
     """Return the module inside a wrapper of ``torch.compile``; any other module as it is."""
-    inner = module._modules.get("_orig_mod")
-    return module if inner is None or type(module).__name__ != "OptimizedModule" else inner
+    return getattr(module, "_orig_mod", module) if type(module).__name__ == "OptimizedModule" else module

@@ -15,7 +15,6 @@ Ahead by one: a call knows the call before it (weakly). When its own inputs have
 that one's inputs, which then run while this unit is recomputed and differentiated.
 """
 
-import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -31,16 +30,15 @@ from lightning_cxl.errors import ConfigError, UnsupportedError
 from lightning_cxl.memory.host_memory import storage_extent
 from lightning_cxl.streaming.on_ssd import InputOnSsd
 from lightning_cxl.streaming.replay import (
+    Containers,
     ModuleState,
     cached_tensors,
     copied,
     grows_by_replacing,
     is_cache,
     is_container,
-    put_together,
     replaced,
     stale_error,
-    taken_apart,
     version_of,
 )
 from lightning_cxl.streaming.unit_weights import peek
@@ -154,7 +152,7 @@ class UnitInput:
         self._unit = unit
         self._requires_grad = tensor.requires_grad
         self._version = version_of(tensor)
-        self._alias: torch.Tensor | None = tensor.detach()  # shares the version counter
+        self.alias: Any = tensor.detach()  # shares the version counter; gone with `release`
         self._held: torch.Tensor | None = None  # what is not stored, from the end of the forward on
         self._spare: torch.Tensor | None = None
         self._on_the_way: tuple[torch.Tensor, Transfer] | None = None
@@ -167,38 +165,29 @@ class UnitInput:
             self._is_safe = cautious or stored.transfer.done()
         elif cautious:
             with torch.no_grad():
-                self._spare = self._alias.clone()
+                self._spare = self.alias.clone()
 
     def observe(self) -> bool:
         """Return whether the forward, which has just returned, changed the tensor in place."""
-        assert self._alias is not None
-        self._is_changed = version_of(self._alias) != self._version
+        self._is_changed = version_of(self.alias) != self._version
         return self._is_changed
-
-    def shares_memory_with(self, other: "UnitInput") -> bool:
-        """Return whether both are views of one storage; to be asked before `release`."""
-        assert self._alias is not None and other._alias is not None
-        if self._alias.layout is not torch.strided or other._alias.layout is not torch.strided:
-            return False
-        return self._alias.untyped_storage().data_ptr() == other._alias.untyped_storage().data_ptr()
 
     def release(self, engine: TransferEngine) -> None:
         """Keep what a recompute needs and drop the rest."""
-        assert self._alias is not None
         if self._is_changed and not self._is_safe:
             raise UnsupportedError(
-                f"unit `{self._unit}` changed an input in place (shape {tuple(self._alias.shape)}) in this call, but "
+                f"unit `{self._unit}` changed an input in place (shape {tuple(self.alias.shape)}) in this call, but "
                 f"not in its first, before its values were saved. Let it work on a clone, or leave the unit out of "
                 "`units`."
             )
         if self._stored is not None:
             self._stored.transfer.wait()
-            self.near = None if self._is_changed or engine.computes_on_host else self._alias
+            self.near = None if self._is_changed or engine.computes_on_host else self.alias
         elif self._is_changed and self._spare is not None:
             self._held, self._version = self._spare, version_of(self._spare)
         else:
-            self._held = self._alias
-        self._alias = self._spare = None
+            self._held = self.alias
+        self.alias = self._spare = None
 
     def prefetch(self, engine: TransferEngine) -> None:
         """Start bringing a stored tensor to the device, unless it need not move or is on the way."""
@@ -231,6 +220,11 @@ class UnitInput:
         (image, transfer), self._on_the_way = self._on_the_way, None
         transfer.wait()
         return self._stored.shape_like_source(image)
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    is_strided = one.layout is other.layout is torch.strided
+    return is_strided and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def can_store(tensor: torch.Tensor, device: torch.device, min_bytes: int) -> bool:
@@ -293,6 +287,8 @@ class ActivationOffload:
             if isinstance(module.__dict__.get("forward"), UnitForward) or id(module) in seen:
                 raise ConfigError(f"unit `{name}` ({type(module).__name__}) is attached already: detach it first")
             seen.add(id(module))
+            if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
+                raise UnsupportedError(f"unit `{name}` has a module of torch.jit, which no recompute can show")
         let_parametrizations_write_nothing()
         for name, module in new:
             self._attached.append(UnitForward(self, name, module))
@@ -358,7 +354,9 @@ class UnitForward(StandIn):
     def run(self, compiler: Compiler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() or is_in_transform() or caches_weights(self.module):
             return call_under(compiler, self.original, args, kwargs)
-        containers, leaves = taken_apart((args, kwargs), self.name, is_container)
+        containers = Containers(self.name)
+        containers.take_in((args, kwargs), is_container)
+        leaves = containers.leaves
         own = {id(each) for each in (*args, *kwargs.values())}
         caches = [leaf for leaf in leaves if is_cache(leaf)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -370,9 +368,9 @@ class UnitForward(StandIn):
         if not carries_gradient or (caches and not can_repeat_caches):
             return call_under(compiler, self.original, args, kwargs)
         self.offload.switch_off_own_checkpointing([compiled_module(self.module)])  # it may be on since the last call
-        args, kwargs = tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
+        arguments = tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
         leaves = [replaced(leaf) if id(leaf) in own else leaf for leaf in leaves]
-        call = _UnitCall(self, compiler, args, kwargs, containers, leaves)
+        call = _UnitCall(self, compiler, arguments, containers, leaves)
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: tensor, call.begin_recompute
         ):  # of the placeholder alone
@@ -391,21 +389,14 @@ class _UnitCall:
     """One call of a unit's forward, and what its recomputes need. Called by checkpoint()."""
 
     def __init__(
-        self,
-        unit: UnitForward,
-        compiler: Compiler,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        containers: bytes,
-        leaves: list[Any],
+        self, unit: UnitForward, compiler: Compiler, arguments: Any, containers: Containers, leaves: list[Any]
     ) -> None:
         self._unit = unit
         self._compiler = compiler  # See [Note: Compiled units]
-        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = args, kwargs  # gone when the forward starts
+        self._arguments = arguments  # gone when the forward starts
         self._inputs: list[UnitInput] = []
-        self._containers = containers
+        self._state = ModuleState(unit.module, containers)
         self._leaves = list(map(self._keep, leaves))
-        self._state = ModuleState(unit.module, leaves)
         self.errors: list[BaseException] = []  # that the forward has raised
         self._phase: Phase = "recompute"  # of the next one
         self._before, unit.offload.latest = unit.offload.latest, weakref.ref(self)
@@ -416,6 +407,8 @@ class _UnitCall:
     def _keep(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return copied(leaf)
+        if id(leaf) in self._state.kept:
+            return self._state.kept[id(leaf)]
         self._inputs.append(self._unit.keep(leaf, len(self._inputs)))
         return self._inputs[-1]
 
@@ -434,16 +427,17 @@ class _UnitCall:
 
     def _settle(self) -> None:
         """The forward has returned: learn what it changed and let go of what a recompute does not need."""
-        self._state.settle()
         changed = [position for position, each in enumerate(self._inputs) if each.observe()]
         self._unit.changed_inputs.update(changed)
         self._unit.is_observed = True
-        for one, other in itertools.combinations([self._inputs[position] for position in changed], 2):
-            if one.shares_memory_with(other):
-                raise UnsupportedError(
-                    f"unit `{self._unit.name}` changed an input in place that shares memory with another input: a "
-                    "recompute cannot repeat that. Let it work on a clone, or leave it out of `units`."
-                )
+        written = [self._inputs[position].alias for position in changed]
+        others = [*written, *(each.original for each in self._state.kept.values())]
+        if any(_share_memory(one, other) for index, one in enumerate(written) for other in others[index + 1 :]):
+            raise UnsupportedError(
+                f"unit `{self._unit.name}` changed an input in place that shares memory with another input, or with a "
+                "buffer: a recompute cannot repeat that. Let it work on a clone, or leave it out of `units`."
+            )
+        self._state.settle()
         for each in self._inputs:
             each.release(self._unit.offload.engine)
 
@@ -459,6 +453,5 @@ class _UnitCall:
         before = self._before()
         for each in before._inputs if before is not None else ():
             each.prefetch(engine)
-        args, kwargs = put_together(self._containers, leaves)
-        with self._state.replay(), self._unit.offload.running(self._phase, self._unit.name):
+        with self._state.replay(leaves) as (args, kwargs), self._unit.offload.running(self._phase, self._unit.name):
             return call_under(self._compiler, self._unit.original, args, kwargs)

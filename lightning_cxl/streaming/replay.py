@@ -20,9 +20,8 @@ Not seen: state outside the unit's modules, or in objects behind an attribute.
 checkpoint() repeats what a unit draws from torch's default generators. Here the same is done for Python's and numpy's
 global ones, and for generators of torch, numpy and Python among the unit's arguments and the attributes of its modules,
 and in containers there; a global one's state is kept only if it has moved during the forward. The recompute starts from
-that state, and afterwards the generator is where it was. As with torch's own, another thread that draws meanwhile from
-a global generator moves it, too, and what it draws during the recompute is drawn once more afterwards. Not seen: a
-forward that draws from a global generator and leaves it as it found it.
+that state, and afterwards the generator is where it was. Not seen: another thread that draws meanwhile, and a forward
+that draws from a global generator of Python or numpy and leaves it as it found it.
 """
 
 import collections
@@ -67,26 +66,27 @@ _CONTAINERS = frozenset((list, tuple, dict, set, collections.deque, collections.
 class ModuleState:
     """The state of a unit's modules when a forward is about to run. See [Note: Replaying module state]."""
 
-    def __init__(self, unit: nn.Module, arguments: Iterable[Any] = ()) -> None:
+    def __init__(self, unit: nn.Module, arguments: "Containers") -> None:
         self._unit = unit
         self._default_dtype = torch.get_default_dtype()  # Lightning's "bf16-true" sets it in a step, not in backward
         self._bound = [(module, _attributes(module), module._buffers.copy()) for module in unit.modules()]
         self._copied: list[tuple[dict[str, Any], str]] = []  # where a recompute finds copies
-        kept: dict[int, _Kept] = {}
-        values, others = [], list(arguments)
+        self.kept: dict[int, Kept] = {}  # by the id of the tensor
+        values, others, num_given, kept = [], arguments.leaves.copy(), len(arguments.leaves), self.kept
         for found in (each for _, *both in self._bound for each in both):
             for name, value in found.items():
                 if type(value) in _PLAIN:
                     continue
                 stands_in = _keep(value, kept)
-                if stands_in is value and type(value) not in _CONTAINERS:
+                if stands_in is value and type(value) not in _CONTAINERS and id(value) not in arguments.classes:
                     others.append(value)
                     continue
                 self._copied.append((found, name))
                 values.append(stands_in)
                 found[name] = None  # the forward may put into it what holds this
-        self._containers, leaves = taken_apart(values, type(unit).__name__, lambda v: type(v) in _CONTAINERS)
-        self._leaves = [_keep(each, kept) for each in leaves]
+        # together: a list that is an argument and an attribute is one list in a recompute, too
+        self._containers = arguments.take_in(values, lambda value: type(value) in _CONTAINERS)
+        self._leaves = [_keep(each, kept) for each in arguments.leaves[num_given:]]
         self._draws = list(map(_Draws, _generators([*others, *self._leaves])))
         self._shown = [
             (module, name, _hold(each)) for module, *_ in self._bound for name, each in peek_at_own(module).items()
@@ -96,20 +96,29 @@ class ModuleState:
     def settle(self) -> None:
         """Free what the forward, which has returned, did not change; note which parameters it used."""
         self._draws = [each for each in self._draws if each.may_have_moved()]
-        for kept in {each for each in self._leaves if isinstance(each, _Kept)}:
+        for kept in self.kept.values():
             kept.settle()
+        self.kept.clear()
+        modules = list(self._unit.modules())
+        num_weights = sum(len(peek_at_own(each)) for each in modules)
+        if modules != [each for each, *_ in self._bound] or num_weights != len(self._shown):
+            raise UnsupportedError(
+                f"the forward of {type(self._unit).__name__} made or dropped modules or weights of its own, which no "
+                "recompute can repeat: run it once under torch.no_grad() before the training, or leave it out of units"
+            )
         self._parameters = [(_hold(each), version_of(each), each.requires_grad) for each in peek(self._unit)]
 
     @contextmanager
-    def replay(self) -> Iterator[None]:
-        """Show the modules as the call found them; afterwards, as they are now."""
+    def replay(self, leaves: Sequence[Any] = ()) -> Iterator[Any]:
+        """Show the modules as the call found them; afterwards, as they are now. Returns the arguments, of `leaves`."""
         for parameter, version, _ in self._parameters:
             if version_of(parameter) != version:
                 names = [name for name, other in self._unit.named_parameters() if other is parameter]
                 what = f"parameter `{names[0] if names else '?'}` of {type(self._unit).__name__}"
                 raise stale_error(what, version_of(parameter), version)
-        fresh = {id(each): each.fresh() for each in self._leaves if isinstance(each, _Kept)}
-        copies = put_together(self._containers, [fresh.get(id(each), each) for each in self._leaves])
+        all_leaves = [*leaves, *self._leaves]
+        fresh = {id(each): each.fresh() for each in all_leaves if isinstance(each, Kept)}
+        arguments, copies = put_together(self._containers, [fresh.get(id(each), each) for each in all_leaves])
         present = [(module, _attributes(module), module._buffers.copy()) for module, *_ in self._bound]
         default_dtype = torch.get_default_dtype()
         toggled = [(each, then) for each, _, then in self._parameters if each.requires_grad != then]
@@ -131,7 +140,7 @@ class ModuleState:
             with ExitStack() as generators:
                 for draws in self._draws:
                     generators.enter_context(draws.replay())
-                yield
+                yield arguments
         finally:
             torch.set_default_dtype(default_dtype)
             for parameter, then in toggled:
@@ -144,36 +153,36 @@ class ModuleState:
                 found[name] = None
 
 
-class _Kept:
+class Kept:
     """A tensor as it was at the start of a call."""
 
-    __slots__ = ("_copy", "_original", "_version")
+    __slots__ = ("_copy", "_version", "original")
 
     def __init__(self, original: torch.Tensor) -> None:
-        self._original: torch.Tensor | None = original
+        self.original: torch.Tensor | None = original
         self._copy: torch.Tensor | None = original.detach().clone()
         self._version: int | None = None
 
     def settle(self) -> None:
         """Keep the original of a large tensor that is unchanged, otherwise the copy."""
-        original, copied = self._original, self._copy
+        original, copied = self.original, self._copy
         assert original is not None and copied is not None
         alike = (original.shape, original.dtype, original.device) == (copied.shape, copied.dtype, copied.device)
         # a comparison waits for the device; only units with large buffers pay. NaN differs from NaN: its copy is kept
         if alike and original.numel() > _SMALL_NUMEL and (original.is_meta or torch.equal(original, copied)):
             self._version, self._copy = version_of(original), None
         else:
-            self._original = None
+            self.original = None
 
     def fresh(self) -> torch.Tensor:
         """Return a copy of its own for one recompute (the unchanged original itself where that is kept)."""
         if self._copy is not None:
             return self._copy.clone()
-        assert self._original is not None
-        if version_of(self._original) != self._version:
-            what = f"a buffer of shape {tuple(self._original.shape)} and {self._original.dtype}"
-            raise stale_error(what, version_of(self._original), self._version)
-        return self._original
+        assert self.original is not None
+        if version_of(self.original) != self._version:
+            what = f"a buffer of shape {tuple(self.original.shape)} and {self.original.dtype}"
+            raise stale_error(what, version_of(self.original), self._version)
+        return self.original
 
 
 class _Draws:
@@ -237,13 +246,13 @@ def _hold(parameter: Any) -> Any:
     return parameter if parameter is None or parameter.is_leaf else parameter.detach().requires_grad_()
 
 
-def _keep(value: Any, kept: dict[int, _Kept]) -> Any:
-    """Return what stands for an attribute: for a tensor that can change in place, one `_Kept` under all its names."""
+def _keep(value: Any, kept: dict[int, Kept]) -> Any:
+    """Return what stands for an attribute: for a tensor that can change in place, one `Kept` under all its names."""
     # one that carries gradient belongs to a graph and is replaced, not written
     if not issubclass(type(value), torch.Tensor) or isinstance(value, nn.Parameter) or value.requires_grad:
         return value
     if id(value) not in kept:
-        kept[id(value)] = _Kept(value)
+        kept[id(value)] = Kept(value)
     return kept[id(value)]
 
 
@@ -264,10 +273,9 @@ def _bind(module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]
 # [Note: Containers among the arguments]
 # A unit may append to a list that it is given (losses of experts, collected states) or write to a dict, and its caller
 # reads them afterwards. So the forward gets the caller's own objects, and each recompute a copy of them as they were
-# when the forward began. Python's pickle makes these copies: it keeps cycles, and an object that appears twice is one
-# object in the copy as well. Containers are lists, tuples, dicts, sets and deques, classes derived from them,
-# dataclasses, and what pytree knows. All else is a *leaf*: the pickle has its number, and a recompute is given what
-# stands for it.
+# when the forward began. Python's pickle makes these copies: it keeps cycles, and an object that appears twice, also
+# among attributes, is one object. Containers are lists, tuples, dicts, sets and deques, classes derived from them,
+# dataclasses, and what pytree knows. All else is a *leaf*: the pickle has its number, a recompute what stands for it.
 #
 # [Note: Key/value caches]
 # Hugging Face models hand every block a cache that it appends to, by default also in training; a recompute would append
@@ -288,22 +296,6 @@ _CACHES = ("DynamicCache",)
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
-class _ContainerPickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, is_container: Callable[[Any], bool]) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._is_container = is_container
-        self.leaves: dict[int, tuple[int, Any]] = {}  # number and leaf, by its id
-        self.classes: set[type] = set()  # of containers
-
-    def persistent_id(self, value: Any) -> int | None:
-        if type(value) in _PLAIN:
-            return None
-        if self._is_container(value):
-            self.classes.add(type(value))
-            return None
-        return self.leaves.setdefault(id(value), (len(self.leaves), value))[0]
-
-
 class _ContainerUnpickler(pickle.Unpickler):
     """Lets `persistent_load` be set: CPython 3.13.0 does not in its own class."""
 
@@ -316,30 +308,52 @@ def is_container(value: Any) -> bool:
     return isinstance(value, _PICKLED) or dataclasses.is_dataclass(kind) or kind in PYTREE_NODES
 
 
-def taken_apart(value: Any, unit: str, is_container: Callable[[Any], bool]) -> tuple[bytes, list[Any]]:
-    """Return the containers in `value` as they are now, and the leaves in them, each once."""
-    file = io.BytesIO()
-    pickler = _ContainerPickler(file, is_container)
-    try:
-        pickler.dump(value)
-        leaves = [leaf for _, leaf in pickler.leaves.values()]
-        # a class may be written and refuse to be read: better here than in the backward
-        if unknown := pickler.classes.difference(_CONTAINERS, _read_back):
-            put_together(file.getvalue(), leaves)
-            _read_back.update(unknown)
-    except Exception as error:
-        raise UnsupportedError(
-            f"a recompute of unit `{unit}` needs copies of the containers among its arguments and attributes, and one "
-            f"cannot be copied ({error}): pass its contents on their own, or leave the unit out of `units`"
-        ) from error
-    return file.getvalue(), leaves
+class Containers(pickle.Pickler):
+    """Containers as they were when they were taken in, and the leaves in them: each once, in whatever it occurs."""
+
+    def __init__(self, unit: str) -> None:
+        self._file = io.BytesIO()
+        super().__init__(self._file, pickle.HIGHEST_PROTOCOL)
+        self._unit = unit
+        self._num_values = 0
+        self.leaves: list[Any] = []  # each once
+        self._numbers: dict[int, int] = {}  # of leaves, by their ids
+        self.classes: dict[int, type] = {}  # of containers, likewise
+
+    def persistent_id(self, value: Any) -> int | None:
+        if type(value) in _PLAIN:
+            return None
+        if id(value) in self.classes or self._is_container(value):
+            self.classes[id(value)] = type(value)
+            return None
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self.leaves)
+            self.leaves.append(value)
+        return self._numbers[id(value)]
+
+    def take_in(self, value: Any, is_container: Callable[[Any], bool]) -> bytes:
+        """Return what `put_together` takes, for this value after all before it."""
+        self._is_container = is_container
+        try:
+            self.dump(value)
+            self._num_values += 1
+            # a class may be written and refuse to be read: better here than in the backward
+            if unknown := set(self.classes.values()).difference(_CONTAINERS, _read_back):
+                put_together(self._file.getvalue(), self.leaves, self._num_values)
+                _read_back.update(unknown)
+        except Exception as error:
+            raise UnsupportedError(
+                f"a recompute of unit `{self._unit}` needs copies of the containers among its arguments and attributes,"
+                f" and one cannot be copied ({error}): pass its contents on their own, or leave it out of `units`"
+            ) from error
+        return self._file.getvalue()
 
 
-def put_together(containers: bytes, leaves: Sequence[Any]) -> Any:
-    """Return what `taken_apart` was given, in new containers."""
+def put_together(containers: bytes, leaves: Sequence[Any], num_values: int = 2) -> list[Any]:
+    """Return what `Containers` were given, in new containers."""
     unpickler = _ContainerUnpickler(io.BytesIO(containers))
     unpickler.persistent_load = leaves.__getitem__  # type: ignore[method-assign]
-    return unpickler.load()
+    return [unpickler.load() for _ in range(num_values)]
 
 
 def is_cache(value: Any) -> bool:
@@ -356,9 +370,7 @@ def cached_tensors(value: Any) -> list[torch.Tensor]:
 
 def replaced(value: Any) -> Any:
     """Return what the forward is given for an argument: for an empty cache None, for another a copy."""
-    if not is_cache(value):
-        return value
-    return None if value.get_seq_length() == 0 else copied(value)
+    return None if is_cache(value) and value.get_seq_length() == 0 else copied(value)
 
 
 def grows_by_replacing(cache: Any) -> bool:

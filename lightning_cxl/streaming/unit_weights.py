@@ -182,6 +182,7 @@ class UnitWeights:
         self.pieces: list[WeightPiece] = []
         self.places: list[Place] = []
         self._slot: torch.Tensor | None = None  # the device memory that the parameters show
+        self._sum: torch.Tensor | int | None = None  # of its bytes in the first forward; 0: that is over
         self.num_forwards = 0  # in this step, that backward repeats
         self.is_accessed = False  # the user's code has accessed parameters, and may write to them
         self.readers: Sequence[Transfer] = ()  # the latest copies to the device, in flight; those before are done then
@@ -352,6 +353,8 @@ class UnitWeights:
         for place in self.places:
             place.show(slot)
         self._slot = slot
+        if self._sum is None:
+            self._sum = slot[: self.nbytes].view(torch.int64).sum()
 
     @contextmanager
     def gradients_hidden(self) -> Iterator[None]:
@@ -369,6 +372,13 @@ class UnitWeights:
                 # else it came before its unit was entered, and `exit` refuses it
                 set_plain_grad(place.parameter, grad)
                 set_plain_data(place.parameter, shown)
+
+    def is_as_entered(self) -> bool:
+        """Return whether nobody has replaced the data of a weight or, the first time, written to it through it."""
+        slot, total, self._sum = self._slot, self._sum, 0
+        if slot is None or (isinstance(total, torch.Tensor) and slot[: self.nbytes].view(torch.int64).sum() != total):
+            return slot is None
+        return all(place.parameter.data_ptr() == slot.data_ptr() + place.offsets[DATA] for place in self.places)
 
     def exit(self) -> None:
         slot, self._slot = self._slot, None
@@ -631,7 +641,7 @@ class ParamStreamer:
             entered = self._entered.pop(id(unit), None)
             if entered is None:
                 return
-            is_unchanged = entered[1].is_image_of(unit)  # before another thread may fill the slot
+            is_unchanged = entered[1].is_image_of(unit) and unit.is_as_entered()  # before the slot is filled anew
             entered[1].exit()
         try:
             unit.exit()

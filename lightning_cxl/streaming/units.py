@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.memory.host_memory import is_dense
@@ -99,7 +98,7 @@ def _outermost(units: NamedUnits) -> NamedUnits:
 def streamable(model: nn.Module, units: NamedUnits) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
     """Yield every unit with the parameters that can stream: its alone, dense, in plain memory of this host.
 
-    Others (tied to a module outside of the unit, lazy, not quantised yet, data of a tensor subclass, views of shared
+    Others (tied to a module outside of the unit, not quantised yet, data of a tensor subclass, views of shared
     storage) stay where they are. On the meta device, for planning, memory counts as this host's. Of a parameter that is
     cut over processes its shard counts.
     """
@@ -114,11 +113,11 @@ def streamable(model: nn.Module, units: NamedUnits) -> Iterator[tuple[str, nn.Mo
     num_tensors: Counter[int] = Counter()  # in each storage
     distinct = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     for tensor in map(local, distinct.values()):
-        if tensor.layout is torch.strided and not is_lazy(tensor) and tensor.numel():
+        if tensor.layout is torch.strided and tensor.numel():
             num_tensors[_storage_of(tensor)] += 1
     for name, unit in units:
         module_of = owners_in(unit)
-        own = [p for p in unit.parameters() if owners[id(p)] == {name} and not is_lazy(p) and not is_quantised_later(p)]
+        own = [p for p in unit.parameters() if owners[id(p)] == {name} and not is_quantised_later(p)]
         own = [p for p in own if all(map(_is_plain, tensors_of(module_of[id(p)], p).values()))]
         chosen = [p for p in own if num_tensors[_storage_of(p)] <= 1]
         if chosen:

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.checkpoint import checkpoint
 
+from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.streaming.units import find_units
 
 
@@ -385,6 +386,26 @@ class Stateful(nn.Module):
         return y
 
 
+class Shares(nn.Module):
+    """Is given what it has as attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.mask, self.notes = nn.Linear(8, 8), torch.ones(8), Notes([], {})
+
+    def forward(self, x, notes, seen, mask):
+        notes.aux.append(x.mean())
+        seen["number"] = len(self.notes.aux)
+        mask.mul_(0.9)
+        return x + torch.tanh(self.linear(x)) * self.notes.seen["number"] * self.mask
+
+
+def shares(blocks, x):
+    for block in blocks:
+        x = block(x, block.notes, block.notes.seen, block.mask)
+    return x
+
+
 def counters_lists_and_other_state_of_modules(model):
     losses, blocks = [loss_of(model) for _ in range(2)], model.blocks
     (sum(losses) + sum(loss for block in blocks for loss in block.losses)).backward()
@@ -514,6 +535,7 @@ MODELS = {
         does(lambda block, x, skip: x if skip else x + torch.tanh(block.linear(x))), run=returns_its_input
     ),
     "frozen inputs and adapters": adapters,
+    "arguments are attributes": lambda: Stack(Shares, run=shares),
 }
 
 
@@ -532,6 +554,46 @@ def test_one_tensor_given_to_several_units_is_stored_once(offload):
     compare(Stack(does(cross), run=lambda blocks, x: one_after_the_other(blocks, x, x.tanh())), offload, train)
     if offload.engine.computes_on_host:  # else some copies of the step before are in flight
         assert offload.memory.peak_bytes < (3 + 1) * (4 * 8 * 4 + 64)
+
+
+def makes_a_module(block, x):
+    block.later = getattr(block, "later", None) or nn.Linear(8, 8, device=x.device)
+    return block.later(x)
+
+
+def makes_a_weight(block, x):
+    block.later = getattr(block, "later", None) or nn.Parameter(torch.randn((), device=x.device))
+    return block.later * x
+
+
+def give_a_part(blocks, x):
+    blocks[0].whole = torch.ones(8, device=x.device)
+    return blocks[0](x, blocks[0].whole[:4])
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda: Stack(does(makes_a_module)), "the forward of Does made or dropped modules or weights"),
+        (lambda: Stack(does(makes_a_weight)), "the forward of Does made or dropped modules or weights"),
+        (
+            lambda: Stack(does(lambda block, x, part: part.add_(1) + x[:, :4]), run=give_a_part),
+            "shares memory with .* a buffer",
+        ),
+    ],
+)
+def test_what_a_recompute_cannot_repeat_is_an_error(offload, model, said):
+    made = model()
+    offload.attach(find_units(made, "blocks.*"))
+    with pytest.raises(UnsupportedError, match=said):
+        loss_of(made)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_module_of_torch_jit_in_a_unit_is_an_error(offload):
+    model = Stack(lambda: nn.Sequential(torch.jit.script(nn.Linear(8, 8))))
+    with pytest.raises(UnsupportedError, match=r"unit `blocks\.0` has a module of torch\.jit"):
+        offload.attach(find_units(model))
 
 
 def test_an_error_in_a_unit_leaves_nothing_behind(offload):

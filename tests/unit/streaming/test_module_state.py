@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cxl.streaming.replay import ModuleState
+from lightning_cxl.streaming.replay import Containers, ModuleState
 
 
 class Unit(nn.Module):
@@ -22,9 +22,15 @@ class Unit(nn.Module):
         self.count = 0
 
 
+def state_of(unit, *arguments):
+    containers = Containers("unit")
+    containers.take_in(arguments, lambda value: type(value) is tuple)
+    return ModuleState(unit, containers)
+
+
 def test_replay_shows_the_start_of_the_call_and_changes_nothing_alive():
     unit = Unit()
-    state = ModuleState(unit)
+    state = state_of(unit)
     unit.small.data.add_(1.0)  # does not count as a new version
     unit.items.append(2)
     unit.count += 1
@@ -54,7 +60,7 @@ def test_replay_shows_the_start_of_the_call_and_changes_nothing_alive():
 
 def test_replay_is_undone_after_an_exception():
     unit = Unit()
-    state = ModuleState(unit)
+    state = state_of(unit)
     unit.count = 1
     state.settle()
     with pytest.raises(ArithmeticError), state.replay():
@@ -65,13 +71,13 @@ def test_replay_is_undone_after_an_exception():
 
 def test_large_buffers_are_copied_only_if_the_forward_changed_them():
     unit = Unit()
-    unchanged = ModuleState(unit)
+    unchanged = state_of(unit)
     unchanged.settle()
     with unchanged.replay():
         shown = unit.large
     assert shown is unit.large
 
-    changed = ModuleState(unit)
+    changed = state_of(unit)
     unit.large.data.add_(1.0)
     changed.settle()
     with changed.replay():
@@ -89,7 +95,7 @@ def test_large_buffers_are_copied_only_if_the_forward_changed_them():
 def test_nan_counts_as_changed():
     unit = Unit()
     unit.large.fill_(float("nan"))
-    state = ModuleState(unit)
+    state = state_of(unit)
     state.settle()
     unit.large.zero_()
     with state.replay():
@@ -98,7 +104,7 @@ def test_nan_counts_as_changed():
 
 def test_changed_parameters_are_an_error():
     unit = Unit()
-    state = ModuleState(unit)
+    state = state_of(unit)
     state.settle()
     with state.replay():
         pass
@@ -111,21 +117,21 @@ def test_changed_parameters_are_an_error():
 def test_what_a_unit_draws_is_drawn_again_where_it_sets_its_generator_back():
     unit = Unit()
     unit.rng, generator = random.Random(1), torch.Generator().manual_seed(1)
-    state = ModuleState(unit, [generator])
+    state = state_of(unit, generator)
     drawn = unit.rng.random(), torch.rand(1, generator=generator)
     unit.rng.seed(1)
     generator.manual_seed(1)
     state.settle()
     unit.rng.seed(2)
     generator.manual_seed(2)
-    with state.replay():
+    with state.replay([generator]):
         assert (unit.rng.random(), torch.rand(1, generator=generator)) == drawn
 
 
 def test_tensors_in_containers_are_as_the_call_found_them():
     unit = Unit()
     unit.states = {"own": torch.zeros(3), "shared": [unit.small]}
-    state = ModuleState(unit)
+    state = state_of(unit)
     unit.states["own"].add_(1.0)
     state.settle()
     for _ in range(2):

@@ -280,11 +280,19 @@ def test_weights_that_changed_are_fetched_again(engine, stream):
         assert torch.equal(model.to(x.device)(x), changed) and not torch.equal(first, changed)
 
 
-def test_a_unit_that_writes_to_its_weights_is_refused(stream):
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: torch.no_grad()(weight.mul_)(0.5),
+        lambda weight: weight.data.mul_(0.5),
+        lambda weight: setattr(weight, "data", weight.data * 0.5),
+    ],
+)
+def test_a_unit_that_writes_to_its_weights_is_refused(stream, write):
     model = make(2)
     stream(HostEngine(), model)
     weight = model.blocks[1].up.weight
-    model.blocks[1].norm.register_forward_pre_hook(lambda *_: torch.no_grad()(weight.mul_)(0.5) and None)
+    model.blocks[1].norm.register_forward_pre_hook(lambda *_: write(weight) and None)
     with pytest.raises(UnsupportedError, match=r"unit `blocks.1` wrote to its weights"):
         model(torch.randn(4, WIDTH))
 
