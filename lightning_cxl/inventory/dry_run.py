@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
@@ -269,7 +268,7 @@ def estimate(model: nn.Module, config: OffloadConfig, workload: Workload, why: s
     """Return what a micro-batch takes by rules of thumb."""
     tokens = workload.batch * workload.sequence
     width = next((m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)), 0)
-    itemsize = 4 if workload.mixed else next((p.element_size() for p in known_parameters(model)), 4)
+    itemsize = 4 if workload.mixed else next((p.element_size() for p in model.parameters()), 4)
     nbytes = tokens * width * itemsize
     forward = 2.0 * tokens * _active_numel(model)
     note = (
@@ -282,9 +281,8 @@ def estimate(model: nn.Module, config: OffloadConfig, workload: Workload, why: s
 
 def _active_numel(model: nn.Module) -> float:
     """Return how many numbers of parameters a token is computed with: of experts, its router's choice."""
-    total = sum(numel(p) for p in known_parameters(model))
-    names = ((name.split("."), p) for name, p in model.named_parameters() if not is_lazy(p))
-    experts = sum(numel(p) for name, p in names if "experts" in name)
+    total = sum(numel(p) for p in model.parameters())
+    experts = sum(numel(p) for name, p in model.named_parameters() if "experts" in name.split("."))
     if not experts:
         return total
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
@@ -298,7 +296,3 @@ def _active_numel(model: nn.Module) -> float:
 
 def units_of(model: nn.Module, config: OffloadConfig) -> NamedUnits:
     return find_units(model, config.units) if config.activation_offload else []
-
-
-def known_parameters(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if not is_lazy(parameter)]

@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from lightning_cxl.config import SSD, OffloadConfig
 from lightning_cxl.errors import ConfigError, UnsupportedError
-from lightning_cxl.inventory.dry_run import DryRun, estimate, known_parameters, units_of
+from lightning_cxl.inventory.dry_run import DryRun, estimate, units_of
 from lightning_cxl.inventory.tensors import (
     GRADIENTS,
     Overlap,
@@ -161,8 +160,6 @@ def state_tensors(
     found: dict[tuple[int, TensorRole, bool], PlannedTensor] = {}
     for optimizer in optimizers:
         for group, parameter in ((each, p) for each in optimizer.param_groups for p in each["params"]):
-            if is_lazy(parameter):
-                continue
             form = precisions.form_for(optimizer, parameter)
             numel, dtype = local(parameter).numel(), master_dtype(parameter, form)
             separate = needs_master(parameter, dtype, on_host=on_host(parameter))
@@ -469,7 +466,7 @@ def _weights(
         nbytes, updated = piece_nbytes(unit.module, group), is_updated(group[0])
         return PlannedTensor(group[0], role, nbytes, unit.name, is_updated=updated, may_be_on_ssd=may_be_on_ssd)
 
-    rest = [p for p in known_parameters(model) if (all_on_host or is_sharded(p)) and id(p) not in in_units]
+    rest = [p for p in model.parameters() if (all_on_host or is_sharded(p)) and id(p) not in in_units]
     tensors = tensors_by_parameter(model) if rest else {}
     return [piece(unit, group) for unit in streamed for group in unit.groups] + [
         PlannedTensor(parameter, role, sum(local(t).nbytes for t in tensors[id(parameter)])) for parameter in rest

@@ -49,11 +49,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from lightning_cxl.config import SSD
 from lightning_cxl.errors import ConfigError
-from lightning_cxl.inventory.dry_run import known_parameters
 from lightning_cxl.inventory.plan import Plan
 from lightning_cxl.inventory.tensors import GRADIENTS, Mesh, Overlap, PlannedTensor, offload_groups, parameter_bytes
 from lightning_cxl.machine.speeds import Machine, MachineTier, Split, check_split
@@ -179,7 +177,7 @@ def groups_of(
     model: nn.Module, units: NamedUnits, mesh: Mesh, *, reduce_itemsize: int | None = None
 ) -> list[UnitShards]:
     """Return the groups of a model: its units in their order, then the root where anything is left for it."""
-    left = {id(parameter): parameter for parameter in known_parameters(model)}
+    left = {id(parameter): parameter for parameter in model.parameters()}
     groups = []
     for name, parameters in [(name, [*unit.parameters()]) for name, unit in units] + [("", list(left.values()))]:
         own = [parameter for each in parameters if (parameter := left.pop(id(each), None)) is not None]
@@ -233,7 +231,7 @@ def model_job(name: str, plan: Plan) -> Job:
     return Job(
         name=name,
         classes=_classes(plan),
-        num_parameters=sum(numel(p) for p in known_parameters(plan.model)),
+        num_parameters=sum(numel(p) for p in plan.model.parameters()),
         num_units=max(1, len(plan.units)),
         num_records=sum(not record.is_inputs for record in plan.ssd_records),
         num_swaps=len({each.owner for each in plan.ssd_records if each.is_updated}),
@@ -285,7 +283,7 @@ def _moves(plan: Plan, role: TensorRole) -> tuple[Move, ...]:
     separate = [each for each in plan.gradients if each.role is TensorRole.MASTER_GRADS]
     on_host = [each for each in separate if each.unit or all_on_host]
     if role is TensorRole.COMPUTE_WEIGHTS:
-        parameters = known_parameters(plan.model)
+        parameters = list(plan.model.parameters())
         trained = sum(p.nbytes for p in parameters if p.requires_grad) / max(1, sum(p.nbytes for p in parameters))
         # the update reads compute weights where they are masters, or the upper halves of them
         update = round(nbytes * trained) * (1 if on_host else 2)
@@ -329,9 +327,9 @@ def _device_parts(plan: Plan) -> dict[str, int]:
     for each in plan.tensors:
         if each.unit and each.role is TensorRole.COMPUTE_WEIGHTS:
             unit_bytes[each.unit] = unit_bytes.get(each.unit, 0) + each.nbytes
-    buffers = sum(buffer.nbytes for buffer in model.buffers() if not is_lazy(buffer))
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
     tensors = tensors_by_parameter(model)
-    rest = sum(t.nbytes for p in known_parameters(model) if id(p) not in streamed for t in tensors[id(p)])
+    rest = sum(t.nbytes for p in model.parameters() if id(p) not in streamed for t in tensors[id(p)])
     leaving = offload_groups(plan.gradients)[:2]  # one is copied, one is computed
     there = plan.on_device.values()
     wide = [4 if plan.workload.num_micro_batches > 1 else p.element_size() for p in there]  # a sum is float32
@@ -352,7 +350,7 @@ def _parts_of_rank(plan: Plan) -> dict[str, int]:
     *units, root = [*groups_of(plan.model, plan.units, Mesh()), UnitShards("", 0, 0)]
     if units and not units[-1].name:
         root = units.pop()
-    buffers = sum(buffer.nbytes for buffer in plan.model.buffers() if not is_lazy(buffer))
+    buffers = sum(buffer.nbytes for buffer in plan.model.buffers())
     largest = max((unit.shard_bytes for unit in units), default=0)
     reduced = sorted((group.reduced_bytes for group in (*units, root)), reverse=True)
     kept = workload.num_micro_batches > 1 and workload.num_arrivals == 1

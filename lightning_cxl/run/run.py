@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_cxl.config import SSD, OffloadConfig
@@ -346,12 +345,12 @@ is in place already."""
 def place_weights(model: nn.Module, place: PlaceLike) -> tuple[str, ...]:
     """Move every parameter of `model` to the memory that `place` gives; returns the names of those that stay put.
 
-    Those are parameters whose storage is shared with another tensor of the model (moving one would cut the tie),
-    parameters not materialised yet, and tensor subclasses with storage of their own kind. Shards have moved before.
+    Those are parameters whose storage is shared with another tensor of the model (moving one would cut the tie), and
+    tensor subclasses with storage of their own kind. Shards have moved before.
     """
     named = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
-    plain = {name: p for name, p in named.items() if not is_lazy(p) and type(p.data) is torch.Tensor}
+    plain = {name: p for name, p in named.items() if type(p.data) is torch.Tensor}
     uses = Counter(_storage_id(t) for t in [*plain.values(), *buffers.values()] if type(t.data) is torch.Tensor)
     kept = [name for name in named if name not in plain and not is_sharded(named[name])]
     module_of = owners_in(model)
@@ -648,7 +647,7 @@ class Run:
     def report(self) -> dict[str, Any]:
         kept = self._unplaced
         # read without waiting: updates may be running, or may have failed
-        parameters = [p for p in {id(p): p for p in peek(self._model)}.values() if not is_lazy(p)]
+        parameters = list(peek(self._model))
         notes = [f"{len(kept)} parameters stay in ordinary memory, e.g. `{kept[0]}` (shared storage)"] if kept else []
         return {
             **self._planned,

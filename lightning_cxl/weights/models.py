@@ -94,6 +94,8 @@ def empty_weights() -> Iterator[None]:
 def refuse_unready(model: nn.Module) -> None:
     """Raise where parameters or buffers of a model have no memory: there is nothing to compute with."""
     named = [*model.named_parameters(), *model.named_buffers()]
+    for name in (name for name, tensor in named if is_lazy(tensor)):
+        raise ConfigError(f"`{name}` belongs to a lazy module and has no shape: run the model once, then train it.")
     names = [name for name, tensor in named if tensor.is_meta]
     if names:
         shown = ", ".join(f"`{name}`" for name in names[:5])
@@ -138,10 +140,7 @@ def model_weights(model: nn.Module) -> dict[str, ModelWeight]:
                 continue
             name = f"{path}{key}"
             if is_lazy(tensor):
-                raise CheckpointError(
-                    f"`{name}` of {type(model).__name__} has no shape yet: it belongs to a lazy module. Run the model "
-                    "once on a sample, then load."
-                )
+                raise CheckpointError(f"`{name}` belongs to a lazy module and has no shape: run it once, then load.")
             # two tensors are one weight that are the same bytes, seen the same way
             identity: object = id(tensor)
             no_memory = tensor.is_meta or isinstance(tensor, UnreadWeight) or not tensor.numel()
