@@ -118,7 +118,7 @@ class FinetuneCLI(lightning.LightningCLI):
             )
         if (config.trainer.max_epochs, config.trainer.max_steps, config.trainer.max_time) == (None, -1, None):
             config.trainer.max_epochs = 1
-        if config.trainer.logger is False:  # then a run has no folder of its own for its config.yaml
+        if config.trainer.logger in (False, []):  # then a run has no folder of its own for its config.yaml
             self.save_config_callback = None
 
     def instantiate_classes(self) -> None:

@@ -13,7 +13,7 @@ from lightning_cxl.commands.export import FILES_KEY
 from lightning_cxl.errors import CheckpointError, ConfigError
 from lightning_cxl.integrations.lightning import LightningModule, OptimizerLRScheduler
 from lightning_cxl.sequences.chunked_loss import IGNORED, chunked_loss
-from lightning_cxl.sequences.packing import packed_arguments, separate
+from lightning_cxl.sequences.packing import lengths_of, packed_arguments, separate
 from lightning_cxl.sharding.fsdp import gathered, is_cut
 from lightning_cxl.weights.hf import from_pretrained, quantization_fields, with_adapters, without_code
 
@@ -122,10 +122,8 @@ class CausalLM(LightningModule):
         """Return the most likely next token at every position, ``(batch, seq)``."""
         ids, packed, lengths = batch["input_ids"], self._packed(batch), []
         if packed is None:  # the model cannot keep samples apart: a row for each, and one for the padding behind them
-            begins = batch["position_ids"] == 0
-            begins[:, 1:] &= batch["position_ids"].flip(1).cumsum(1).flip(1)[:, :-1] > 0
-            pieces = ids.flatten().tensor_split(begins.flatten().nonzero()[1:, 0].tolist())
-            ids, lengths = nn.utils.rnn.pad_sequence(list(pieces), batch_first=True), list(map(len, pieces))
+            lengths = lengths_of(batch["position_ids"], padding_is_one=True).tolist()
+            ids = nn.utils.rnn.pad_sequence([*torch.split(ids.flatten(), lengths)], batch_first=True)
         found: Tensor = self.model(input_ids=ids, use_cache=False, **(packed or {})).logits.argmax(dim=-1)
         if lengths:
             found = torch.cat([row[:length] for row, length in zip(found, lengths, strict=True)])

@@ -171,8 +171,8 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         return _plain_checkpoint(checkpoint)
     except (LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            "this is not a checkpoint of Lightning: its `state_dict` or `optimizer_states` are missing, or of another "
-            f"form ({type(error).__name__}: {error}). Give what `torch.load` returns of one"
+            f"this cannot be converted ({type(error).__name__}: {error}): it is not what `torch.load` returns of a "
+            "checkpoint of Lightning, with `state_dict` and `optimizer_states`, or there is a fault in this package"
         ) from error
 
 

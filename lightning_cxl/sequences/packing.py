@@ -91,17 +91,19 @@ def pack_sequences(
     return packed
 
 
-def lengths_of(position_ids: Tensor) -> Tensor:
-    """Return the tokens of each sequence in packed rows ``(rows, tokens)``, one row after the other: int64."""
+def lengths_of(position_ids: Tensor, *, padding_is_one: bool = False) -> Tensor:
+    """Return the tokens of each sequence in packed rows ``(rows, tokens)``, and of paddings, row by row: int64."""
     steps = torch.diff(position_ids, prepend=torch.full_like(position_ids[:, :1], -1), dim=1)
     if not bool(((position_ids == 0) | (steps == 1)).all()):
         raise ConfigError(
             "positions of packed rows begin at 0 with each row and each sequence, and count up by one, as those of "
             "pack_sequences do. Count the positions of cut sequences anew"
         )
-    flat = position_ids.flatten()
-    starts = (flat == 0).nonzero()[:, 0]
-    return torch.diff(starts, append=starts.new_tensor([len(flat)]))
+    begins = position_ids == 0
+    if padding_is_one:
+        begins[:, 1:] &= position_ids.flip(1).cumsum(1).flip(1)[:, :-1] > 0
+    starts = begins.flatten().nonzero()[:, 0]
+    return torch.diff(starts, append=starts.new_tensor([begins.numel()]))
 
 
 # `packed_arguments`: what a model of transformers is given so that packed sequences do not attend to each other.
@@ -242,7 +244,7 @@ def _arguments(implementation: str, position_ids: Tensor) -> dict[str, Any]:
 
 def separate(input_ids: Tensor, labels: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``input_ids`` and ``labels`` with a row for each packed sequence that has labels, padded at the end."""
-    lengths = lengths_of(position_ids).tolist()
+    lengths = lengths_of(position_ids, padding_is_one=True).tolist()
     pieces = zip(torch.split(input_ids.flatten(), lengths), torch.split(labels.flatten(), lengths), strict=True)
     kept = [(ids, own) for ids, own in pieces if bool((own[1:] != IGNORED).any())] or [(input_ids[0], labels[0])]
     ids, own = ([pair[which] for pair in kept] for which in (0, 1))

@@ -186,9 +186,9 @@ def test_what_cannot_be_done_ends_in_one_message(command, changed, message, hub_
 
 def test_without_a_logger_a_run_leaves_no_config_and_can_be_repeated(command, tmp_path):
     (tmp_path / "config.yaml").write_text("model: {lr: 0.01}\n")
-    quiet = {"trainer.logger": False, "trainer.enable_checkpointing": False, "trainer.enable_progress_bar": False}
-    for _ in range(2):
-        command("fit", "--config", "config.yaml", **quiet)
+    quiet = {"trainer.enable_checkpointing": False, "trainer.enable_progress_bar": False}
+    for logger in (False, "[]"):
+        command("fit", "--config", "config.yaml", **quiet, **{"trainer.logger": logger})
     assert (tmp_path / "config.yaml").read_text() == "model: {lr: 0.01}\n"
 
 
