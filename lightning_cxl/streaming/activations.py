@@ -32,6 +32,7 @@ from lightning_cxl.streaming.on_ssd import InputOnSsd
 from lightning_cxl.streaming.replay import (
     Containers,
     ModuleState,
+    UnitModules,
     cached_tensors,
     copied,
     grows_by_replacing,
@@ -348,6 +349,7 @@ class UnitForward(StandIn):
         super().__init__(module)
         self.offload = offload
         self.name = name
+        self.modules = UnitModules(module)
         self.changed_inputs: set[int] = set()  # positions among the tensors of a call; see UnitInput
         self.is_observed = False
 
@@ -395,7 +397,7 @@ class _UnitCall:
         self._compiler = compiler  # See [Note: Compiled units]
         self._arguments = arguments  # gone when the forward starts
         self._inputs: list[UnitInput] = []
-        self._state = ModuleState(unit.module, containers)
+        self._state = ModuleState(unit.modules, containers)
         self._leaves = list(map(self._keep, leaves))
         self.errors: list[BaseException] = []  # that the forward has raised
         self._phase: Phase = "recompute"  # of the next one

@@ -23,7 +23,7 @@ Three things that layers of bitsandbytes do would go wrong in a run, which there
 
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ def tensors_of(module: nn.Module, parameter: nn.Parameter) -> dict[str, torch.Te
     return {DATA: parameter, **beside}
 
 
-def show(module: nn.Module, parameter: nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+def show(module: nn.Module, parameter: nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
     set_plain_data(parameter, tensors[DATA])
     for each in companions(module, parameter):
         if each.get() is not None:

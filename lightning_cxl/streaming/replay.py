@@ -26,6 +26,7 @@ that draws from a global generator of Python or numpy and leaves it as it found 
 
 import collections
 import copy
+import ctypes
 import dataclasses
 import io
 import pickle
@@ -41,7 +42,7 @@ import torch
 from torch import nn
 
 from lightning_cxl.errors import UnsupportedError
-from lightning_cxl.streaming.unit_weights import peek, peek_at_own
+from lightning_cxl.streaming.unit_weights import peek_at_own
 from lightning_cxl.torch_private import PYTREE_NODES
 
 
@@ -59,27 +60,57 @@ def stale_error(what: str, version: int | None, expected: int | None) -> Runtime
 
 
 _SMALL_NUMEL = 1 << 14
+_PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
+_inert = set(_PLAIN)
+"""Types that were met and are neither tensors nor containers nor generators: attributes of these need nothing."""
 _INTERNAL = (frozenset(nn.Module().__dict__) - {"training"}) | {"forward"}
 _CONTAINERS = frozenset((list, tuple, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict))
+
+
+class UnitModules:
+    """The modules of a unit and the names of their attributes, found anew where they have changed."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        self.unit = unit
+        self._rows: list[tuple[nn.Module, tuple[str, ...], tuple[nn.Module | None, ...], list[str]]] = []
+
+    def found(self) -> list[tuple[nn.Module, list[str]]]:
+        if not self._rows or any(
+            tuple(module.__dict__) != all_names or tuple(module._modules.values()) != children
+            for module, all_names, children, _ in self._rows
+        ):
+            self._rows = [
+                (each, tuple(each.__dict__), tuple(each._modules.values()), [*_attributes(each)])
+                for each in self.unit.modules()
+            ]
+        return [(module, names) for module, _, _, names in self._rows]
 
 
 class ModuleState:
     """The state of a unit's modules when a forward is about to run. See [Note: Replaying module state]."""
 
-    def __init__(self, unit: nn.Module, arguments: "Containers") -> None:
-        self._unit = unit
+    def __init__(self, modules: UnitModules, arguments: "Containers") -> None:
+        self._modules = modules
         self._default_dtype = torch.get_default_dtype()  # Lightning's "bf16-true" sets it in a step, not in backward
-        self._bound = [(module, _attributes(module), module._buffers.copy()) for module in unit.modules()]
+        self._bound = [
+            (module, dict(zip(names, map(module.__dict__.__getitem__, names), strict=True)), module._buffers.copy())
+            for module, names in modules.found()
+        ]
         self._copied: list[tuple[dict[str, Any], str]] = []  # where a recompute finds copies
         self.kept: dict[int, Kept] = {}  # by the id of the tensor
         values, others, num_given, kept = [], arguments.leaves.copy(), len(arguments.leaves), self.kept
+        inert = _inert.difference(arguments.classes.values())
         for found in (each for _, *both in self._bound for each in both):
+            if inert.issuperset(map(type, found.values())):
+                continue
             for name, value in found.items():
-                if type(value) in _PLAIN:
+                if (kind := type(value)) in inert:
                     continue
                 stands_in = _keep(value, kept)
-                if stands_in is value and type(value) not in _CONTAINERS and id(value) not in arguments.classes:
+                if stands_in is value and kind not in _CONTAINERS and id(value) not in arguments.classes:
                     others.append(value)
+                    if not issubclass(kind, (torch.Tensor, *_generator_kinds())):
+                        _inert.add(kind)
                     continue
                 self._copied.append((found, name))
                 values.append(stands_in)
@@ -99,22 +130,23 @@ class ModuleState:
         for kept in self.kept.values():
             kept.settle()
         self.kept.clear()
-        modules = list(self._unit.modules())
-        num_weights = sum(len(peek_at_own(each)) for each in modules)
-        if modules != [each for each, *_ in self._bound] or num_weights != len(self._shown):
+        modules = [each for each, _ in self._modules.found()]
+        weights = [weight for each in modules for weight in peek_at_own(each).values()]
+        if modules != [each for each, *_ in self._bound] or len(weights) != len(self._shown):
             raise UnsupportedError(
-                f"the forward of {type(self._unit).__name__} made or dropped modules or weights of its own, which no "
-                "recompute can repeat: run it once under torch.no_grad() before the training, or leave it out of units"
+                f"the forward of {type(self._modules.unit).__name__} made or dropped modules or weights, which no "
+                "recompute can repeat: run it once under torch.no_grad() before training, or leave it out of `units`"
             )
-        self._parameters = [(_hold(each), version_of(each), each.requires_grad) for each in peek(self._unit)]
+        used = {id(each): each for each in weights if each is not None}  # tied ones once
+        self._parameters = [(_hold(each), version_of(each), each.requires_grad) for each in used.values()]
 
     @contextmanager
     def replay(self, leaves: Sequence[Any] = ()) -> Iterator[Any]:
         """Show the modules as the call found them; afterwards, as they are now. Returns the arguments, of `leaves`."""
         for parameter, version, _ in self._parameters:
             if version_of(parameter) != version:
-                names = [name for name, other in self._unit.named_parameters() if other is parameter]
-                what = f"parameter `{names[0] if names else '?'}` of {type(self._unit).__name__}"
+                names = [name for name, other in self._modules.unit.named_parameters() if other is parameter]
+                what = f"parameter `{names[0] if names else '?'}` of {type(self._modules.unit).__name__}"
                 raise stale_error(what, version_of(parameter), version)
         all_leaves = [*leaves, *self._leaves]
         fresh = {id(each): each.fresh() for each in all_leaves if isinstance(each, Kept)}
@@ -198,6 +230,8 @@ class _Draws:
             return generator.get_state()
         if hasattr(generator, "getstate"):  # `random`, and what is in it
             return generator.getstate()
+        if isinstance(generator, types.ModuleType):
+            return _state_of_numpy(generator)
         # numpy, likewise; pickled, since its arrays do not compare as a whole
         legacy = hasattr(generator, "get_state")
         return pickle.dumps(generator.get_state(legacy=False) if legacy else generator.bit_generator.state)
@@ -228,14 +262,38 @@ class _Draws:
             self._set(now)
 
 
-def _generators(values: Iterable[Any]) -> list[Any]:
-    """Return the global generators besides torch's, and those among `values`."""
+_numpy: tuple[Any, bytes, bytes] = None, b"", b""
+"""Numpy's global generator, its memory, and the state that was asked for then."""
+
+
+def _state_of_numpy(module: Any) -> bytes:
+    """Return the pickled state of numpy's global generator, which takes 0.1 ms: asked for where its memory changed."""
+    global _numpy
+    generator, memory = module.get_bit_generator(), b""
+    if isinstance(generator, module.MT19937):
+        memory = ctypes.string_at(generator.ctypes.state_address, 4 * 625)  # 624 words and the position
+        if _numpy[:2] == (generator, memory):
+            return _numpy[2]
+    state = module.get_state(legacy=False)
+    pickled = pickle.dumps(state)
+    # a normal number that is kept for the next call is elsewhere, and used up without a change of the memory
+    if memory and not state["has_gauss"]:
+        words, position = state["state"].values()
+        if memory == words.tobytes() + position.to_bytes(4, sys.byteorder):
+            _numpy = generator, memory, pickled
+    return pickled
+
+
+def _generator_kinds() -> tuple[type, ...]:
     numpy_random = sys.modules.get("numpy.random")
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    found: dict[int, Any] = {id(random): random}
-    if numpy_random is not None:
-        kinds += (numpy_random.Generator, numpy_random.RandomState)
-        found[id(numpy_random)] = numpy_random
+    return kinds if numpy_random is None else (*kinds, numpy_random.Generator, numpy_random.RandomState)
+
+
+def _generators(values: Iterable[Any]) -> list[Any]:
+    """Return the global generators besides torch's, and those among `values`."""
+    numpy_random, kinds = sys.modules.get("numpy.random"), _generator_kinds()
+    found: dict[int, Any] = {id(each): each for each in (random, numpy_random) if each is not None}
     # not `isinstance`: it asks for `__class__`, which is slow for configurations of transformers
     found |= {id(each): each for each in values if issubclass(type(each), kinds)}
     return [each for each in found.values() if not isinstance(each, random.SystemRandom)]  # which has no state
@@ -288,7 +346,6 @@ def _bind(module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]
 # A cache inside a container is the caller's own in the forward, and such a copy in a recompute. Otherwise (other
 # caches, evaluation with gradients on) the unit runs as it is, without a recompute.
 
-_PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
 _PICKLED = (tuple, list, dict, set, collections.deque)
 _read_back: weakref.WeakSet[type] = weakref.WeakSet()
 """Classes of containers that came back from a pickle once."""

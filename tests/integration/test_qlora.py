@@ -349,8 +349,8 @@ def test_everything_a_kernel_reads_is_in_the_slot(kind, monkeypatch):
         start = memory.data_ptr()
         return start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= start + memory.numel()
 
-    def entered(unit, slot):
-        enter(unit, slot)
+    def entered(unit, slot, *views):
+        enter(unit, slot, *views)
         inside.extend(is_within(tensor, slot) for tensor in all_tensors(unit.module))
 
     def left(unit):

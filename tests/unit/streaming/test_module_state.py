@@ -1,11 +1,12 @@
 import collections
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from lightning_cxl.streaming.replay import Containers, ModuleState
+from lightning_cxl.streaming.replay import Containers, ModuleState, UnitModules
 
 
 class Unit(nn.Module):
@@ -25,7 +26,7 @@ class Unit(nn.Module):
 def state_of(unit, *arguments):
     containers = Containers("unit")
     containers.take_in(arguments, lambda value: type(value) is tuple)
-    return ModuleState(unit, containers)
+    return ModuleState(unit if isinstance(unit, UnitModules) else UnitModules(unit), containers)
 
 
 def test_replay_shows_the_start_of_the_call_and_changes_nothing_alive():
@@ -126,6 +127,48 @@ def test_what_a_unit_draws_is_drawn_again_where_it_sets_its_generator_back():
     generator.manual_seed(2)
     with state.replay([generator]):
         assert (unit.rng.random(), torch.rand(1, generator=generator)) == drawn
+
+
+def test_a_number_that_numpy_keeps_for_the_next_call_is_drawn_again():
+    unit = UnitModules(Unit())
+    np.random.seed(1)
+    for _ in range(5):  # numbers of the normal distribution come in pairs, and the second one moves nothing
+        state = state_of(unit)
+        drawn = np.random.randn()
+        state.settle()
+        after = np.random.get_state()[2:]
+        with state.replay():
+            assert np.random.randn() == drawn
+        assert np.random.get_state()[2:] == after
+    moved = state_of(unit)
+    moved.settle()
+    np.random.seed(1)
+    with moved.replay():  # which has not drawn: nothing to repeat
+        assert np.random.rand() == 0.417022004702574
+
+
+def change_attributes(unit):
+    unit.items_of_then, unit.extra = unit.items, unit.table  # as many, of types that have been met
+    del unit.items, unit.count
+
+
+def change_module(unit):
+    unit.inner = nn.BatchNorm1d(3)
+
+
+@pytest.mark.parametrize("change", [change_attributes, change_module])
+def test_a_unit_may_change_its_modules_and_their_attributes(change):
+    unit = Unit()
+    modules = UnitModules(unit)
+    state_of(modules).settle()
+    change(unit)
+    state = state_of(modules)
+    unit.table["b"] = 2
+    unit.inner(torch.randn(4, 3))
+    state.settle()
+    with state.replay():
+        assert unit.table == getattr(unit, "extra", unit.table) == {"a": 1} and unit.inner.num_batches_tracked == 0
+    assert unit.table["b"] == 2 and unit.inner.num_batches_tracked == 1
 
 
 def test_tensors_in_containers_are_as_the_call_found_them():
