@@ -131,6 +131,7 @@ def main() -> None:
         code = f"from deepspeed.accelerator import get_accelerator; {build}"
         subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
     torch.set_num_threads(1)
+    gc.freeze()  # processes that are forked need not look through what is imported
 
     versions = {each: importlib.metadata.version(PACKAGES.get(each, "torch")) for each in there}
     rows: list[dict[str, Any]] = []

@@ -17,6 +17,8 @@ from tests.integration.several_ranks import processes_of, start
 
 pytestmark = [pytest.mark.on_cpu, pytest.mark.slow, pytest.mark.timeout(900)]
 LIMIT_S = 60
+KILLS = 4  # of a run that is started again each time
+STEPS = 3 * KILLS + 3
 
 
 class Job:
@@ -101,8 +103,9 @@ def assert_as_if_nothing_was(job, whole):
     assert not [name for name in left if name.startswith(".")], left
 
 
-def whole_run(folder, steps):
-    job = Job(folder, "lightning", steps)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    job = Job(tmp_path_factory.mktemp("whole"), "lightning", STEPS)
     assert job.code(240) == 0, job.log()
     return job
 
@@ -118,36 +121,31 @@ def waited(chance, moment, folder):
     time.sleep(chance.random() * 0.03)
 
 
-@pytest.mark.parametrize("how", ["", "asynchronous"])
+@pytest.mark.parametrize(("how", "moment"), [("", "any"), ("asynchronous", "saving")])
 @pytest.mark.full
-def test_torchrun_goes_on_from_the_last_checkpoint(tmp_path, how):
-    kills = 2
-    steps, chance = 5 * kills + 3, random.Random(kills)
-    whole = whole_run(tmp_path / "whole", steps)
-    job = Job(tmp_path / "killed", "torchrun", steps, max_restarts=kills, how=how)
+def test_torchrun_goes_on_from_the_last_checkpoint(tmp_path, whole, how, moment):
+    chance = random.Random(2)
+    job = Job(tmp_path / "killed", "torchrun", STEPS, max_restarts=1, how=how)
     try:
-        for number in range(kills):
-            job.wait_for_steps(1 + chance.randrange(3))
-            waited(chance, ("any", "saving")[(number + bool(how)) % 2], job.folder)
-            job.kill(chance.randrange(2))
+        job.wait_for_steps(1 + chance.randrange(3))
+        waited(chance, moment, job.folder)
+        job.kill(chance.randrange(2))
         assert job.code(240) == 0, job.log()
     finally:
         job.end()
     # who is killed between the two saves of a step leaves that of the step, which nobody remembers
-    assert 3 <= check_checkpoints(job.folder) <= 3 + kills
+    assert 3 <= check_checkpoints(job.folder) <= 4
     assert_as_if_nothing_was(job, whole)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("how", ["", "asynchronous"])
-def test_a_run_that_is_started_again_goes_on(tmp_path, how):
-    kills = 20
-    steps, chance, seconds = 3 * kills + 3, random.Random(1), []
-    whole = whole_run(tmp_path / "whole", steps)
-    job = Job(tmp_path / "killed", "lightning", steps, how=how)
+def test_a_run_that_is_started_again_goes_on(tmp_path, whole, how):
+    chance, seconds = random.Random(1), []
+    job = Job(tmp_path / "killed", "lightning", STEPS, how=how)
     goes_on = False
-    for number in range(kills):
+    for number in range(KILLS):
         try:
             job.wait_for_steps(1 + chance.randrange(3))
             waited(chance, ("any", "saving")[number % 2], job.folder)
@@ -163,4 +161,4 @@ def test_a_run_that_is_started_again_goes_on(tmp_path, how):
         job.start()
     assert job.code(240) == 0, job.log()
     assert_as_if_nothing_was(job, whole)
-    print(f"{kills} kills: all had ended after {statistics.median(seconds):.1f} s (most {max(seconds):.1f} s)")
+    print(f"{KILLS} kills: all had ended after {statistics.median(seconds):.1f} s (most {max(seconds):.1f} s)")

@@ -21,7 +21,6 @@ import lightning_cxl
 from tests.models import Task, TinyTransformer
 
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCHERS = ("lightning", "machines", "torchrun", "slurm")
 NUM_ROWS = 16
 
 

@@ -58,7 +58,6 @@ def resources():
 @pytest.mark.parametrize(
     ("task", "precision"),
     [
-        pytest.param(Task, "32-true", id="fit", marks=pytest.mark.full),
         pytest.param(Task, "bf16-true", id="fit bf16", marks=pytest.mark.full),
         pytest.param(Failing, "32-true", id="exception"),
         pytest.param(Interrupted, "32-true", id="ctrl-c"),

@@ -235,10 +235,14 @@ class FillsInHook(Task):
         self.seen.append([p.detach().float().cpu() for p in self.parameters()])
 
 
-@pytest.mark.parametrize("when", ["pre", "post"])
-@pytest.mark.parametrize("of", ["model", "groups", "data of groups"])
-@pytest.mark.parametrize("make", ["adamw", "sgd"])
-@pytest.mark.parametrize("options", [*OPTIONS, {"state_on_device": True}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "make", "of", "when"),
+    every_pair(
+        [*OPTIONS, {"state_on_device": True}],
+        *(["adamw", "sgd"], ["model", "groups", "data of groups"], ["pre", "post"]),
+    ),
+    ids=str,
+)
 def test_what_hooks_around_a_step_write_is_in_the_model_and_in_the_masters(options, make, of, when):
     task = FillsInHook(make)
     task.of, task.when = of, when

@@ -307,7 +307,7 @@ def test_an_optimizer_that_takes_the_place_of_another_in_a_run_is_an_error():
                 trainer.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=0.1)]
 
     with pytest.raises(UnsupportedError, match=r"`trainer\.optimizers` has a new optimizer"):
-        epochs({}, [Replaces()], 2)
+        run({}, lambda: Trainable(no_dropout()), -1, max_epochs=2, callbacks=[Replaces()])
 
 
 # -- not torch's Adam: state moves, closures and lists of parameters are theirs ----------------------------------------

@@ -578,10 +578,10 @@ KINDS = {"behind the forward": ({}, Task), "behind the backward": (IGNORE, Task)
 
 
 @pytest.mark.usefixtures("device_apart")
-@pytest.mark.parametrize(("late", "kind"), every_value(["nothing", "kernels", "copies"], KINDS))
+@pytest.mark.parametrize(("late", "kind"), every_value(["copies and kernels", "kernels", "copies"], KINDS))
 def test_the_peak_does_not_grow_with_the_number_of_units(late, kind):
     options, task = KINDS[kind]
-    training_device.make_late(late)  # late kernels let the host run far ahead
+    training_device.make_late(late)  # else how far the host runs ahead, as far as it may or less, is chance
     few, many = peaks(6, options, task), peaks(18, options, task)
     assert many == pytest.approx(few, abs=ROUND)
 

@@ -8,13 +8,12 @@ from contextlib import suppress
 
 import pytest
 
-from tests.integration.several_ranks import LAUNCHERS, NUM_ROWS, processes_of, start
+from tests.integration.several_ranks import NUM_ROWS, processes_of, start
 
 pytestmark = [pytest.mark.on_cpu, pytest.mark.slow]
 SECONDS = 60
 """In which all ranks end when one has failed."""
 ENVIRONMENTS = {
-    "lightning": "LightningEnvironment",
     "machines": "LightningEnvironment",
     "torchrun": "TorchElasticEnvironment",
     "slurm": "SLURMEnvironment",
@@ -41,7 +40,7 @@ def run(launcher, folder, *arguments, seconds=240, **options):
             process.wait()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ENVIRONMENTS)  # Lightning's on one machine: tests/distributed
 @pytest.mark.full
 def test_ranks_meet_share_the_data_and_agree(tmp_path, launcher):
     codes, logs, _ = run(launcher, tmp_path)

@@ -85,15 +85,13 @@ def test_a_model_is_equal_with_offload(ask, options):
         ("tied", ["--precision", "bf16-mixed", "--units", "Block"]),
         *(
             pytest.param(name, ["--precision", precision, "--units", *units], marks=pytest.mark.full)
-            for name, units in [
-                ("conv", ["layer1", "layer2"]),
-                ("encoder", ["TransformerEncoderLayer"]),
-                ("experts", ["blocks.*.experts.*"]),
-                ("module", ["middle"]),
-                ("tied", ["Block"]),
+            for name, precision, *units in [  # of conv and module some kernels are not there in bf16
+                ("conv", "bf16-mixed", "layer1", "layer2"),
+                ("encoder", "bf16-mixed", "TransformerEncoderLayer"),
+                ("experts", "bf16-true", "blocks.*.experts.*"),
+                ("module", "32-true", "middle"),
+                ("tied", "bf16-true", "Block"),
             ]
-            for precision in ("32-true", "bf16-true", "bf16-mixed")
-            if (name, precision) not in [("conv", "bf16-true"), ("module", "bf16-true")]  # no such kernel there
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
@@ -211,12 +209,13 @@ IN_SCRIPTS = [
 ]
 
 
-# all pairs take half an hour, and run if this is set; else each fault meets at least three models, and the reverse
+# all pairs take half an hour, and run if this is set; else each model meets one fault, and llama all
+ANYWHERE = [fault for fault in FAULTS if fault != "forgets_what_blocks_count"]  # these models count nothing
 EVERY = "LIGHTNING_CXL_EVERY_FAULT" in os.environ
 IN_MODELS = [
     (fault, model)
-    for (row, fault), (column, model) in itertools.product(enumerate(FAULTS), enumerate(MODELS))
-    if fault != "forgets_what_blocks_count" and (EVERY or (row - column) % 7 == 0 or model == "llama")
+    for (row, fault), (column, model) in itertools.product(enumerate(ANYWHERE), enumerate(MODELS))
+    if EVERY or row == column or model == "llama"
 ]
 
 

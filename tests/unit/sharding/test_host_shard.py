@@ -5,7 +5,6 @@ import torch
 
 from tests import apart
 from tests.apart import fsdp_runs
-from tests.cases import others_full
 from tests.distributed.ranks import ranks_apart
 from tests.training_device import LATE
 from tests.unit.sharding import shard_runs
@@ -34,9 +33,7 @@ def test_training_equals_offloading_by_fsdp(ranks, case):
     check(ranks, case, {})
 
 
-@pytest.mark.parametrize(
-    "late", others_full([late for late in LATE if LATE[late]], ["copies and kernels", "to the host, much"])
-)
+@pytest.mark.parametrize("late", ["copies and kernels", "to the host, much"])
 def test_nothing_overtakes_a_late_copy_or_kernel(ranks, late):
     check(ranks, "fetched ahead", LATE[late])
 

@@ -61,17 +61,16 @@ for pair in range(int(sys.argv[2])):
 """
 
 
-@pytest.mark.parametrize("pairs", [2, pytest.param(6, marks=pytest.mark.full)])
-def test_no_thread_of_gloo_aborts_a_process_that_ends(tmp_path, pairs):
-    """Without the wait about every second process is aborted, so several pairs of them."""
+def test_no_thread_of_gloo_aborts_a_process_that_ends(tmp_path):
+    """Without the wait about every second process is aborted, so two pairs of them."""
     ended = subprocess.run(
-        [sys.executable, "-c", PAIRS_OF_RANKS, str(tmp_path), str(pairs)],
+        [sys.executable, "-c", PAIRS_OF_RANKS, str(tmp_path), "2"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,
     )
-    assert ended.stdout.split("\n") == ["[0, 0]"] * pairs + [""], ended.stderr
+    assert ended.stdout.split("\n") == ["[0, 0]"] * 2 + [""], ended.stderr
 
 
 def test_containers_count_as_machines(monkeypatch):

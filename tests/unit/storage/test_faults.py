@@ -93,8 +93,7 @@ SHARED = {  # those that do the same, each at some of the calls
 
 @pytest.mark.parametrize(
     ("fault", "some"),
-    [(fault, SHARED.get(fault, EVERY_CALL)) for fault in FAULTS]
-    + [pytest.param(fault, EVERY_CALL, marks=pytest.mark.full) for fault in SHARED],
+    [(fault, SHARED.get(fault, EVERY_CALL)) for fault in FAULTS],
     ids=str,
 )
 def test_every_fault_at_every_call(fault, some, tmp_path):
