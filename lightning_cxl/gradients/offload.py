@@ -22,12 +22,11 @@ parameter and its master are (see [Note: Compute and master weights]):
      land in staging memory, of at most `MAX_STAGED` groups: one more waits for the oldest. A second 16-bit gradient
      makes the sum float32, or stays bfloat16, rounded stochastically (``accumulate="bf16"``). `CPUAdam` reads 16-bit
      gradients as they are, other optimizers get float32.
-  3. If updates run behind the backward, `Updates` is told when a unit is over and takes its gradients
-     (`hand_over`): they never become ``.grad`` ([Note: Overlapped updates]). More gradients for such a parameter, in
-     the same step, are refused: they would be lost.
+  3. If updates run behind the backward, `Updates` takes the gradients of a unit that is over (`hand_over`): they
+     never become ``.grad``. More gradients for such a parameter, in the same step, are refused: they would be lost.
   4. All others become ``master.grad`` when they are *completed*: at the end of a backward, if it is the last of a step
-     or somebody may read gradients between micro-batches (`are_read_early`); else at the step, or when somebody reads
-     or writes gradients through a module, an optimizer's groups, or ``.grad`` where the master is separate
+     or somebody may read gradients between micro-batches (`are_read_early`); else at the step, or when somebody gets
+     at gradients through a module, an optimizer's groups, or ``.grad`` where the master is separate
      (`complete_for_access`). Meanwhile the sum so far is in `_sums`, and ``.grad`` is None.
 
 * Whether a step is accumulating, ``.grad`` of the master alone says: None means that the next gradient is the first. So
@@ -37,11 +36,9 @@ parameter and its master are (see [Note: Compute and master weights]):
   group while more than the bytes of the largest one are being copied ([Note: Copies and streams]).
 * A backward that fails does not come to its end: what has left the device is dropped when the next one starts. The
   rest is as torch has it: what autograd has added to ``.grad`` stays until it is zeroed.
-* Gradient memory belongs to ``.grad`` alone: nothing else keeps it, so whoever holds an old gradient keeps its values,
-  and ``zero_grad`` gives the bytes back. Our memory is known by the tensor itself: memory that was given back may be
-  anybody's.
-* Gradients are numbered as autograd delivers them, which does not depend on when copies are done. The random bits of a
-  sum depend on that number.
+* Gradient memory belongs to ``.grad`` alone: whoever holds an old gradient keeps its values, and ``zero_grad`` gives
+  the bytes back. Our memory is known by the tensor itself: memory that was given back may be anybody's.
+* Gradients are numbered as autograd delivers them, whenever copies are done. The random bits of a sum depend on that.
 """
 
 import threading

@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_cxl.devices import TransferEngine
+from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.gradients.guard import GradientMeter, OverflowGuard
 from lightning_cxl.gradients.offload import GradientOffload, HostWorker
 from lightning_cxl.memory.placement import TensorRole
@@ -35,33 +36,25 @@ from lightning_cxl.torch_private import between_hooks, keeps_mark, mark_as_calle
 # [Note: Overlapped updates]
 # One worker thread does what the host does with gradients: it adds and measures them as they land (`GradientOffload`)
 # and runs the update of one unit after the other. There are two schedules:
-#
-# * Behind the next forward, always possible: at the time of the step all gradients are there, checked and clipped. All
-#   updates run on the worker in the order of the forward, and the step returns.
+# * Behind the next forward, always possible: at the step all gradients are there, checked and clipped. Updates run on
+#   the worker in the order of the forward, and the step returns.
 # * Behind the backward as well, if nothing can call the step off and nobody looks at gradients (`in_backward`): a unit
-#   is updated from the end of its backward on, with the gradients that have been started on their way, which never
-#   become ``p.grad``. The worker takes the unit that the next forward needs first, so where it is slower than the
-#   backward, the rest runs behind that forward. If memory has room for gradients of a few units only, a backward that
-#   is too far ahead waits. Masters of what stays on the device (embedding, head) come first of all.
-#
-# What stays on the device gets its new values when the step is over, from the worker, behind all that the device was
-# asked for before. The forward of its module waits for them (`_ResidentForward`), and so does any other use of it
-# ([Note: Compute and master weights]). A parameter of a module that contains units is written by the step itself. So is
-# one whose memory another tensor reaches (``p.data`` or ``p.detach()`` that were kept): past it nobody waits.
+#   is updated from the end of its backward on; its gradients never become ``p.grad``. The worker takes the unit that
+#   the next forward needs first; what is left runs behind that forward. If memory has room for gradients of a few
+#   units only, a backward that is too far ahead waits. Masters of what stays on the device come first of all.
+# What stays on the device gets new values when the step is over, from the worker, behind all that the device was asked
+# for before. The forward of its module waits for them (`_ResidentForward`), and so does any other use of it ([Note:
+# Compute and master weights]). A parameter of a module that contains units is written by the step itself. So is one
+# whose memory another tensor reaches (``p.data`` or ``p.detach()`` that were kept): past it nobody waits.
 #
 # A step reads hyper-parameters when it begins, so schedulers may go on. Versions of the weights go up when an update is
 # started, by the thread that starts it: copies on the device are stale from then on. Until it is done the unit is
-# *updating*: its forward waits (`ParamStreamer.enter`), whoever looks at its parameters through their modules waits
-# ([Note: Awaited parameters]), and so does whoever looks at the optimizer's state. When it is done, the worker has the
-# unit fetched if it is expected next. An error in an update is raised where it is waited for.
-#
-# With several processes, and a device apart, a unit is what FSDP2 gathers together (`ShardedUnit`): its backward is
-# over when all of its gradients have come, and its gather waits. What the root gathers is a unit, too, so embedding and
-# head are updated first.
-#
+# *updating*: its forward, and whoever looks at its parameters ([Note: Awaited parameters]) or at the optimizer's state,
+# waits, and finds an error of the update. Then the worker has the unit fetched if it is expected next.
+# With several processes, and a device apart, a unit is what FSDP2 gathers together (`ShardedUnit`), also the root: its
+# backward is over when all of its gradients have come, and its gather waits.
 # A unit that ran more than once since the step began, or part of which the worker cannot update, is left to the end of
-# the backward. An exception in the middle of a backward leaves a step half made where updates ran behind it.
-
+# the backward. An exception in a backward leaves a step half made where updates ran behind it.
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +101,7 @@ class Updates:
         self._started: list[Future[None]] = []
         self._is_last_backward = False  # of that closure
         self._residents: list[tuple[WeightPair, Future[None]]] = []  # updated in this backward; the device has old ones
+        self._seen: dict[torch.Tensor, int] | None = None  # versions of separate masters at the end of the last step
 
     # -- what a step asks for, in this order
 
@@ -198,6 +192,22 @@ class Updates:
         self._masters.wait()
 
     # -- what others ask
+
+    def note_masters(self) -> None:
+        self._seen = {pair.master: pair.master._version for pair in self._masters if not pair.is_shared}
+
+    def show_writes(self, *, is_late: bool = False) -> None:
+        """Give the model what others wrote into masters since the last step, as the first half of SAM's does."""
+        seen = {} if self._seen is None or self.has_begun else self._seen
+        if written := {master: version for master, version in seen.items() if master._version != version}:
+            if is_late:
+                raise UnsupportedError("no forward saw what was written to optimizer.param_groups: write to the model")
+            self.wait()
+            for unit in self._units:
+                unit.wait_for_readers()
+            self.write_back_changes(written)
+        if written or self._seen is None:
+            self.note_masters()
 
     def wait(self) -> None:
         for unit in self._units:
@@ -389,18 +399,16 @@ def why_after_backward(objection: str | None, optimizers: Sequence[Optimizer]) -
 #
 # [Note: A step]
 # 1. The optimizer's step begins: updates learn which one (`begin`), and may run behind the backward from here on.
-# 2. The closure, if there is one, runs forward and backward. `CPUAdam` gets it evaluated, because its update may be
-#    made in parts. Every other optimizer evaluates it by itself, when and as often as it likes.
+# 2. The closure, if there is one, runs forward and backward. `CPUAdam` gets it evaluated, as its update may be made in
+#    parts. Every other optimizer evaluates it by itself.
 # 3. After each evaluation gradients are complete (`GradientOffload.end_step`), nothing reads the masters any more
-#    (`prepare`), and the guard looks at the gradients. Where they may not be used, the step ends there, without an
-#    update. That is possible as long as the optimizer has written to none of its parameters; else the guard raises.
+#    (`prepare`), and the guard looks at the gradients. Where they may not be used, the step ends there, or the guard
+#    raises if the optimizer has written to its parameters already.
 # 4. The update (`update`): by the optimizer's own step, or by `Updates` in parts.
-# 5. The model gets the new weights (`write_back`), before hooks that follow the step, which may write to it or to the
-#    masters: masters that they wrote are written back, too. State that the optimizer has made moves to its tier
-#    (`place_state`).
-#
-# An optimizer that evaluates its closure again after it has written (LBFGS in its line search) finds the loss of the
-# weights it has written: they are written back before.
+# 5. The model gets the new weights (`write_back`), before hooks that follow the step; masters that these write are
+#    written back, too. State that the optimizer has made moves to its tier (`place_state`).
+# What an optimizer or the user writes to masters before another forward (LBFGS in its line search, SAM) is written back
+# before it.
 
 
 @keeps_mark
@@ -442,6 +450,7 @@ class HostStep:
             return left_out.loss
         finally:
             self._updating.close()
+            self._updates.note_masters()
 
     def _step_of_cpu_adam(self, optimizer: CPUAdam, closure: Callable[[], Any] | None) -> Any:
         try:

@@ -420,8 +420,9 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
         self.run.finish_backward()  # clipping and the optimizer read gradients next
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Let the activation arenas forget the step before; adopt what hooks have put into the optimizers since."""
+        """Let the activation arenas forget the step before; take in what hooks have put into the optimizers since."""
         self.run.end_step()
+        self.run.start_forward()
         adopted = [*map(id, self.run.optimizers)]
         if not all(id(unwrap(optimizer)) in adopted for optimizer in self.optimizers):
             raise UnsupportedError(

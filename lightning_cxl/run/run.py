@@ -593,9 +593,11 @@ class Run:
 
     def start_forward(self) -> None:
         self._grads.start_forward()
+        self._updates.show_writes()
 
     def start_backward(self) -> None:
         """Forget what a failed backward left behind, and free what the forward did in the C library's heap."""
+        self._updates.show_writes(is_late=True)
         self._grads.start_backward()
         self._trim_heap()
 

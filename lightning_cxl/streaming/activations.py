@@ -60,10 +60,10 @@ from lightning_cxl.torch_private import (
 #   input must not start before the copy is done; which inputs those are is learned from the unit's first call, where
 #   every copy is waited for, and a later surprise is an error (`UnitInput`). The bytes live as long as a graph needs
 #   them: a unit's call holds `StoredInput`, autograd's saved tensors hold the call.
-# * The newest call keeps a stored tensor itself as well, until the next call begins: what the last unit of a forward
-#   was given is on the device when backward begins, unless it has been changed since.
-# * One tensor given to several units is stored once: found again by identity (a weak reference, never an address) and
-#   version. An exact image is kept: same strides, same address modulo 64, so that a recompute runs the same kernels.
+# * The newest call keeps a stored tensor itself as well, until the next call begins: the last unit's is on the device
+#   when backward begins, unless it has been changed since.
+# * One tensor given to several units is stored once: found again by identity (a weak reference) and version. An exact
+#   image is kept: same strides, same address modulo 64, so that a recompute runs the same kernels.
 # * On SSD where it belongs there: the copy lands in a host slot and is written. See [Note: Inputs on SSD].
 # * Held (masks, position embeddings, ids, small or sparse tensors): a detached alias, and its version is checked.
 #   Holding the tensor itself could close a cycle through the graph that no garbage collector sees.
@@ -241,10 +241,9 @@ def can_store(tensor: torch.Tensor, device: torch.device, min_bytes: int) -> boo
 # Models that checkpoint their blocks themselves: switched off while units are recomputed anyway.
 #
 # [Note: A model's own checkpointing]
-# Two checkpoints around one block give the same losses, but a reentrant one runs its forward three times (one that is
-# not, twice, and keeps its inputs twice). Hugging Face models show that they checkpoint by a flag, which is set on
-# blocks and on what contains them: it is False while the model is attached, and True again afterwards. A
-# ``torch.utils.checkpoint`` in the user's own forward is left as it is: it may span more than a unit.
+# Two checkpoints around one block give the same losses, but run its forward three times (a reentrant one) or keep its
+# inputs twice. Hugging Face models show that they checkpoint by a flag on blocks and on what contains them: it is False
+# while the model is attached. A ``torch.utils.checkpoint`` in the user's own forward is left: it may span units.
 
 log = logging.getLogger("lightning_cxl")
 _FLAG = "gradient_checkpointing"

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -45,6 +46,32 @@ def test_a_file_has_the_master_weights_of_its_own_optimizer_only(strategies):
         masters = optimizer.state_dict()["lightning_cxl"]["master_weights"]
         assert len(masters) == len(part)
         assert {value.dtype for value in masters.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("make", [partial(torch.optim.AdamW, lr=1e-2), partial(torch.optim.SGD, lr=0.1)])
+def test_weights_that_are_moved_in_the_optimizer_between_two_forwards_are_those_of_the_second(strategies, make):
+    """Sharpness-aware minimisation: a step's gradient is that of weights beside its own."""
+    results = []
+    for strategy in ("auto", strategies(stream_weights=True, cpu_adam=False), strategies(stream_weights=False)):
+        torch.manual_seed(1)
+        fabric, model = make_fabric(strategy), TinyTransformer(dropout=0.0)
+        model, optimizer = fabric.setup(model, make(model.parameters()))
+        tokens, losses = torch.randint(0, 37, (2, 8)).to(training_device.current), []
+        for by in (0.5, -0.5) * 2:
+            losses.append(model(tokens).square().mean())
+            fabric.backward(losses[-1])
+            moved = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if by > 0:
+                ascent = [by * p.grad.clone() for p in moved]
+            for p, each in zip(moved, ascent, strict=True):
+                torch.no_grad()(p.add_)(each, alpha=1 if by > 0 else -1)
+            if by < 0:
+                optimizer.step()
+            optimizer.zero_grad()
+        results.append(torch.stack(losses).detach())
+    assert len(set(results[0].tolist())) == 4
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(results[2], results[0], rtol=1e-5, atol=0)
 
 
 def test_a_frozen_model_is_placed_and_streams(strategies):

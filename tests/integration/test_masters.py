@@ -12,6 +12,7 @@ from torch import nn
 
 import lightning_cxl
 from lightning_cxl import CPUAdam
+from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.optim.kernels import join
 from lightning_cxl.optim.parameter_state import choose_precision, moment_bytes
 from tests.cases import every_pair, every_value
@@ -251,6 +252,29 @@ def test_what_hooks_around_a_step_write_is_in_the_model_and_in_the_masters(optio
         assert all(torch.equal(value, torch.full_like(value, 0.25)) for value in seen[1])
     for value in seen[1] + seen[2]:
         torch.testing.assert_close(value, torch.full_like(value, 0.25), rtol=0, atol=0.02)
+
+
+def climb(optimizer, by):
+    """The first half of a step of SAM, and its way back."""
+    for p in (each for group in optimizer.param_groups for each in group["params"] if each.grad is not None):
+        torch.no_grad()(p.add_)(p.grad, alpha=by)
+
+
+class Sharpness(Task):
+    def __init__(self, *args):
+        super().__init__(*args, scheduler=False)
+        self.automatic_optimization = False
+
+    def training_step(self, batch):
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        climb(optimizer, 0.1)
+        self.manual_backward(self.loss(batch))
+
+
+def test_a_forward_in_the_middle_of_a_step_that_cannot_see_a_write_to_masters_is_an_error():
+    with pytest.raises(UnsupportedError, match="no forward saw what was written"):
+        run(lambda: Sharpness(TinyTransformer(dropout=0.0), "sgd"), SEPARATE[0], 1)
 
 
 class CallsNoHooks(torch.optim.Optimizer):
