@@ -51,8 +51,7 @@ from lightning_cxl.torch_private import between_hooks, keeps_mark, mark_as_calle
 # started, by the thread that starts it: copies on the device are stale from then on. Until it is done the unit is
 # *updating*: its forward, and whoever looks at its parameters ([Note: Awaited parameters]) or at the optimizer's state,
 # waits, and finds an error of the update. Then the worker has the unit fetched if it is expected next.
-# With several processes, and a device apart, a unit is what FSDP2 gathers together (`ShardedUnit`), also the root: its
-# backward is over when all of its gradients have come, and its gather waits.
+# With several processes and a device apart, a unit is what FSDP2 gathers together (`ShardedUnit`): its gather waits.
 # A unit that ran more than once since the step began, or part of which the worker cannot update, is left to the end of
 # the backward. An exception in a backward leaves a step half made where updates ran behind it.
 
@@ -407,8 +406,7 @@ def why_after_backward(objection: str | None, optimizers: Sequence[Optimizer]) -
 # 4. The update (`update`): by the optimizer's own step, or by `Updates` in parts.
 # 5. The model gets the new weights (`write_back`), before hooks that follow the step; masters that these write are
 #    written back, too. State that the optimizer has made moves to its tier (`place_state`).
-# What an optimizer or the user writes to masters before another forward (LBFGS in its line search, SAM) is written back
-# before it.
+# What an optimizer or the user writes to masters before another forward (LBFGS, SAM) is written back before that.
 
 
 @keeps_mark
@@ -439,6 +437,7 @@ class HostStep:
         if keywords and isinstance(optimizer, CPUAdam):
             raise TypeError(f"{type(optimizer).__name__}.step() takes `closure` only, not {', '.join(keywords)}")
         mark_as_called(optimizer)
+        self._updates.show_writes()
         self._versions = {id(parameter): parameter._version for parameter in self._parameters()}
         self._num_evaluations = 0
         self._updates.begin(optimizer)
@@ -509,6 +508,7 @@ class HostStep:
         has_written = any(map(self._is_written, self._parameters()))
         if self._num_evaluations or not self._evaluates_first:  # perhaps through `.data`, which leaves no trace
             self._updates.write_back(self._optimizer, self._parameters())
+            self._updates.note_masters()
         self._num_evaluations += 1
         self._grads.begin_step()
         self._updating.close()
