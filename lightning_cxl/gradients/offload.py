@@ -12,7 +12,6 @@ parameter and its master are (see [Note: Compute and master weights]):
 * Separate master, the host computes: it is moved, or added, at once, and becomes ``master.grad``.
 * Master on the device (``state_on_device``): as in these two, but nothing moves; sums of 16 bits become float32.
 * From a device (streamed weights, or the master of what is on the device):
-
   1. It joins the group of its unit. A group is copied to the host when it is complete, when the gradient of another
      group comes, or when its unit or the backward is over; what comes later makes a group of its own. A parameter
      without a unit is a group. A group takes one piece of host memory per placement, copies with one event behind
@@ -28,7 +27,6 @@ parameter and its master are (see [Note: Compute and master weights]):
      or somebody may read gradients between micro-batches (`are_read_early`); else at the step, or when somebody gets
      at gradients through a module, an optimizer's groups, or ``.grad`` where the master is separate
      (`complete_for_access`). Meanwhile the sum so far is in `_sums`, and ``.grad`` is None.
-
 * Whether a step is accumulating, ``.grad`` of the master alone says: None means that the next gradient is the first. So
   ``zero_grad``, ``p.grad = None`` and user code that edits gradients keep their meaning.
 * On the device a gradient is held from its arrival until its copy is done: autograd would add to it in place else. The

@@ -100,7 +100,7 @@ class Updates:
         self._started: list[Future[None]] = []
         self._is_last_backward = False  # of that closure
         self._residents: list[tuple[WeightPair, Future[None]]] = []  # updated in this backward; the device has old ones
-        self._seen: dict[torch.Tensor, int] | None = None  # versions of separate masters at the end of the last step
+        self._seen: dict[WeightPair, int] = {}  # versions of separate masters at the end of the last step
 
     # -- what a step asks for, in this order
 
@@ -193,20 +193,21 @@ class Updates:
     # -- what others ask
 
     def note_masters(self) -> None:
-        self._seen = {pair.master: pair.master._version for pair in self._masters if not pair.is_shared}
+        self._seen = {pair: pair.master._version for pair in self._masters if not pair.is_shared}
 
     def show_writes(self, *, is_late: bool = False) -> None:
         """Give the model what others wrote into masters since the last step, as the first half of SAM's does."""
-        seen = {} if self._seen is None or self.has_begun else self._seen
-        if written := {master: version for master, version in seen.items() if master._version != version}:
-            if is_late:
-                raise UnsupportedError("no forward saw what was written to optimizer.param_groups: write to the model")
-            self.wait()
-            for unit in self._units:
-                unit.wait_for_readers()
-            self.write_back_changes(written)
-        if written or self._seen is None:
-            self.note_masters()
+        changed = [pair for pair, version in self._seen.items() if pair.master._version != version]
+        if not changed or self.has_begun:
+            return
+        written: dict[torch.Tensor, int] = {pair.master: -1 for pair in changed if not pair.may_be_written}
+        if written and is_late:
+            raise UnsupportedError("no forward saw what was written to optimizer.param_groups: write to the model")
+        self.wait()
+        for unit in self._units:
+            unit.wait_for_readers()
+        self.write_back_changes(written)
+        self.note_masters()
 
     def wait(self) -> None:
         for unit in self._units:

@@ -563,6 +563,7 @@ class Run:
         self._precisions.consider(optimizers)
         try:
             self.optimizers = [self._adoption.adopt(optimizer) for optimizer in optimizers]
+            self._updates.note_masters()
         except BaseException:
             self._ended_by_error = True
             self._end(self._adoption.release)
