@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -67,10 +67,7 @@ class Settings(parsers.PlanOptions):
             raise ConfigError(
                 f'overlap "{self.overlap}" needs weights that stream: set stream weights, or choose overlap "none"'
             )
-        same = (
-            *("activation_offload", "stream_weights", "units_on_device", "state_on_device"),
-            *("state", "master", "accumulate"),
-        )
+        same = [each.name for each in fields(OffloadConfig) if each.name in self.__dataclass_fields__]
         given: dict[str, Any] = {name: getattr(self, name) for name in same}
         given["on_overflow"] = "ignore" if self.overlap == "backward" else "skip"
         return OffloadConfig(**given, overlap_step=overlaps)

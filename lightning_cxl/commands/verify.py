@@ -19,7 +19,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -71,6 +71,8 @@ class Trained:
     noted: Noted = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     state: Any = None  # weights and optimizer state after `_RESUMED_AT` steps
+    pages: Check | None = None  # where they are at the end, and what the steps took
+    metrics: dict[str, float] = field(default_factory=dict)
     notes_outputs: bool = False
 
 
@@ -279,29 +281,13 @@ def finish_step(
     optimizer.zero_grad()
 
 
-@contextmanager
-def offloaded(job: Job, session: Session) -> Iterator[tuple[Any, torch.optim.Optimizer, UserLoop]]:
-    model = job.make_model()
+def by_us(job: Job, options: dict[str, Any], trained: Trained, *, state: Any = None) -> Trained:
+    """Train with offload; with `state`, from `_RESUMED_AT` on."""
+    session, model = Session(**options, units=job.options.units), job.make_model()
     accumulates = job.options.accumulate_grad_batches > 1
-    loop = UserLoop(session, job.device, Loop(accumulates=accumulates, needs_whole_step="clipping"))
-    with closing(loop):
-        (optimizer,) = loop.prepare(
-            model, [torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)]
-        )
-        yield model, optimizer, loop
-
-
-def by_us(
-    job: Job,
-    options: dict[str, Any],
-    trained: Trained,
-    *,
-    state: Any = None,
-    look: Callable[[Session, Any, Any], None] | None = None,
-) -> Trained:
-    """Train with offload; with `state`, from `_RESUMED_AT` on. `look` gets session, model and optimizer at the end."""
-    session = Session(**options, units=job.options.units)
-    with offloaded(job, session) as (model, optimizer, loop):
+    with UserLoop(session, job.device, Loop(accumulates=accumulates, needs_whole_step="clipping")) as loop:
+        given = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        (optimizer,) = loop.prepare(model, [given])
         if state is not None:
             model.load_state_dict(state[0])
             optimizer.load_state_dict(state[1])
@@ -315,8 +301,7 @@ def by_us(
             holders = [p for group in optimizer.param_groups for p in plain(group["params"])]
             finish_step(job, step, dict(zip(names, holders, strict=True)), optimizer, trained)
             note_model(step, model, trained.noted)
-        if look is not None:
-            look(session, model, optimizer)
+        trained.metrics, trained.pages = session.metrics(), check_pages(session, model, optimizer)
     return trained
 
 
@@ -408,16 +393,11 @@ def checks(job: Job) -> Iterator[Check]:
             f"first that differs: {different}. model() must return a new model each time; a generator of your own must "
             "be seeded in batch(number) and model(); a device may need torch.use_deterministic_algorithms(True)"
         )
-    pages: list[Check] = []
-    metrics: dict[str, float] = {}
-
-    def look(*run: Any) -> None:
-        pages.append(check_pages(*run))
-
-    stream = partial(by_us, job, {**exact, "stream_weights": True}, look=look)
+    stream = partial(by_us, job, {**exact, "stream_weights": True})
     check, streamed = compared("weights stream", stream, reference.noted)
     yield check
-    yield from pages[:1]
+    if streamed.pages is not None:
+        yield streamed.pages
     stay = partial(by_us, job, {**exact, "stream_weights": False})
     yield compared("weights stay on the device", stay, reference.noted)[0]
     if streamed.state is not None:
@@ -433,7 +413,7 @@ def checks(job: Job) -> Iterator[Check]:
     adam = Trained()
     name = "CPUAdam, updates behind the training"
     try:
-        by_us(job, {}, adam, look=lambda session, *_: metrics.update(session.metrics()))
+        by_us(job, {}, adam)
         least = _LEAST * max(map(abs, reference.losses)) or 1.0
         off = [abs(a - b) / max(abs(b), least) for a, b in zip(adam.losses, reference.losses, strict=True)]
         worst = float(torch.tensor(off).max())  # NaN if one is
@@ -441,7 +421,7 @@ def checks(job: Job) -> Iterator[Check]:
         yield Check(name, verdict, f"losses differ by {worst:.1e} at most")
     except Exception as error:
         yield Check(name, "WRONG", repr(error).splitlines()[0])
-    if not metrics:
+    if not (metrics := adam.metrics):
         return
     hidden, stall = metrics.get("cxl/update_hidden_pct", 0.0), metrics.get("cxl/stall_update_s", 0.0)
     copied = "; ".join(f"{way} {metrics[f'cxl/{way}_GBps']:.2g} GB/s" for way in ("h2d", "d2h"))

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cxl.config import SSD
-from lightning_cxl.errors import ConfigError
 from lightning_cxl.gradients.offload import MAX_STAGED
 from lightning_cxl.gradients.step import MAX_UNITS_IN_FLIGHT
 from lightning_cxl.machine.speeds import MachineSsd
@@ -39,13 +38,6 @@ class Mesh:
     replicates: bool = False
     """Every machine holds the whole model, cut over its own devices (hybrid sharding, HSDP); else one copy of the model
     is cut over all ranks."""
-
-    def __post_init__(self) -> None:
-        if min(self.num_devices, self.num_machines) < 1:
-            raise ConfigError(
-                f"a run has at least one device on at least one machine, got {self.num_devices} devices on "
-                f"{self.num_machines} machines"
-            )
 
     @property
     def num_ranks(self) -> int:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
@@ -538,13 +539,10 @@ def save_calibration(calibration: Calibration, topology: Topology, devices: Sequ
     path = calibration_path(topology, devices)
     content = {"version": _VERSION, "machine": describe_machine(topology, devices), "speeds": asdict(calibration)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}-unfinished")
-    try:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".unfinished-") as folder:
+        unfinished = Path(folder, path.name)
         unfinished.write_text(json.dumps(content, indent=1))
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return path
+        return unfinished.replace(path)
 
 
 def load_calibration(topology: Topology, devices: Sequence[str]) -> Calibration | None:

@@ -370,13 +370,11 @@ class Placer:
     def place(
         self, role: TensorRole, nbytes: int, *, tier: str | None = None, spec: TierSpec | None = None, source: str = ""
     ) -> Placement:
-        by_spec = tier is None and spec is not None
         if tier is None and spec is not None:
             tier, source = spec.for_role(role), source or f"tier({spec})"
-        on_ssd = tier is not None and self.topology.tier(tier).kind is TierKind.SSD  # raises where there is none
-        if on_ssd and by_spec and role is TensorRole.COMPUTE_WEIGHTS:
-            tier, on_ssd = None, False  # they move there when their run begins
-        if tier is not None and on_ssd:
+            if tier == SSD and role is TensorRole.COMPUTE_WEIGHTS:
+                tier = None  # they move there when their run begins
+        if tier is not None and self.topology.tier(tier).kind is TierKind.SSD:  # raises where there is none
             if role not in _ROLES_ON_SSD:  # weights and inputs of units move there when their run begins
                 raise _cannot_lie_on_ssd(role.value, source or "the request")
             return Placement((tier,), reason=source or "asked for explicitly")  # nothing spills

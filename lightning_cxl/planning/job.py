@@ -141,10 +141,9 @@ class Job:
 
     def without_ssd_moves(self) -> "Job":
         """Return the job as if drives took no time."""
-        classes = [
-            replace(each, moves=tuple(move for move in each.moves if move.kind not in SSD_MOVES))
-            for each in self.classes
-        ]
+        classes = (
+            replace(each, moves=tuple(m for m in each.moves if m.kind not in SSD_MOVES)) for each in self.classes
+        )
         return replace(self, classes=tuple(classes))
 
     def in_memory(self) -> "Job":
@@ -173,9 +172,7 @@ class UnitShards(NamedTuple):
     reduced_bytes: int  # result of a reduction on one rank, with padding
 
 
-def groups_of(
-    model: nn.Module, units: NamedUnits, mesh: Mesh, *, reduce_itemsize: int | None = None
-) -> list[UnitShards]:
+def groups_of(model: nn.Module, units: NamedUnits, mesh: Mesh) -> list[UnitShards]:
     """Return the groups of a model: its units in their order, then the root where anything is left for it."""
     left = {id(parameter): parameter for parameter in model.parameters()}
     groups = []
@@ -183,7 +180,7 @@ def groups_of(
         own = [parameter for each in parameters if (parameter := left.pop(id(each), None)) is not None]
         if own:
             shards = sum(mesh.shard_numel(p) * p.element_size() for p in own)
-            reduced = sum(mesh.shard_numel(p) * (reduce_itemsize or p.element_size()) for p in own if p.requires_grad)
+            reduced = sum(mesh.shard_numel(p) * p.element_size() for p in own if p.requires_grad)
             groups.append(UnitShards(name, shards, reduced))
     return groups
 
@@ -226,7 +223,8 @@ def exchanges(
 
 def model_job(name: str, plan: Plan) -> Job:
     workload, run, mesh = plan.workload, plan.measured, plan.workload.mesh
-    parts, n = _device_parts(plan), workload.num_micro_batches
+    found = _parts_of_rank(plan) if mesh.is_sharded else _device_parts(plan)
+    parts, n = {name: nbytes for name, nbytes in found.items() if nbytes}, workload.num_micro_batches
     groups = groups_of(plan.model, plan.units, mesh)
     return Job(
         name=name,
@@ -319,10 +317,7 @@ def _moves(plan: Plan, role: TensorRole) -> tuple[Move, ...]:
 
 def _device_parts(plan: Plan) -> dict[str, int]:
     """Return device memory at the peak by what it is for; see the module's docstring."""
-    model, on_host = plan.model, plan.workload.computes_on_host
-    if plan.workload.mesh.is_sharded:
-        return _parts_of_rank(plan)
-    streamed = plan.unit_of
+    model, on_host, streamed = plan.model, plan.workload.computes_on_host, plan.unit_of
     unit_bytes: dict[str, int] = {}
     for each in plan.tensors:
         if each.unit and each.role is TensorRole.COMPUTE_WEIGHTS:
@@ -333,7 +328,7 @@ def _device_parts(plan: Plan) -> dict[str, int]:
     leaving = offload_groups(plan.gradients)[:2]  # one is copied, one is computed
     there = plan.on_device.values()
     wide = [4 if plan.workload.num_micro_batches > 1 else p.element_size() for p in there]  # a sum is float32
-    parts = {
+    return {
         "weights that stay on the device": 0 if on_host else rest + buffers,
         f"{NUM_SLOTS} slots for weights that stream": NUM_SLOTS * max(unit_bytes.values(), default=0),
         "activations, logits and loss at their peak": plan.measured.device_peak_bytes,
@@ -341,7 +336,6 @@ def _device_parts(plan: Plan) -> dict[str, int]:
         "optimizer state that stays on the device": sum(p.numel() * (12 if p.element_size() < 4 else 8) for p in there),
         "gradients that stay on the device": sum(p.numel() * size for p, size in zip(there, wide, strict=True)),
     }
-    return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
 
 def _parts_of_rank(plan: Plan) -> dict[str, int]:
@@ -355,7 +349,7 @@ def _parts_of_rank(plan: Plan) -> dict[str, int]:
     reduced = sorted((group.reduced_bytes for group in (*units, root)), reverse=True)
     kept = workload.num_micro_batches > 1 and workload.num_arrivals == 1
     shards = -(-largest // workload.mesh.num_shards)
-    parts = {
+    return {
         "weights outside of units, and buffers": buffers + root.shard_bytes,
         f"{NUM_SLOTS} units that are gathered": NUM_SLOTS * (largest + shards),
         "activations, logits and loss at their peak": plan.measured.device_peak_bytes,
@@ -366,7 +360,6 @@ def _parts_of_rank(plan: Plan) -> dict[str, int]:
             -(-sum(reduced) // workload.mesh.num_shards) if workload.mesh.num_replicas > 1 else 0
         ),
     }
-    return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
 
 # Predicted seconds: of an Adam update on the host, of a copy, and of one optimizer step (`predict_step`).
