@@ -12,10 +12,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from lightning_cxl.config import SSD
 from lightning_cxl.machine.recorder import WORDS
 from lightning_cxl.text import format_bytes
 from lightning_cxl.timing import Span
 
+TIER_HEADS, ROLE_HEADS = ("tier", "capacity", "budget", "used", "peak"), ("role", "tier", "planned", "used", "peak")
 Samples = Sequence[tuple[float, Mapping[str, int]]]  # bytes by what holds them, by the time of day
 
 _COLOURS = {  # by the first words of a span
@@ -97,8 +99,8 @@ class Report(dict[str, Any]):
             _table(["of one step, on average", ""], [[name, _number(name, x)] for name, x in self._per_step.items()]),
             *(["<h2>The last step</h2>", _lanes(self._last_step)] if self._last_step else []),
             "<h2>Memory</h2>",
-            _table(["role", "tier", "planned", "used", "peak"], self._roles()),
-            _table(["tier", "capacity", "budget", "used", "peak"], self._tiers()),
+            _table(ROLE_HEADS, role_rows(self)),
+            _table(TIER_HEADS, tier_rows(self)),
             *(["<h2>The last minute</h2>", _chart(self._samples)] if len(self._samples) > 1 else []),
             "<h2>Who decided</h2>",
             _table(["role", ""], [[role, text] for role, texts in self["reasons"].items() for text in texts]),
@@ -135,18 +137,25 @@ class Report(dict[str, Any]):
             )
         return f"{_STALLS[name]}. The training waited {seconds:.3g} s of {step_s:.3g} s for it."
 
-    def _roles(self) -> list[list[Any]]:
-        kinds = [self[key] for key in ("planned_roles", "roles", "peak_roles")]
-        names = dict.fromkeys((role, tier) for kind in kinds for role, tiers in kind.items() for tier in tiers)
-        sizes = {(role, tier): [kind.get(role, {}).get(tier, 0) for kind in kinds] for role, tier in names}
-        return [[role, tier, *map(format_bytes, each)] for (role, tier), each in sizes.items() if any(each)]
 
-    def _tiers(self) -> list[list[Any]]:
-        keys = ("capacity_bytes", "budget_bytes", "used_bytes", "peak_bytes")
-        return [
-            [name, *("-" if tier[key] is None else format_bytes(tier[key]) for key in keys)]
-            for name, tier in self["tiers"].items()
-        ]
+def _size(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else format_bytes(num_bytes)
+
+
+def tier_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    keys = ("capacity_bytes", "budget_bytes", "used_bytes", "peak_bytes")
+    return [(name, *(_size(tier[key]) for key in keys)) for name, tier in report["tiers"].items()]
+
+
+def role_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    kinds = [report[key] for key in ("planned_roles", "roles", "peak_roles")]
+    rows = []
+    for role in dict.fromkeys(role for kind in kinds for role in kind):
+        planned, *counted = (kind.get(role, {}) for kind in kinds)
+        for tier in dict.fromkeys([*planned, *counted[1]]):
+            unused = None if tier == SSD else 0  # on the tier `ssd` roles are not counted one by one
+            rows.append((role, tier, *map(_size, (planned.get(tier), *(each.get(tier, unused) for each in counted)))))
+    return rows
 
 
 def _number(name: str, value: float) -> str:
@@ -195,7 +204,6 @@ def _lanes(spans: Sequence[Span]) -> str:
 
 
 def _chart(samples: Samples) -> str:
-    """Draw bytes over time, a line for each holder."""
     names = [name for name in _COLOURS if name in samples[0][1]]
     most = max(max(each[name] for name in names) for _, each in samples) or 1
     first, seconds = samples[0][0], max(samples[-1][0] - samples[0][0], 1e-9)

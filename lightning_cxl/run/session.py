@@ -30,7 +30,7 @@ from lightning_cxl.machine.binding import RankBinding, RankFacts, bind_rank
 from lightning_cxl.machine.topology import Topology, memory_pressure
 from lightning_cxl.memory.hook import active
 from lightning_cxl.planning.policies import check_policy
-from lightning_cxl.run.report_page import Report, Samples
+from lightning_cxl.run.report_page import ROLE_HEADS, TIER_HEADS, Report, Samples, role_rows, tier_rows
 from lightning_cxl.run.run import FinishedRun, Host, Run
 from lightning_cxl.sharding.fsdp import cut, reshard
 from lightning_cxl.sharding.processes import on_all_ranks
@@ -55,28 +55,17 @@ def format_report(report: Mapping[str, Any]) -> str:
     if (ranks := report.get("ranks")) is not None:
         lines[0] += ", rank {rank} of {num_ranks}, local rank {local_rank} of {num_local_ranks}".format_map(ranks)
         lines.append("bytes are of this rank; capacities are of the machine, parameters of the whole model")
-    lines += table_lines(
-        ("tier", "capacity", "budget", "used", "peak"),
-        [
-            (name, *(_size(tier[key]) for key in ("capacity_bytes", "budget_bytes", "used_bytes", "peak_bytes")))
-            for name, tier in report["tiers"].items()
-        ],
-    )
-    planned, used, peak = (report[key] for key in ("planned_roles", "roles", "peak_roles"))
-    rows = []
-    for role in dict.fromkeys([*planned, *peak]):
-        for tier in dict.fromkeys([*planned.get(role, {}), *peak.get(role, {})]):
-            unused = None if tier == SSD else 0  # on the tier `ssd` roles are not counted one by one
-            counts = (each.get(role, {}).get(tier, unused) for each in (used, peak))
-            rows.append((role, tier, *map(_size, (planned.get(role, {}).get(tier), *counts))))
-    if rows:
+    lines += table_lines(TIER_HEADS, tier_rows(report))
+    if rows := role_rows(report):
         total, most = (
-            sum(nbytes for tiers in each.values() for tier, nbytes in tiers.items() if tier != SSD)
-            for each in (planned, peak)
+            sum(nbytes for tiers in report[key].values() for tier, nbytes in tiers.items() if tier != SSD)
+            for key in ("planned_roles", "peak_roles")
         )
         of_plan = f" ({100 * most / total:.0f} %)" if total else ""
-        lines += ["", *table_lines(("role", "tier", "planned", "used", "peak"), rows, left=2)]
-        lines.append(f"in all, each role at its peak: planned {_size(total)}, peak {_size(most)}{of_plan}")
+        lines += ["", *table_lines(ROLE_HEADS, rows, left=2)]
+        lines.append(
+            f"in all, each role at its peak: planned {format_bytes(total)}, peak {format_bytes(most)}{of_plan}"
+        )
     lines += ["", f"policy: {report['policy']}"]
     for role, reasons in list(report["reasons"].items())[:_MAX_REASONS]:
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
@@ -93,8 +82,8 @@ def format_report(report: Mapping[str, Any]) -> str:
         lines.append(f"units: {len(units)} blocks, {units[0]} to {units[-1]}, {where}")
     if streamed := report["streamed"]:
         lines.append(
-            f"streamed weights: {_size(streamed['host_bytes'])} of {streamed['num_units']} units through "
-            f"{_size(streamed['slot_bytes'])} on the device, {streamed['num_fetches']} copies, "
+            f"streamed weights: {format_bytes(streamed['host_bytes'])} of {streamed['num_units']} units through "
+            f"{format_bytes(streamed['slot_bytes'])} on the device, {streamed['num_fetches']} copies, "
             f"{streamed['num_late']} not fetched ahead"
         )
     if moved := report["ssd"]:
@@ -105,10 +94,6 @@ def format_report(report: Mapping[str, Any]) -> str:
     lines += [f"optimizer: {text}" for text in report["optimizers"]]
     lines += [f"note: {text}" for text in report["notes"]]
     return "\n".join(lines)
-
-
-def _size(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else format_bytes(num_bytes)
 
 
 class Session:
@@ -322,7 +307,6 @@ class Session:
 
 
 def _report(host: Host, runs: Sequence[Run], state: str) -> dict[str, Any]:
-    """Return what one host has measured, and what all runs on it report, added up."""
     last = ([run for run in runs if run.optimizers] or list(runs))[-1:]  # what is on the tier `ssd` is of this one
     report = host.report(state, last[0].on_ssd if last else None)
     report |= {"planned_roles": {}, "reasons": {}, "num_parameters": 0, "num_trainable": 0}

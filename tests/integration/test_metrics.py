@@ -172,8 +172,9 @@ def test_a_page_about_the_run_has_the_numbers_of_its_report(tmp_path):
     report, text = trainer.strategy.report(), (tmp_path / "pages/run.html").read_text()
     rows = rows_of(text)
     for role, tiers in report["peak_roles"].items():
-        sizes = [format_bytes(report[key].get(role, {}).get("dram", 0)) for key in ("planned_roles", "roles")]
-        assert not any(tiers.values()) or [role, "dram", *sizes, format_bytes(tiers["dram"])] in rows
+        planned = report["planned_roles"].get(role, {}).get("dram")
+        sizes = ["-" if planned is None else format_bytes(planned), format_bytes(report["roles"][role]["dram"])]
+        assert [role, "dram", *sizes, format_bytes(tiers["dram"])] in rows
     assert ["state", '"bf16"', "argument"] in rows
     assert [str(report["policy"])] in [row[1:] for row in rows if row[0] == "policy"]
     assert "<svg " in text and "<title>update: " in text
