@@ -54,6 +54,11 @@ def wrapped(text: str, width: int | None = None) -> list[str]:
     return textwrap.wrap(text, width or text_width(), subsequent_indent="    ", break_on_hyphens=False)
 
 
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Return names as code, at most so many of them."""
+    return ", ".join(f"`{name}`" for name in names[:most]) + ", ..." * (len(names) > most)
+
+
 def table_lines(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, indent: int = 0) -> list[str]:
     """Return a table as lines; the `left` first columns are aligned to the left, the others, numbers, to the right.
 

@@ -243,15 +243,8 @@ def _joined(weight: CheckpointTensor, remainder: CheckpointTensor) -> Tensor:
 
 def dequantised(tensors: Sequence[CheckpointTensor], dtype: torch.dtype) -> list[CheckpointTensor]:
     """Return tensors with each quantised weight and what is beside it as one, in the place of the weight."""
-    beside: dict[str, dict[str, CheckpointTensor]] = {}
-    plain = []
-    for each in tensors:
-        found = models.weight_beside(each.name)
-        if found is None:
-            plain.append(each)
-        else:
-            beside.setdefault(found[0], {})[found[1]] = each
-    return [_dequantised(each, beside.get(each.name, {}), dtype) for each in plain]
+    weights, beside = models.with_beside(tensors)
+    return [_dequantised(each, beside.get(each.name, {}), dtype) for each in weights]
 
 
 def _dequantised(
@@ -316,10 +309,7 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int | str = "5GiB",
 ) -> Exported:
-    """Write a checkpoint of any front end as a folder that transformers and peft load; see `parsers.export`.
-
-    Adapters are merged into the base model. Weights that bitsandbytes has quantised become plain numbers.
-    """
+    """Write a checkpoint of any front end as a folder that transformers and peft load; see `parsers.export`."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"`{folder}` is a file: give a folder")
     if folder.resolve() in (checkpoint.resolve(), base and base.resolve()):
@@ -437,7 +427,7 @@ class _Weights:
         found |= {name: tensor for name, tensor in names(below) if name in weights and id(weights[name]) not in given}
         if conversions := names.used():
             model._weight_conversions = conversions  # written under the names in the files
-        matches = models.match_names(model, [], lambda _: list(found.items()), completes=False)
+        matches = models.match_names(model, list(found.items()), completes=False)
         models.refuse_mismatch(matches, model)
         self._sources: dict[str, WeightSource] = {}
         for read in matches.reads:
@@ -469,7 +459,6 @@ class _Weights:
         return found
 
     def merge(self, adapted: Any) -> None:
-        """Let an adapter of peft change weights when they are written."""
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 

@@ -52,7 +52,6 @@ class LoadedCheckpoint(dict[str, Any]):
             self["optimizer_states"] = [None] * folder.num_optimizers  # Lightning asks whether there are some
 
     def __reduce__(self) -> tuple[type[OrderedDict[str, Any]], tuple[dict[str, Any]]]:
-        """Copy and pickle as a dict of Python's own."""
         return OrderedDict, ({**self},)
 
 
@@ -268,7 +267,7 @@ def restore_masters(
 #
 # [Note: Unfinished folders]
 # A folder is written as ``.NAME.TOKEN.partial``, a file as ``.NAME.TOKEN.checkpoint.partial`` (`unfinished`). It takes
-# its name when it is complete (`put_in_place`), and a folder gets a name like that again before it is removed
+# its name when it is complete (`take_place`), and a folder gets a name like that again before it is removed
 # (`remove`). So a process that is killed leaves the last checkpoint whole.
 #
 # Files that killed processes have left are removed by the next `unfinished` in that place. It knows by a lock: a
@@ -323,11 +322,6 @@ def unfinished(target: Path, *, is_file: bool = False) -> Iterator[Path]:
                 path = path.rename(_cleared(target.with_name(f".{target.name}.partial")))
             break
         yield path
-
-
-def put_in_place(folder: Path, path: Path) -> None:
-    sync_folder(folder)
-    take_place(folder, path)
 
 
 def take_place(finished: Path, path: Path) -> None:

@@ -54,6 +54,8 @@ from lightning_cxl.run import checkpoint as ckpt
 from lightning_cxl.run.state_on_ssd import KEY
 from lightning_cxl.sharding.processes import on_all_ranks
 from lightning_cxl.shards import first_element, is_sharded, local, sharded_like
+from lightning_cxl.storage.drive import sync_folder
+from lightning_cxl.text import listed
 from lightning_cxl.torch_private import tree_leaves
 
 SCALES = tuple(keys.scales for keys in MOMENT_KEYS)  # keys of state that is per block of a shard
@@ -77,7 +79,8 @@ def write(path: Path, tensors: Mapping[str, Any], write_rest: Callable[[BinaryIO
                     write_rest(file)
                     file.flush()
                     os.fsync(file.fileno())
-                ckpt.put_in_place(folder, path)
+                sync_folder(folder)
+                ckpt.take_place(folder, path)
 
         try:
             folder = on_all_ranks(begin, group)[0]
@@ -451,8 +454,7 @@ class ShardedCheckpoint:
         return ckpt.damaged(self._path, error)
 
     def _some(self) -> str:
-        names = list(self._metadata.state_dict_metadata)
-        return ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
+        return listed(list(self._metadata.state_dict_metadata), most=3)
 
 
 def _nested(values: Mapping[_Path, Any]) -> Any:

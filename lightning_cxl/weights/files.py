@@ -26,6 +26,7 @@ from lightning_cxl.errors import CheckpointError, UnsupportedError
 from lightning_cxl.memory.host_memory import HeapTrimmer
 from lightning_cxl.memory.resource import Buffer, pages_of_file
 from lightning_cxl.sharding.host_shard import SHAPE_ALONE, made_like, shape_of
+from lightning_cxl.text import listed
 from lightning_cxl.torch_private import make_wrapper, no_torch_function, tree_leaves, tree_map, written_by
 
 # Several processes defer the reading of weights until the model is cut, so that each reads its part alone.
@@ -479,14 +480,12 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @contextmanager
 def open_weights(source: Source) -> Iterator[list[TensorFile]]:
-    """Open every file of a source, with all headers checked."""
     paths, index = _files_of(source)
     missing = [path for path in paths if not path.is_file()]
     if missing:
-        names = ", ".join(f"`{path}`" for path in missing[:5])
         raise CheckpointError(
-            f"{len(missing)} of {len(paths)} files with weights do not exist: {names}"
-            f"{', ...' if len(missing) > 5 else ''}. Complete the download, or name the files that there are."
+            f"{len(missing)} of {len(paths)} files with weights do not exist: {listed([*map(str, missing)])}. Complete "
+            "the download, or name the files that there are."
         )
     with ExitStack() as opened:
         files = [opened.enter_context(TensorFile(path)) for path in paths]

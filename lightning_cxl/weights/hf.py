@@ -69,7 +69,9 @@ class Quantizer:
 
     def replace_layers(self, model: Any) -> None:
         """Put layers of bitsandbytes in the place of those that are to be quantised, as transformers chooses them."""
-        with models.default_dtype(model.dtype):
+        from transformers.modeling_utils import local_torch_dtype
+
+        with local_torch_dtype(model.dtype):
             self._own.preprocess_model(model=model, dtype=model.dtype, device_map=None)
         for name, _ in _quantised_parameters(model):
             bias = model.get_submodule(name.rpartition(".")[0]).bias
@@ -91,17 +93,9 @@ class Quantizer:
         parameters = dict(_quantised_parameters(model))
 
         def translated(tensors: Sequence[WeightSource]) -> list[tuple[str, WeightSource]]:
-            beside: dict[str, dict[str, WeightSource]] = {}
-            plain = []
-            in_files = {tensor.name for tensor in tensors}
-            for tensor in tensors:
-                owner = models.weight_beside(tensor.name) if self.is_saved else None
-                if owner is not None and owner[0] in in_files:
-                    beside.setdefault(owner[0], {})[owner[1]] = tensor
-                else:
-                    plain.append(tensor)
+            weights, beside = models.with_beside(tensors) if self.is_saved else (tensors, {})
             found = []
-            for name, source in names(plain):
+            for name, source in names(weights):
                 meta = parameters.get(name)
                 if meta is not None and isinstance(source, FileTensor):
                     if self.is_saved:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from math import prod
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from lightning_cxl.memory.placement import TierSpec, owner_spec
 from lightning_cxl.shards import is_sharded
 from lightning_cxl.storage.drive import sync_folder
 from lightning_cxl.streaming.quantised import is_quantised_later
-from lightning_cxl.text import format_bytes, parse_bytes
+from lightning_cxl.text import format_bytes, listed, parse_bytes
 from lightning_cxl.weights.files import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -98,10 +98,9 @@ def refuse_unready(model: nn.Module) -> None:
         raise ConfigError(f"`{name}` belongs to a lazy module and has no shape: run the model once, then train it.")
     names = [name for name, tensor in named if tensor.is_meta]
     if names:
-        shown = ", ".join(f"`{name}`" for name in names[:5])
         raise ConfigError(
             f"{len(names)} of {len(named)} tensors of {type(model).__name__} are on the meta device and have no "
-            f"values: {shown}{', ...' if len(names) > 5 else ''}. Load them before training with "
+            f"values: {listed(names)}. Load them before training with "
             "`lightning_cxl.load_weights(model, folder)` (under Lightning in `configure_model`; its result names what "
             "the files lack), or build the model without `empty_weights` or `torch.device('meta')` to train it from "
             "scratch."
@@ -170,7 +169,7 @@ def _paths(
             yield from _paths(child, f"{path}{name}.", modules)
 
 
-_SHOWN = 8
+_SHOWN = 8  # names in a message
 _MAY_BE_MISSING = "_keys_to_ignore_on_load_missing"
 
 
@@ -188,8 +187,8 @@ class Matches:
     """Buffers that the model computes itself and that have no values, because it was built on the meta device."""
 
 
-def match_names(model: nn.Module, tensors: Sequence[WeightSource], translate: Translate, *, completes: bool) -> Matches:
-    """Match names, with the base model's prefix added or left out as transformers does.
+def match_names(model: nn.Module, named: Sequence[tuple[str, WeightSource]], *, completes: bool) -> Matches:
+    """Match names of the model, with the base model's prefix added or left out as transformers does.
 
     Where the caller `completes`, which is to initialise what is left on the meta device, fewer names are missing.
     """
@@ -206,7 +205,7 @@ def match_names(model: nn.Module, tensors: Sequence[WeightSource], translate: Tr
     def is_ignored(attribute: str, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in getattr(model, attribute, None) or ())
 
-    for name, source in translate(tensors):
+    for name, source in named:
         if name not in weights and prefix != ".":
             name = next((each for each in (f"{prefix}{name}", name.removeprefix(prefix)) if each in weights), name)
         weight = weights.get(name)
@@ -221,8 +220,8 @@ def match_names(model: nn.Module, tensors: Sequence[WeightSource], translate: Tr
         reads.append(Read(source, weight))
     if wrong:
         raise CheckpointError(
-            f"{len(wrong)} tensors do not fit {type(model).__name__}: {_joined(wrong, '; ')}. Nothing has been loaded. "
-            "Build the model with the sizes that the files were saved with (their config)."
+            f"{len(wrong)} tensors do not fit {type(model).__name__}: {'; '.join(wrong[:_SHOWN])}. Nothing has been "
+            "loaded. Build the model with the sizes that the files were saved with (their config)."
         )
     filled = {id(read.weight) for read in reads}
     missing = [
@@ -238,14 +237,14 @@ def refuse_mismatch(matches: Matches, model: nn.Module) -> None:
     if matches.lost:
         raise CheckpointError(
             f"{len(matches.lost)} buffers of {type(model).__name__} are on the meta device, and no file holds them, "
-            f"because the model computes them when it is built: {_list(matches.lost)}. Nothing has been loaded. Build "
-            "it in `lightning_cxl.empty_weights()`, which keeps buffers real."
+            f"because the model computes them when it is built: {listed(matches.lost, _SHOWN)}. Nothing has been "
+            "loaded. Build it in `lightning_cxl.empty_weights()`, which keeps buffers real."
         )
     both = (
         (matches.missing, "weights are missing from the files"),
         (matches.unexpected, "tensors of the files are not in the model"),
     )
-    if texts := [f"{len(names)} {what}: {_list(names)}" for names, what in both if names]:
+    if texts := [f"{len(names)} {what}: {listed(names, _SHOWN)}" for names, what in both if names]:
         raise CheckpointError(
             f"the files do not fit {type(model).__name__}: {'. '.join(texts)}. {len(matches.reads)} tensors fit. "
             "Nothing has been loaded. Load into the class that was saved, or pass strict=False to load what fits."
@@ -254,14 +253,6 @@ def refuse_mismatch(matches: Matches, model: nn.Module) -> None:
 
 def _show(tensor: WeightSource | torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _list(names: Sequence[str]) -> str:
-    return _joined([f"`{name}`" for name in names], ", ")
-
-
-def _joined(texts: Sequence[str], separator: str) -> str:
-    return separator.join(texts[:_SHOWN]) + (f"{separator}..." if len(texts) > _SHOWN else "")
 
 
 # Weights that bitsandbytes quantises while they are read: the full-precision weight never exists.
@@ -319,25 +310,16 @@ def quantised_like(meta: Any, dtype: torch.dtype, make: Callable[[Sequence[int],
 @torch.no_grad()
 def _quantised(source: WeightSource, meta: Any, dtype: torch.dtype, spec: TierSpec | None) -> nn.Parameter:
     """Return a quantised parameter for the place of one on the meta device; values are rounded to `dtype` first."""
+    from transformers.modeling_utils import local_torch_dtype
+
     with large_blocks_apart():  # what the kernels take for chunks
         parameter: nn.Parameter = quantised_like(meta, dtype, lambda shape, own: _new(shape, own, spec))
-        with ordinary_memory(), default_dtype(torch.float32):  # bitsandbytes makes code books without naming a type
+        with ordinary_memory(), local_torch_dtype(torch.float32):  # bitsandbytes makes code books without naming a type
             if type(meta).__name__ == "Int8Params":
                 _fill_8bit(parameter, source, dtype)
             else:
                 _fill_4bit(parameter, source, dtype)
     return parameter
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Let torch make new layers in this type, until exit."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _new(shape: Sequence[int], dtype: torch.dtype, spec: TierSpec | None) -> Tensor:
@@ -386,6 +368,21 @@ def weight_beside(name: str) -> tuple[str, str] | None:
     """Return the weight that a tensor of a file belongs to, and which of its tensors this is, if any."""
     found = _BESIDE.fullmatch(name)
     return None if found is None else (f"{found['module']}.weight", found["key"].removeprefix("weight."))
+
+
+_Source = TypeVar("_Source", bound=WeightSource)
+
+
+def with_beside(tensors: Sequence[_Source]) -> tuple[list[_Source], dict[str, dict[str, _Source]]]:
+    """Return weights, and by the name of a quantised one what files have beside it, by key."""
+    weights, beside, names = list[_Source](), dict[str, dict[str, _Source]](), {tensor.name for tensor in tensors}
+    for tensor in tensors:
+        owner, key = weight_beside(tensor.name) or ("", "")
+        if owner in names:
+            beside.setdefault(owner, {})[key] = tensor
+        else:
+            weights.append(tensor)
+    return weights, beside
 
 
 class SavedQuantised(WeightSource):
@@ -503,10 +500,8 @@ def load_weights(
         lightning_cxl.load_weights(model, "folder", dtype=torch.bfloat16)
     """
 
-    def as_named(tensors: Sequence[WeightSource]) -> list[tuple[str, WeightSource]]:
-        return [(tensor.name, tensor) for tensor in tensors]
-
-    return load_translated(model, source, as_named, strict=strict, dtype=dtype, mapped=mapped, completes=False)
+    options: Any = {"strict": strict, "dtype": dtype, "mapped": mapped, "completes": False}
+    return load_translated(model, source, lambda tensors: [(each.name, each) for each in tensors], **options)
 
 
 def load_translated(
@@ -526,7 +521,7 @@ def load_translated(
             "Lightning in `configure_model`), then cut"
         )
     with open_weights(source) as files:
-        matches = match_names(model, tensors_of(files), translate, completes=completes)
+        matches = match_names(model, translate(tensors_of(files)), completes=completes)
         if strict:
             refuse_mismatch(matches, model)
         nbytes = _read_all(matches, dtype, mapped)

@@ -14,10 +14,10 @@ from lightning_cxl.run import checkpoint as checkpoint_folder
 from lightning_cxl.run.checkpoint import (
     is_sharded_checkpoint,
     lying_at,
-    put_in_place,
     remove,
     remove_left,
     save_file,
+    take_place,
     unfinished,
 )
 
@@ -51,7 +51,7 @@ def write(path, number):
     """Do what a save does, in one process."""
     with unfinished(path) as folder:
         (folder / "meta.pt").write_text(str(number))
-        put_in_place(folder, path)
+        take_place(folder, path)
 
 
 def names(folder):
@@ -68,7 +68,7 @@ def test_a_folder_has_its_name_when_it_is_complete(tmp_path, locks, exchanges):
     with unfinished(path) as folder:
         assert folder.parent == path.parent and number_at(path) == 1
         (folder / "meta.pt").write_text("2")
-        put_in_place(folder, path)
+        take_place(folder, path)
     assert number_at(path) == 2 and names(path.parent) == ["a.ckpt"]
     remove(path)
     assert names(path.parent) == []

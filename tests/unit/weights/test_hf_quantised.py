@@ -5,12 +5,12 @@ import torch
 import transformers as tf
 from safetensors.torch import save_file
 from torch import nn
+from transformers.modeling_utils import local_torch_dtype
 
 from lightning_cxl import empty_weights, from_pretrained, load_weights, save_pretrained
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.weights import models as quantise
 from lightning_cxl.weights.files import FileTensor
-from lightning_cxl.weights.models import default_dtype
 from tests.models import TINY_LLAMA
 from tests.unit.weights.test_hf import GPT2, rewrite
 
@@ -113,7 +113,7 @@ def test_weights_are_rounded_to_the_models_type_first(plain, way, dtype):
     """And scales do not get torch's default type, which Lightning sets in bf16-true."""
     assert_same(ours(plain, dtype, **WAYS[way]), theirs(plain, dtype, **WAYS[way]))
     expected = theirs(plain, dtype, **WAYS[way])
-    with default_dtype(dtype):
+    with local_torch_dtype(dtype):
         found = ours(plain, dtype, **WAYS[way])
     assert_same(found, expected)
 
