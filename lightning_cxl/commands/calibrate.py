@@ -103,7 +103,8 @@ def main(arguments: Sequence[str]) -> None:
     args = parsers.calibrate().parse_args(arguments)
     parsers.check_target(args.output)
     for folder in args.ssd:
-        check_ssd(folder)
+        if not folder.is_dir():
+            raise ConfigError(f"--ssd {folder}: there is no such folder")
     start, busy = time.perf_counter(), cpu_seconds()
     topology, devices = Topology.detect(), devices_apart()
     engines = [NamedEngine(f"{each.name} {i}", make_engine(each.device)) for i, each in enumerate(devices)]
@@ -142,11 +143,10 @@ def measure_machine(
     *,
     ssds: Sequence[Path] = (),
     pin: Pinner | None = None,
-    say: Callable[[str], None] = print,
 ) -> tuple[Calibration, list[Row]]:
     caches = cache_bytes(os.sched_getaffinity(0), topology.root or Path("/"))
     rows: list[Row] = []
-    found = measure_nodes(topology, options, caches, say)
+    found = measure_nodes(topology, options, caches)
     node_ids = sorted({node_id for node_id, _ in found})
     if not node_ids:
         raise TierFullError("no node has room for a measurement: see above. Free memory, and measure again.")
@@ -173,7 +173,9 @@ def measure_machine(
     for folder in ssds:
         read, write, direct = measure_ssd(folder, options.ssd_bytes)
         if not direct:
-            say(f"{folder}: its file system cannot read and write past the page cache (O_DIRECT), so memory takes part")
+            print(
+                f"{folder}: its file system cannot read and write past the page cache (O_DIRECT), so memory takes part"
+            )
         rows += [(f"{folder}, read", "B/s", read), (f"{folder}, write", "B/s", write)]
         speeds = {"read_bytes_per_s": read.value, "write_bytes_per_s": write.value}
         drives.append(SsdSpeeds(folder=str(folder.resolve()), direct=direct, **speeds))
@@ -316,9 +318,7 @@ def _node_resources(topology: Topology) -> dict[int, MemoryResource]:
     return {node_id: NumaResource(tier.name, node_id, topology) for tier in real for node_id in tier.node_ids}
 
 
-def measure_nodes(
-    topology: Topology, options: Options, caches: int, say: Callable[[str], None] = print
-) -> dict[tuple[int, str], Figure]:
+def measure_nodes(topology: Topology, options: Options, caches: int) -> dict[tuple[int, str], Figure]:
     """Return bytes per second by node and access. Nodes take turns; one that is too full is left out, with a line."""
     resources = _node_resources(topology)
     sweeps: dict[tuple[int, str], Sweep] = {}
@@ -337,10 +337,10 @@ def measure_nodes(
                 )
             memory = resource.allocate(nbytes).tensor((nbytes,), torch.uint8)
         except TierFullError as error:
-            say(f"left out: {error}")
+            print(f"left out: {error}")
             continue
         if nbytes < wanted:
-            say(f"node {node_id}: only {format_bytes(nbytes)} instead of {format_bytes(wanted)}, caches may help")
+            print(f"node {node_id}: only {format_bytes(nbytes)} instead of {format_bytes(wanted)}, caches may help")
         kept.append(memory)
         for access in (READ, WRITE, ADAM):
             sweeps[node_id, access], traffic[node_id, access] = _sweep(memory, access)
@@ -446,11 +446,6 @@ def _block(engine: TransferEngine, width: int) -> tuple[Callable[[], None], int]
 
 
 # Disks: large sequential writes and reads of a temporary file, past the page cache where possible.
-
-
-def check_ssd(folder: Path) -> None:
-    if not folder.is_dir():
-        raise ConfigError(f"--ssd {folder}: there is no such folder")
 
 
 def measure_ssd(folder: Path, nbytes: int) -> tuple[Figure, Figure, bool]:

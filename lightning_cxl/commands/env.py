@@ -42,11 +42,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def environment_report(root: str | os.PathLike[str] = "/") -> dict[str, Any]:
-    """Return what matters about this machine as a JSON-able dict.
-
-    Keys: ``tiers``, ``nodes`` and ``notes`` (the topology), ``offline_cards``, ``speeds`` (of tiers, and their source),
-    ``limits``, ``kernel``, ``cpu``, ``accelerator``, ``versions``, and ``advice``, what to change, one sentence each.
-    """
+    """Return what matters about this machine as a JSON-able dict; ``advice`` says what to change."""
     root = Path(root)
     topology, allowed = Topology.detect(root), allowed_node_ids(root)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -141,8 +141,6 @@ _USED_OF_DEVICE = 0.95  # of its memory, by units that stay there: the rest is f
 
 
 def loss_on_meta(model: Any, batch: int, sequence: int, *, chunked: bool = False) -> Callable[[], torch.Tensor]:
-    """Return a function that computes the model's loss of a batch of token ids without values."""
-
     def loss() -> torch.Tensor:
         ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
         with chunked_loss(model) if chunked else nullcontext():

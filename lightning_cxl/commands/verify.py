@@ -139,8 +139,6 @@ def seed(number: int) -> None:
 
 
 class Job:
-    """One short training."""
-
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.options, self.device = options, device
         self.mixed = options.precision == "bf16-mixed"
@@ -167,7 +165,6 @@ class Job:
         return model.train() if self.options.script is None else model.to(dtype=self.dtype)
 
     def numbers(self, step: int) -> range:
-        """Return the numbers of the micro-batches of a step."""
         count = self.options.accumulate_grad_batches
         return range(step * count, (step + 1) * count)
 
@@ -306,7 +303,6 @@ def by_us(job: Job, options: dict[str, Any], trained: Trained, *, state: Any = N
 
 
 def first_difference(ours: Noted, theirs: Noted) -> str | None:
-    """Return what was computed first that is not the same, in words."""
     for (name, value), (expected, reference) in zip(ours, theirs, strict=False):
         if name != expected:
             return f"{expected} was not computed; {name} was"
@@ -332,7 +328,6 @@ def compared(name: str, train: Callable[[Trained], object], theirs: Noted) -> tu
 
 
 def since(step: int, noted: Noted, job: Job) -> Noted:
-    """Return what was noted from a step on."""
     first = f"micro-batch {job.numbers(step)[0]}:"
     return noted[next(i for i, (name, _) in enumerate(noted) if name.startswith(first)) :]
 

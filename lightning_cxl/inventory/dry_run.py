@@ -31,7 +31,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.devices import After, Copy, FinishedTransfer, Transfer, TransferEngine
 from lightning_cxl.inventory.tensors import Workload
-from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
+from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.quantised import numel, prepare_layers
 from lightning_cxl.streaming.units import NamedUnits, find_units
 from lightning_cxl.torch_private import TorchDispatchMode, run_backward, storage_key, tree_leaves, without_dispatch
@@ -67,13 +67,7 @@ class DryRun:
 
 
 def dry_run(
-    model: nn.Module,
-    units: NamedUnits,
-    compute_loss: Callable[[], torch.Tensor],
-    *,
-    min_bytes: int,
-    mixed: bool = False,
-    computes_on_host: bool = False,
+    model: nn.Module, units: NamedUnits, workload: Workload, compute_loss: Callable[[], torch.Tensor]
 ) -> DryRun:
     """Run forward and backward once. See [Note: Dry run]."""
     stored: dict[str, int] = {}
@@ -82,7 +76,7 @@ def dry_run(
         stored[unit] = stored.get(unit, 0) + nbytes
         return _NoBytes()
 
-    offload = ActivationOffload(_NoCopies(computes_on_host), allocate, min_bytes=min_bytes)
+    offload = ActivationOffload(_NoCopies(workload.computes_on_host), allocate)
     with ExitStack() as stack:
         stack.callback(prepare_layers(model, ()))
         offload.attach(units, model)
@@ -91,7 +85,7 @@ def dry_run(
             if parameter.requires_grad:  # its gradient is offloaded when it is complete
                 stack.callback(_on_accumulated(parameter, lambda each: setattr(each, "grad", None)).remove)
         meter = stack.enter_context(_Meter())
-        stack.enter_context(_autocast_of_cpu(mixed))
+        stack.enter_context(_autocast_of_cpu(workload.mixed))
         function = stack.enter_context(_Functions(meter))
         loss = compute_loss()
         function.end_forward()
@@ -101,8 +95,6 @@ def dry_run(
 
 
 class _NoBytes:
-    """Host memory that is only counted."""
-
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         with without_dispatch():
             return torch.empty(tuple(shape), dtype=dtype, device=_META)
@@ -203,9 +195,8 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _narrow(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
-            return value
-        if not torch.is_autocast_enabled("cpu"):
+        is_wide = isinstance(value, torch.Tensor) and value.dtype is torch.float32
+        if not is_wide or not torch.is_autocast_enabled("cpu"):
             return value
         if not (value.is_leaf and value.requires_grad and self._keeps_copies):
             return value.to(torch.bfloat16)
@@ -251,21 +242,13 @@ def measure(
     """Run one micro-batch dry; a model that cannot be run without values gets an estimate."""
     units = units_of(model, config)
     try:
-        return dry_run(
-            model,
-            units,
-            compute_loss,
-            min_bytes=DEFAULT_MIN_BYTES,
-            mixed=workload.mixed,
-            computes_on_host=workload.computes_on_host,
-        )
+        return dry_run(model, units, workload, compute_loss)
     except Exception as error:  # the user's model may do anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return estimate(model, config, workload, f"the model cannot be run without values ({reason})")
 
 
 def estimate(model: nn.Module, config: OffloadConfig, workload: Workload, why: str) -> DryRun:
-    """Return what a micro-batch takes by rules of thumb."""
     tokens = workload.batch * workload.sequence
     width = next((m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)), 0)
     itemsize = 4 if workload.mixed else next((p.element_size() for p in model.parameters()), 4)

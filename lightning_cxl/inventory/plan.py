@@ -289,7 +289,6 @@ class Plan:
         return replace(placement, pinned=True) if self.pins and role.is_copied else placement
 
     def report(self) -> dict[str, Any]:
-        """Return the planned bytes by role and tier, and by role why they go there."""
         roles: dict[str, dict[str, int]] = {}
         reasons: dict[str, dict[str, None]] = {}  # an ordered set per role
         for each in self.tensors:

@@ -41,7 +41,6 @@ class Mesh:
 
     @property
     def num_ranks(self) -> int:
-        """Processes, one for each device."""
         return self.num_devices * self.num_machines
 
     @property
@@ -94,8 +93,6 @@ Overlap = Literal["none", "backward", "forward", "both"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Batch, micro-batches and ranks of one step."""
-
     batch: int
     """Sequences of one micro-batch on one device."""
     sequence: int
@@ -145,7 +142,6 @@ class PlannedTensor(NamedTuple):
 
     @property
     def owner(self) -> torch.Tensor | str:
-        """The parameter, or the unit whose input it is."""
         return self.unit if self.parameter is None else self.parameter
 
     @property
@@ -155,8 +151,6 @@ class PlannedTensor(NamedTuple):
 
 
 class StreamedUnit(NamedTuple):
-    """A unit whose weights stream."""
-
     name: str
     module: nn.Module
     groups: list[list[nn.Parameter]]

@@ -174,7 +174,6 @@ def killed() -> list[str]:
 
 
 def last() -> str:
-    """Return what happened to the training that was killed last."""
     killed()
     said = _said(_folder() / "last")
     return "no training of this user on this machine was killed" if said is None else said[1]

@@ -385,7 +385,7 @@ def load_machine(path: str | os.PathLike[str]) -> Machine:
     Raises:
         ConfigError: the file cannot be read, lacks a key, has one that nobody knows, or a value that no machine has.
     """
-    content = _load(path, "the machine file")
+    content = load_yaml(path, "the machine file")
     try:
         return read(Machine, content, "the file")
     except ConfigError as error:
@@ -404,7 +404,7 @@ def load_overrides(path: str | os.PathLike[str]) -> Overrides:
 
     What the machine knows itself is left out: the kind of a tier, the number of drives, whether the device is the host.
     """
-    content = _load(path, "speeds from")
+    content = load_yaml(path, "speeds from")
     try:
         given = read_fields(Machine, {} if content is None else content, "the file", partly=True)
         rows = given.pop("tiers", ())
@@ -421,13 +421,11 @@ def load_overrides(path: str | os.PathLike[str]) -> Overrides:
     return Overrides(tiers, device, cache, {name: ssd[name] for name in ssd if name in _OF_THE_DRIVES}, given)
 
 
-def _load(path: str | os.PathLike[str], what: str) -> object:
+def load_yaml(path: str | os.PathLike[str], what: str) -> object:
     try:
         return yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {what} {path} as YAML: {error}") from error
 
 
 def cpu_model(root: Path = Path("/")) -> str:
@@ -476,8 +474,6 @@ class NodeSpeeds(_Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSpeeds(_Checked):
-    """One device, alone; the CPU has no copies."""
-
     kind: str
     """``"cpu"``, ``"cuda"`` or another type of ``torch.device``."""
     name: str
@@ -500,8 +496,6 @@ class SsdSpeeds(_Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration(_Checked):
-    """All that was measured in one run."""
-
     date: str
     """Day, as in ``2026-01-31``."""
     num_threads: int

@@ -85,10 +85,8 @@ def memory_pressure(root: Path = Path("/")) -> dict[str, float]:
 
 
 def allowed_node_ids(root: Path) -> frozenset[int] | None:
-    for line in (read_text(root / "proc/self/status") or "").splitlines():
-        if line.startswith("Mems_allowed_list:"):
-            return frozenset(parse_id_list(line.partition(":")[2]))
-    return None
+    found = re.search(r"^Mems_allowed_list:(.*)$", read_text(root / "proc/self/status") or "", re.MULTILINE)
+    return None if found is None else frozenset(parse_id_list(found[1]))
 
 
 def read_nodes(root: Path) -> tuple[Node, ...]:
@@ -427,7 +425,6 @@ class Topology:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tiers of memory, nearest first."""
         return tuple(tier.name for tier in self.tiers)
 
     def select(self, *, kind: TierKind) -> tuple[Tier, ...]:
@@ -467,10 +464,7 @@ class Topology:
 
     def node_tier(self, node_id: int) -> Tier | None:
         """Return the first tier that really has the node (an emulated one never does), None for an unknown node."""
-        for tier in self.tiers:
-            if not tier.emulated and node_id in tier.node_ids:
-                return tier
-        return None
+        return next((tier for tier in self.tiers if not tier.emulated and node_id in tier.node_ids), None)
 
     def node_free_bytes(self, node_id: int) -> int:
         """Return what this process can still take from a node now: free or droppable there, less some head-room.

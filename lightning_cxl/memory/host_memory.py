@@ -335,12 +335,7 @@ class HostMemory:
         return {name: self._free(name) for name in self._all_pages()}
 
     def stats(self) -> dict[str, Any]:
-        """Return the accounts, JSON-able.
-
-        ``tiers``: per tier ``capacity_bytes``, ``budget_bytes``, ``used_bytes`` (living buffers), ``peak_bytes`` (of
-        those) and ``held_bytes`` (from the OS). ``roles`` and ``peak_roles``: bytes per role and tier, now and at most
-        since `begin`.
-        """
+        """Return bytes of tiers (used: of living buffers) and of roles on them, at most: since `begin`. JSON-able."""
         tiers = {}
         for name, pages in self._all_pages().items():
             used, peak = self._ledger.tier_bytes(name)

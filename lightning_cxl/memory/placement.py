@@ -223,10 +223,7 @@ def constructing(spec: TierSpec | None) -> Iterator[None]:
 
 
 def constructing_spec() -> TierSpec | None:
-    """Return what the decorated classes under construction in this thread say, the innermost first; None without any.
-
-    See [Note: Constructing a Decorated Class].
-    """
+    """Return what classes under construction say, innermost first: [Note: Constructing a Decorated Class]."""
     spec, frame = _MADE_FOR.get(), inspect.currentframe()
     while frame is not None:
         code = frame.f_code
@@ -335,10 +332,8 @@ def _check_spec(spec: TierSpec | None, source: str, topology: Topology) -> None:
 
 def _self_and_ancestors(name: str) -> list[str]:
     """Return a module's name and those of all that enclose it, nearest first, ending with the root ``""``."""
-    lineage = [name]
-    while lineage[-1]:
-        lineage.append(lineage[-1].rpartition(".")[0])
-    return lineage
+    parts = name.split(".") if name else []
+    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
 
 
 def _show(name: str, module: object) -> str:

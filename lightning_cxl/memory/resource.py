@@ -651,11 +651,6 @@ class PoolResource(MemoryResource):
             self._peak_bytes = max(self._peak_bytes, self._used_bytes)
             return buffer
 
-    def usage(self) -> tuple[int, int]:
-        with self._lock:
-            self._drain()
-            return self._used_bytes, self._held_bytes
-
     def deallocate(self, buffer: Buffer) -> None:
         self._dead.append((buffer.address, buffer.nbytes))
         if self._closed:  # nobody may ever call again

@@ -205,10 +205,7 @@ def check_fits(
     *,
     most: float = math.inf,
 ) -> None:
-    """Refuse a list of (role, bytes, placement) that the tiers of memory cannot hold, before anything is allocated.
-
-    Tensors on the tier `ssd` take no memory, see `check_on_ssd`.
-    """
+    """Refuse tensors that the tiers of memory cannot hold, before anything is allocated; see also `check_on_ssd`."""
     left, together = dict(free), most
     requests = [each for each in requests if SSD not in each[2].tiers]
     for role, nbytes, placement in requests:

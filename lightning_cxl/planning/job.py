@@ -146,18 +146,11 @@ class Job:
         )
         return replace(self, classes=tuple(classes))
 
-    def in_memory(self) -> "Job":
-        """Return the job as if memory were large enough: nothing has a tier, and nothing moves from or to drives."""
-        job = self.without_ssd_moves()
-        classes = tuple(replace(each, tier=None) for each in job.classes)
-        return replace(job, classes=classes, num_records=0, num_swaps=0)
-
     def free_classes(self) -> dict[TensorRole, MemoryClass]:
         """Return the classes that the policy decides about, by role."""
         return {each.role: each for each in self.classes if each.tier is None}
 
     def bytes_of(self) -> Mapping[TensorRole, int]:
-        """Return the bytes of every role."""
         total: dict[TensorRole, int] = {}
         for each in self.classes:
             total[each.role] = total.get(each.role, 0) + each.nbytes
@@ -203,7 +196,6 @@ def exchanges(
         return Exchange(name, phase, kind, nbytes, peer, network, calls * num_groups * ring)
 
     shards, in_units = (sum(g.shard_bytes for g in groups if g.name or with_root) for with_root in (True, False))
-    # the norm of gradients, and which of them are not finite: two numbers of 8 bytes, which are not counted as received
     norm = among_shards("norm", "update", "reduce", 1, 0, 2)
     norm = norm._replace(
         peer_bytes=16.0 * (mesh.num_devices > 1), network_bytes=16.0 * (mesh.num_shards > mesh.num_devices)
@@ -364,73 +356,41 @@ def _parts_of_rank(plan: Plan) -> dict[str, int]:
 
 # Predicted seconds: of an Adam update on the host, of a copy, and of one optimizer step (`predict_step`).
 #
-# Work that is split over tiers uses them side by side: the slowest one decides. With ``n`` elements, or ``N`` bytes, of
-# which tier ``t`` has the fraction ``share``, and all speeds from a `Machine`::
-#
-#     Adam:  28 n bytes go through memory: weight, gradient, momentum and variance of 4 bytes are read, all but the
-#            gradient are written back. Of these, min(16 n, cache) * 28 / 16 are found in the cache.
-#            seconds = cached / cache rate + max over t of share * (28 n - cached) / adam_bytes_per_s
-#
-#     h2d:   seconds = latency + max(N / link, devices * N * share / device_read_bytes_per_s)
-#
-#     d2h:   seconds = latency + soft maximum(N / link, max over t of (devices * N * share - buffer)
-#                                                                      / device_write_bytes_per_s)
-#
-# The soft maximum of t1 and t2 is (t1^p + t2^p)^(1/p) with p `Machine.write_contention`: reads were measured to take
-# what the slower of link and tier takes, but writes take longer than that where both are about equally fast.
+# Work that is split over tiers uses them side by side: the slowest one decides. Of Adam's 28 bytes of an element,
+# weight, gradient, momentum and variance are read, and all but the gradient are written back. Reads of a device were
+# measured to take what the slower of link and tier takes, but writes longer than that where both are about equally
+# fast: the soft maximum of t1 and t2 is (t1^p + t2^p)^(1/p) with p `Machine.write_contention`.
 #
 # Measurements on the machine of arXiv 2507.03305 are met within 4 % from 64 M elements and 64 MiB on, with one or two
 # devices (``tests/unit/planning/jobs/test_perf.py``; ``examples/machines/paper_a.yaml`` says how each constant was
 # found). Smaller sizes stay in caches or are dominated by the start of threads, and are predicted too fast.
 #
-# A step: resources work side by side: the device, each direction of its link, every memory tier. Each is busy with::
+# A step: resources work side by side: the device, each direction of its link, every memory tier, links of devices and
+# the network. A phase fetches, gathers, computes, reduces and writes back unit after unit. Where stages take F, G, C, R
+# and W seconds in all, such a pipeline of units that are alike takes::
 #
-#     compute    flops / device.flops
-#     link h2d   bytes / device.h2d_bytes_per_s, and a copy's latency per unit; link d2h alike
-#     tier       cpu / adam_bytes_per_s
-#                + max(read / device_read_bytes_per_s, written / device_write_bytes_per_s,
-#                      (read + written) / adam_bytes_per_s)
-#
-# where ``read`` and ``written`` are copies of all devices and ``cpu`` is what the host's cores read and write. A phase
-# fetches, computes and writes back unit after unit, in a pipeline of stages that take F, C and W seconds in all, and
-# where several ranks gather weights and reduce gradients, G and R::
-#
-#     F = max(link h2d, read of every tier)       W = soft maximum(link d2h, written of the slowest tier)
 #     phase = max((F + G + C + R + W) / units + (1 - 1 / units) * max(F, G, C, R, W), busiest shared + C / units)
 #
-# The first term is such a pipeline's exact length when units are alike: its longest stage, and of the others one unit's
-# part, the fill and the drain. The second says that what may serve several stages, a tier, peer links or the network,
-# rests while one unit is computed. A cache that takes in a copy's writes does not help here, as a step writes many
-# times its size.
+# The first term is its longest stage, and of the others one unit's part, the fill and the drain. The second says that
+# what may serve several stages, a tier, peer links or the network, rests while one unit is computed. A cache that takes
+# in a copy's writes does not help here, as a step writes many times its size.
 #
 # State on the tier `ssd` is swapped in to be updated, one unit after the other: one is read while another is updated
-# and a third is written, each at the speed of all drives together. With R and V the seconds in which all of it is read
-# and written, the update takes, as such a pipeline::
-#
-#     update = (R + U + V) / visits + (1 - 1 / visits) * max(R, U, V)
-#
-# where U is what it takes without that. Behind a backward or forward, reads and writes are two more resources of it. So
-# are reads of weights that lie there. The traffic of memory for these transfers is left out.
+# and a third is written, each at the speed of all drives together, so the update is such a pipeline, too. Behind a
+# backward or forward, reads and writes are two more resources of it. So are reads of weights that lie there. The
+# traffic of memory for these transfers is left out.
 #
 # The update is a phase of its own (`Overlap` "none"), or it shares the resources of the last micro-batch's backward, of
 # the first one's forward in the next step, or of both together, except for one unit's part: the last unit's gradients
-# are there only when the backward ends, and the first unit's weights must be new before the forward starts::
-#
-#     step = forward + backward + update / units
-#            + max(0, phase(what hides it + (1 - 1 / units) * update) - seconds of what hides it)
+# are there only when the backward ends, and the first unit's weights must be new before the forward starts.
 #
 # On a machine whose device is the host nothing is copied: the CPUs read and write what would be. Several devices each
 # do the job's copies and flops on an own link, and share tiers; the update runs once, each rank that of its shards. A
 # tier that another one backs uses that one's bandwidth.
 #
-# A gather or a reduction takes as long as the busier of two ways, and its latencies::
-#
-#     peer links    peer_bytes / peer_bytes_per_s          each device sends and receives at the same time
-#     network       network_bytes / network_bytes_per_s    so does each machine
-#                   + steps * latency                      of the network where machines take part, else of peer links
-#
-# Where devices have no links to each other, what they exchange goes through host memory: out over the link of one
-# device, and in over that of another one. Where the CPU is the device, it is written and read by it.
+# A gather or a reduction takes as long as the busier of peer links and network, with latencies of the network where
+# machines take part. Where devices have no links to each other, what they exchange goes through host memory: out over
+# the link of one device, and in over that of another one. Where the CPU is the device, it is written and read by it.
 
 ADAM_BYTES_PER_ELEMENT = 28  # of float32 Adam: 16 read, 12 written
 _ADAM_STORED_BYTES = 16
@@ -528,8 +488,6 @@ _COMPUTE, _LINK, _SSD, _GATHER, _REDUCE, _TIERS = 0, 1, 3, 5, 7, 9
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """One phase of a step."""
-
     seconds: float  # its part of the step
     resources: Mapping[str, float]
     """Seconds that each resource is busy: ``"compute"``, ``"link h2d"``, ``"link d2h"``, ``"tier <name>"``, and where
@@ -545,10 +503,7 @@ class PhaseTime:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One optimizer step, phase by phase.
-
-    ``update`` has all work of the update, and the seconds of it that no other phase hides.
-    """
+    """One optimizer step; `update` has all work of the update, and the seconds of it that no other phase hides."""
 
     forward: PhaseTime
     backward: PhaseTime
@@ -569,11 +524,8 @@ class StepTime:
 
     def busy_seconds(self) -> dict[str, float]:
         """Return the seconds that each resource is busy, by name as in `PhaseTime`."""
-        total: dict[str, float] = {}
-        for phase in self.phases().values():
-            for name, seconds in phase.resources.items():
-                total[name] = total.get(name, 0.0) + seconds
-        return total
+        phases = [phase.resources for phase in self.phases().values()]
+        return {name: sum(each.get(name, 0.0) for each in phases) for each in phases for name in each}
 
     @property
     def bound_by(self) -> str:
@@ -589,11 +541,7 @@ class StepTime:
 
 
 def predict_step(job: Job, splits: Mapping[TensorRole, Split], machine: Machine) -> StepTime:
-    """Return how long one optimizer step takes.
-
-    Capacities are not looked at: that is the policies' work. Drives whose speeds are not known count as if they took no
-    time.
-    """
+    """Return how long a step takes, whatever tiers can hold; drives of unknown speed count as if they took no time."""
     for split in splits.values():
         check_split(split, machine)
     return StepModel(job, machine).explain(splits)

@@ -3,7 +3,7 @@
 import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lightning_cxl.config import SSD
@@ -91,7 +91,6 @@ class Room:
         self.together -= nbytes
 
     def full(self, what: str, nbytes: int, tier: str) -> TierFullError:
-        """Return the error that says what does not fit where: a role, or all of a job."""
         have = ", ".join(f"`{name}` {format_bytes(left)}" for name, left in self._left.items())
         if self.together < sum(self._left.values()):
             have += f", {format_bytes(self.together)} together"
@@ -335,8 +334,6 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Tiers of one kind, used as one."""
-
     tiers: tuple[MachineTier, ...]
     left: tuple[int, ...]
 
@@ -365,8 +362,6 @@ class _Group:
 
 
 class _Problem:
-    """The variables, bounds and cost of one job on one machine."""
-
     def __init__(self, job: Job, machine: Machine, classes: Sequence[MemoryClass]) -> None:
         room = Room(job, machine)
         self.classes = classes
@@ -429,12 +424,10 @@ class _Problem:
     def faster_rival(self, splits: Mapping[TensorRole, Split]) -> Decision | None:
         """Return another policy's decision where that beats these splits: on cards of unequal size or speed."""
         limit, found = self._model.seconds(splits), None
-        if self._greedy_plan is not None and self._model.seconds(self._greedy_plan.splits) < limit:
-            limit, found = self._model.seconds(self._greedy_plan.splits), self._greedy_plan
-        for policy in (Interleave(), DramOnly()):
-            rival = _decision(policy, self._job, self._machine)
-            if rival is not None and self._model.seconds(rival.splits) * (1 + _WORTH) < limit:
-                limit, found = self._model.seconds(rival.splits), rival
+        others = (_decision(policy, self._job, self._machine) for policy in (Interleave(), DramOnly()))
+        for rival, worth in ((self._greedy_plan, 0.0), *((each, _WORTH) for each in others)):
+            if rival is not None and (seconds := self._model.seconds(rival.splits)) * (1 + worth) < limit:
+                limit, found = seconds, rival
         return found
 
     def _fractions(self, decision: Decision) -> Fractions:
@@ -483,7 +476,6 @@ class _Problem:
 
 
 def _decision(policy: PlanningPolicy, job: Job, machine: Machine) -> Decision | None:
-    """Return what a policy decides; None where it cannot place the job."""
     try:
         return policy.decide(job, machine)
     except TierFullError:
@@ -560,7 +552,6 @@ class PolicyPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for the job, and a decision where."""
         return not self.error and not self.needs_speeds
 
     def used_bytes(self, tier: str) -> int:
@@ -568,7 +559,6 @@ class PolicyPlan:
 
 
 def compare(job: Job, machine: Machine, names: Iterable[str]) -> dict[str, PolicyPlan]:
-    """Return the plan of each policy, by name."""
     machine, plans = with_working_memory(job, machine), {}
     policies: dict[str, PlanningPolicy] = {name: ByRole() if name == "by_role" else get_policy(name) for name in names}
     for name, policy in policies.items():
@@ -606,12 +596,12 @@ def dram_only_time(job: Job, machine: Machine) -> StepTime | None:
     if not machine.has_speeds:
         return None
     dram = {tier.name: _UNLIMITED_BYTES for tier in machine.select(TierKind.DRAM)}
-    free = job.in_memory()
+    classes = tuple(replace(each, tier=None) for each in job.without_ssd_moves().classes)
+    free = replace(job, classes=classes, num_records=0, num_swaps=0)
     return predict_step(free, DramOnly().decide(free, machine.with_capacity(dram, _UNLIMITED_BYTES)).splits, machine)
 
 
 def fits(job: Job, machine: Machine, policy: str) -> bool:
-    """Return whether a job fits the tiers under a policy, and the device."""
     return fits_device(job, machine) and compare(job, machine, [policy])[policy].fits
 
 
