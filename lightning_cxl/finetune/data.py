@@ -372,7 +372,6 @@ def tokenize(
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a hub id or a local folder."""
     try:
         tokenizer = without_code(AutoTokenizer.from_pretrained, name_or_path)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
@@ -35,6 +34,7 @@ from lightning_cxl.devices import process_device_type
 from lightning_cxl.errors import CheckpointError, ConfigError, UnsupportedError
 from lightning_cxl.gradients.step import repoint_scheduler
 from lightning_cxl.inventory.tensors import Loop
+from lightning_cxl.machine.speeds import load_yaml
 from lightning_cxl.run.checkpoint import is_sharded_checkpoint, load_file, remove
 from lightning_cxl.run.session import Session, cut_for, follow, taking_whole, whole_state
 from lightning_cxl.run.user_loop import UserLoop
@@ -52,13 +52,9 @@ def read_options(given: Options) -> dict[str, Any]:
         return {each.name: getattr(given, each.name) for each in fields(given)}
     if given is None or isinstance(given, Mapping):
         return dict(given or {})
-    path = Path(fspath(given))
-    try:
-        found = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read the options in `{path}`: {error}") from error
+    found = load_yaml(given, "the options in")
     if not isinstance(found, Mapping):
-        raise ConfigError(f"`{path}` must map names of options to values, such as `stream_weights: true`")
+        raise ConfigError(f"`{fspath(given)}` must map names of options to values, such as `stream_weights: true`")
     return dict(found)
 
 
@@ -265,7 +261,6 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
         return torch.tensor(optimizer.clip_grad_norm_(max_norm))
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clip gradients of a model's parameters where they are: on the host. See Accelerate's `clip_grad_value_`."""
         self.offload.before_clipping()
         super().clip_grad_value_(self.offload.holders(parameters), clip_value)
 

@@ -94,7 +94,6 @@ class CXLFabricStrategy(lightning.CommonStrategy, lightning.FabricParallelStrate
 
     @property
     def offload(self) -> UserLoop:
-        """Models and optimizers in host memory."""
         if self._loop is None:
             if self.root_device.type != "cpu":
                 device_type_of(self.root_device)
@@ -115,8 +114,7 @@ class CXLFabricStrategy(lightning.CommonStrategy, lightning.FabricParallelStrate
             module.to(self.root_device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Place a module for use without training, or until `setup_optimizer`; cut it first, if there are several
-        processes."""
+        """Place a module for use without training, or until `setup_optimizer`; with several processes, cut it first."""
         if self.is_distributed:
             cut_for(self._session, module, self.device_mesh, self.root_device)
         self.offload.prepare(module)
@@ -128,7 +126,6 @@ class CXLFabricStrategy(lightning.CommonStrategy, lightning.FabricParallelStrate
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Place a module and adopt its optimizers; for one process."""
         if self.is_distributed:
             raise UnsupportedError(
                 f"{type(self).__name__} cuts the model over {self.world_size} processes, and an optimizer that was "
@@ -166,10 +163,7 @@ class CXLFabricStrategy(lightning.CommonStrategy, lightning.FabricParallelStrate
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write modules, optimizers and other state to one file. See [Note: Optimizer files].
-
-        Several processes write a folder together. See [Note: Sharded checkpoints].
-        """
+        """Write a file ([Note: Optimizer files]), or with several processes a folder ([Note: Sharded checkpoints])."""
         if self.is_distributed:
             for name, value in {"storage_options": storage_options, "filter": filter}.items():
                 if value is not None:
@@ -241,7 +235,6 @@ class CXLFabricStrategy(lightning.CommonStrategy, lightning.FabricParallelStrate
         super().load_module_state_dict(module, cut_state(state_dict, module), strict)
 
     def teardown(self) -> None:
-        """Free everything but weights and optimizer state, which belong to the user."""
         loop, self._loop = self._loop, None
         try:
             if loop is not None:

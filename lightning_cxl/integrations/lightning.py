@@ -323,7 +323,6 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
 
     @property
     def run(self) -> Run:
-        """The run that is going on."""
         run = self._session.run
         if run is None:
             raise RuntimeError(f"{type(self).__name__} has no run: it begins in `setup` and ends in `teardown`")
@@ -335,7 +334,6 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
             yield
 
     def setup(self, trainer: Trainer) -> None:
-        """Place the model, then adopt its optimizers; on failure nothing of it stays behind."""
         assert self.accelerator is not None and self.model is not None
         end_earlier_trainings(self.model)
         try:
@@ -637,7 +635,6 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
             warn(str(error))
 
     def teardown(self) -> None:
-        """Free everything but the model's weights and the optimizers' state, which belong to the user."""
         with ExitStack() as cleanup:  # last in, first out; one that fails does not keep the others from running
             if self.cluster_environment is not None:
                 cleanup.callback(self.cluster_environment.teardown)

@@ -127,11 +127,10 @@ def _listens(trainer: Trainer, events: Sequence[str] = ()) -> bool:
 
     Those of trl count: one of them writes weights of the reference model.
     """
-    for callback in trainer.callback_handler.callbacks:
-        asked = events or [name for name in dir(callback) if name.startswith("on_")]
-        if methods_of_others(callback, asked, ("transformers",)):
-            return True
-    return False
+    return any(
+        methods_of_others(each, events or [n for n in dir(each) if n.startswith("on_")], ("transformers",))
+        for each in trainer.callback_handler.callbacks
+    )
 
 
 _STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")

@@ -383,10 +383,7 @@ def place_model(
     gathered: Sequence[StreamedUnit],
     undo: ExitStack,
 ) -> tuple[list[UnitWeights], tuple[str, ...]]:
-    """Move a model's weights. See [Note: Placement of compute weights].
-
-    Returns units that stream, and the names of parameters that stay in ordinary host memory.
-    """
+    """Move a model's weights; return units that stream, and names of parameters that stay in ordinary memory."""
     streamed_ids = frozenset(id(p) for unit in streamed for group in unit.groups for p in group)
     on_host = engine.device.type == "cpu"
     quantised.warn_of_wide_experts(model)

@@ -243,11 +243,7 @@ class UserLoop:
         *,
         weights: bool = True,
     ) -> None:
-        from lightning_cxl.run.sharded_checkpoint import (  # imports torch's checkpoints
-            optimizer_tensors,
-            save,
-            tensors_of_folder,
-        )
+        from lightning_cxl.run import sharded_checkpoint as sharded  # imports torch's checkpoints
 
         states, own, rest = [], {}, rest or {}
         for optimizer in optimizers:
@@ -255,10 +251,10 @@ class UserLoop:
             on_all_ranks(run.wait_for_updates)  # a drive of one may fail
             run.adopt_joined()
             check_together(run.on_ssd)
-            states.append(optimizer_tensors(optimizer, run.masters.name_of))
+            states.append(sharded.optimizer_tensors(optimizer, run.masters.name_of))
             own = entry_of(optimizers, run.masters, run.num_received)
-        tensors = tensors_of_folder(model.state_dict() if weights else None, states, own)
-        save(path, tensors, {**rest, KEY: {**rest.get(KEY, {}), **own}})
+        tensors = sharded.tensors_of_folder(model.state_dict() if weights else None, states, own)
+        sharded.save(path, tensors, {**rest, KEY: {**rest.get(KEY, {}), **own}})
 
     def load_folder(
         self,

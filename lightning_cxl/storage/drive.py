@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -399,21 +400,15 @@ class Engine:
         self._pid = os.getpid()
         self.counts = {"read_bytes": 0, "written_bytes": 0, "num_reads": 0, "num_writes": 0}
 
-    def read(
-        self, pieces: Sequence[Piece], *, finish: Finish | None = None, after: Sequence[StorageTransfer] = ()
-    ) -> StorageTransfer:
-        """Start reading into the memory of `pieces`."""
-        return self._start(False, pieces, finish, after)
-
-    def write(
-        self, pieces: Sequence[Piece], *, finish: Finish | None = None, after: Sequence[StorageTransfer] = ()
-    ) -> StorageTransfer:
-        """Start writing the memory of `pieces`, which must not change before the transfer is done; as `read`."""
-        return self._start(True, pieces, finish, after)
-
     def _start(
-        self, writes: bool, pieces: Sequence[Piece], finish: Finish | None, after: Sequence[StorageTransfer]
+        self,
+        writes: bool,
+        pieces: Sequence[Piece],
+        *,
+        finish: Finish | None = None,
+        after: Sequence[StorageTransfer] = (),
     ) -> StorageTransfer:
+        """Start reading into the memory of `pieces`, or writing it; then it must not change until that is done."""
         transfer = StorageTransfer(self, writes, self._cut(pieces), finish)
         with self._lock:
             if self._closed:
@@ -440,6 +435,8 @@ class Engine:
             other.add_done_callback(begin)
         begin()
         return transfer
+
+    read, write = partialmethod(_start, False), partialmethod(_start, True)
 
     def _start_threads(self) -> None:
         for (drive, writes), queue in self._queues.items():

@@ -48,16 +48,12 @@ FORMAT = 2
 
 
 class Entry(NamedTuple):
-    """Where a generation has a record."""
-
     version: int
     checksum: int
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The state of all records at one commit."""
-
     number: int  # counts up in a folder, also over runs; never used twice
     details: dict[str, Any]  # given by the caller of `commit`
     records: dict[str, Entry | None]  # None for one that was not written
@@ -122,10 +118,7 @@ _shown: weakref.WeakKeyDictionary[Buffer, tuple[tuple[Path, ...], int, int]] = w
 
 def files_shown_at(address: int) -> tuple[Path, ...]:
     """Return the files that a window of this process shows at an address; empty where no window shows files."""
-    for buffer, (paths, _, _) in list(_shown.items()):
-        if is_in(buffer, address):
-            return paths
-    return ()
+    return next((paths for buffer, (paths, _, _) in list(_shown.items()) if is_in(buffer, address)), ())
 
 
 def next_unseen(drives: Sequence[Drive], offset: int, nbytes: int) -> int:
@@ -166,7 +159,6 @@ class Window:
         _shown[self.buffer] = self._paths, 0, 0
 
     def show(self, offset: int) -> None:
-        """Show what lies at `offset` of every drive."""
         _shown[self.buffer] = self._paths, offset, offset + self._part_nbytes
         for index, drive in enumerate(self.drives):
             try:
@@ -518,10 +510,7 @@ class Store:
     # -- generations ---------------------------------------------------------------------------------------------------
 
     def commit(self, details: dict[str, Any]) -> int:
-        """Make what was written so far a generation, beside the one before; return its number.
-
-        See [Note: Generations]. The details are kept with it, as JSON, and shown to users in errors.
-        """
+        """Make what was written so far a generation, with details for errors, and return its number."""
         with self._changes:
             self._check_open()
             if not self._keeps:
