@@ -264,6 +264,18 @@ class Stream(NamedTuple):
     nbytes: int
     access: int
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor, access: int) -> "Stream":
+        return cls(tensor.data_ptr(), tensor.nbytes, access)
+
+
+def read(tensor: torch.Tensor) -> Stream:
+    return Stream.of(tensor, _membench.READ)
+
+
+def update(tensor: torch.Tensor) -> Stream:
+    return Stream.of(tensor, _membench.UPDATE)
+
 
 class Sweep:
     """One pass over the bytes of a kernel, the fastest that memory allows; contents that are read stay as they are.
@@ -359,13 +371,13 @@ def measure_cache(caches: int, options: Options) -> Figure | None:
 
 def _sweep(memory: torch.Tensor, access: str) -> tuple[Sweep, int]:
     """Return a sweep over a memory that must outlive it, and the bytes that it moves."""
-    accesses = {
-        READ: [_membench.READ],
-        WRITE: [_membench.WRITE_PAST_CACHE],
-        ADAM: [_membench.UPDATE] * 3 + [_membench.READ],  # weights, momentum, variance; gradient: all float32
-    }[access]
-    parts = memory.view(len(accesses), -1)
-    streams = [Stream(part.data_ptr(), part.nbytes, each) for part, each in zip(parts, accesses, strict=True)]
+    if access == WRITE:
+        streams = [Stream.of(memory, _membench.WRITE_PAST_CACHE)]
+    elif access == READ:
+        streams = [read(memory)]
+    else:
+        weights, momentum, variance, gradient = memory.view(4, -1).unbind()  # all float32
+        streams = [update(weights), update(momentum), update(variance), read(gradient)]
     traffic = sum(stream.nbytes * (1 + (stream.access == _membench.UPDATE)) for stream in streams)
     return Sweep([streams], _cpu.available_threads()), traffic
 

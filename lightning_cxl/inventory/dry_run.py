@@ -31,7 +31,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_cxl.config import OffloadConfig
 from lightning_cxl.devices import After, Copy, FinishedTransfer, Transfer, TransferEngine
 from lightning_cxl.inventory.tensors import Workload
-from lightning_cxl.streaming.activations import ActivationOffload
+from lightning_cxl.streaming.activations import DEFAULT_MIN_BYTES, ActivationOffload
 from lightning_cxl.streaming.quantised import numel, prepare_layers
 from lightning_cxl.streaming.units import NamedUnits, find_units
 from lightning_cxl.torch_private import TorchDispatchMode, run_backward, storage_key, tree_leaves, without_dispatch
@@ -67,7 +67,11 @@ class DryRun:
 
 
 def dry_run(
-    model: nn.Module, units: NamedUnits, workload: Workload, compute_loss: Callable[[], torch.Tensor]
+    model: nn.Module,
+    units: NamedUnits,
+    workload: Workload,
+    compute_loss: Callable[[], torch.Tensor],
+    min_bytes: int = DEFAULT_MIN_BYTES,
 ) -> DryRun:
     """Run forward and backward once. See [Note: Dry run]."""
     stored: dict[str, int] = {}
@@ -76,7 +80,7 @@ def dry_run(
         stored[unit] = stored.get(unit, 0) + nbytes
         return _NoBytes()
 
-    offload = ActivationOffload(_NoCopies(workload.computes_on_host), allocate)
+    offload = ActivationOffload(_NoCopies(workload.computes_on_host), allocate, min_bytes=min_bytes)
     with ExitStack() as stack:
         stack.callback(prepare_layers(model, ()))
         offload.attach(units, model)

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_cxl.devices import HostEngine
 from lightning_cxl.inventory.dry_run import dry_run
+from lightning_cxl.inventory.tensors import Workload
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.units import find_units
 from tests.fakes import RecyclingMemory
@@ -84,7 +85,7 @@ def test_peak_is_what_torch_really_gives_out(tmp_path, child, dtype, vocab):
 
 
 def dry(model, compute_loss, **options):
-    return dry_run(model, find_units(model), compute_loss, min_bytes=MIN_BYTES, **options)
+    return dry_run(model, find_units(model), Workload(batch=1, sequence=1, **options), compute_loss, MIN_BYTES)
 
 
 def loss_of(model, tokens):
