@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 
 import lightning_cxl
@@ -18,7 +19,7 @@ from lightning_cxl.optim.parameter_state import choose_precision, moment_bytes
 from tests.cases import every_pair, every_value
 from tests.integration import training
 from tests.integration.training import EXACT, assert_equal, assert_same_weights
-from tests.models import Task, TinyTransformer
+from tests.models import Task, TinyTransformer, no_dropout
 from tests.numerics.reference.blockwise import dequantize
 
 on_cpu = pytest.mark.on_cpu
@@ -254,10 +255,19 @@ def test_what_hooks_around_a_step_write_is_in_the_model_and_in_the_masters(optio
         torch.testing.assert_close(value, torch.full_like(value, 0.25), rtol=0, atol=0.02)
 
 
-def climb(optimizer, by):
-    """The first half of a step of SAM, and its way back."""
-    for p in (each for group in optimizer.param_groups for each in group["params"] if each.grad is not None):
-        torch.no_grad()(p.add_)(p.grad, alpha=by)
+class Shrinks(Callback):
+    @torch.no_grad()
+    def on_train_batch_start(self, trainer, *_):
+        for p in trainer.optimizers[0].param_groups[0]["params"]:
+            p.mul_(0.9)
+
+
+def test_what_a_callback_writes_to_the_optimizers_weights_is_in_the_forward_of_its_batch():
+    runs = [
+        training.train(no_dropout, strategy, steps=3, trainer_args={"callbacks": [Shrinks()]})
+        for strategy in ("auto", {**EXACT, "stream_weights": False})
+    ]
+    training.assert_identical(*runs)
 
 
 class Sharpness(Task):
@@ -268,7 +278,8 @@ class Sharpness(Task):
     def training_step(self, batch):
         optimizer = self.optimizers()
         self.manual_backward(self.loss(batch))
-        climb(optimizer, 0.1)
+        for p in (each for each in optimizer.param_groups[0]["params"] if each.grad is not None):
+            torch.no_grad()(p.add_)(p.grad, alpha=0.1)
         self.manual_backward(self.loss(batch))
 
 
