@@ -15,7 +15,6 @@ from torch.optim import LBFGS, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_cxl.devices import TransferEngine
-from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.gradients.guard import GradientMeter, OverflowGuard
 from lightning_cxl.gradients.offload import GradientOffload, HostWorker
 from lightning_cxl.memory.placement import TensorRole
@@ -195,14 +194,12 @@ class Updates:
     def note_masters(self) -> None:
         self._seen = {pair: pair.master._version for pair in self._masters if not pair.is_shared}
 
-    def show_writes(self, *, is_late: bool = False) -> None:
+    def show_writes(self) -> None:
         """Give the model what others wrote into masters since the last step, as the first half of SAM's does."""
         changed = [pair for pair, version in self._seen.items() if pair.master._version != version]
         if not changed or self.has_begun:
             return
         written: dict[torch.Tensor, int] = {pair.master: -1 for pair in changed if not pair.may_be_written}
-        if written and is_late:
-            raise UnsupportedError("no forward saw what was written to optimizer.param_groups: write to the model")
         self.wait()
         for unit in self._units:
             unit.wait_for_readers()

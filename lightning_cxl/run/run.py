@@ -595,7 +595,6 @@ class Run:
 
     def start_backward(self) -> None:
         """Forget what a failed backward left behind, and free what the forward did in the C library's heap."""
-        self._updates.show_writes(is_late=True)
         self._grads.start_backward()
         self._trim_heap()
 

@@ -13,7 +13,6 @@ from torch import nn
 
 import lightning_cxl
 from lightning_cxl import CPUAdam
-from lightning_cxl.errors import UnsupportedError
 from lightning_cxl.optim.kernels import join
 from lightning_cxl.optim.parameter_state import choose_precision, moment_bytes
 from tests.cases import every_pair, every_value
@@ -268,24 +267,6 @@ def test_what_a_callback_writes_to_the_optimizers_weights_is_in_the_forward_of_i
         for strategy in ("auto", {**EXACT, "stream_weights": False})
     ]
     training.assert_identical(*runs)
-
-
-class Sharpness(Task):
-    def __init__(self, *args):
-        super().__init__(*args, scheduler=False)
-        self.automatic_optimization = False
-
-    def training_step(self, batch):
-        optimizer = self.optimizers()
-        self.manual_backward(self.loss(batch))
-        for p in (each for each in optimizer.param_groups[0]["params"] if each.grad is not None):
-            torch.no_grad()(p.add_)(p.grad, alpha=0.1)
-        self.manual_backward(self.loss(batch))
-
-
-def test_a_forward_in_the_middle_of_a_step_that_cannot_see_a_write_to_masters_is_an_error():
-    with pytest.raises(UnsupportedError, match="no forward saw what was written"):
-        run(lambda: Sharpness(TinyTransformer(dropout=0.0), "sgd"), SEPARATE[0], 1)
 
 
 class CallsNoHooks(torch.optim.Optimizer):

@@ -162,7 +162,7 @@ FAULTS = {  # what is replaced, by what, which check finds it, and what it names
         *((Slot, "is_image_of"), lambda plain, self, unit: self.unit is unit),
         *(STREAM, f"micro-batch 2: output of {BLOCK}0"),
     ),
-    "shows_another_place": ((Place, "show"), shows_another_place, STREAM, OUTPUT),
+    "shows_another_place": ((Place, "show"), shows_another_place, STREAM, "wrote to its weights"),
     "shifts_a_unit": ((Slot, "wait"), shifts_a_unit, STREAM, OUTPUT),
     "loses_an_input": (INPUT, loads(torch.zeros_like), STREAM, BLOCK_GRADIENT),
     "mixes_rows_of_an_input": (INPUT, loads(lambda loaded: loaded.flip(1)), STREAM, BLOCK_GRADIENT),
