@@ -124,7 +124,7 @@ class Updates:
 
     def give_up(self) -> None:
         """Learn that the closure has failed."""
-        self._optimizer = None
+        self._optimizer = self._step = None
         with suppress(Exception):  # that of the closure is raised
             self._end_residents()
 
@@ -677,6 +677,7 @@ class Adoption:
             written = [p for p, version in zip(parameters, versions, strict=True) if p._version != version]
             if written:
                 self._updates.write_back(optimizer, written)
+                self._updates.note_masters()
             return result
 
         return call

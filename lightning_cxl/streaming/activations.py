@@ -50,6 +50,7 @@ from lightning_cxl.torch_private import (
     in_exec_group,
     is_in_transform,
     let_parametrizations_write_nothing,
+    storage_key,
 )
 
 # The tensors that a unit's forward was given, kept until its recompute: on a host tier, or by reference.
@@ -224,8 +225,9 @@ class UnitInput:
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    is_strided = one.layout is other.layout is torch.strided
-    return is_strided and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    if not (one.layout is other.layout is torch.strided and one.numel() and other.numel()):
+        return False
+    return storage_key(one.untyped_storage()) == storage_key(other.untyped_storage())
 
 
 def can_store(tensor: torch.Tensor, device: torch.device, min_bytes: int) -> bool:

@@ -61,8 +61,6 @@ def stale_error(what: str, version: int | None, expected: int | None) -> Runtime
 
 _SMALL_NUMEL = 1 << 14
 _PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
-_inert = set(_PLAIN)
-"""Types that were met and are neither tensors nor containers nor generators: attributes of these need nothing."""
 _INTERNAL = (frozenset(nn.Module().__dict__) - {"training"}) | {"forward"}
 _CONTAINERS = frozenset((list, tuple, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict))
 
@@ -72,6 +70,7 @@ class UnitModules:
 
     def __init__(self, unit: nn.Module) -> None:
         self.unit = unit
+        self.inert = set(_PLAIN)  # types met that are neither tensors nor containers nor generators: nothing to do
         self._rows: list[tuple[nn.Module, tuple[str, ...], tuple[nn.Module | None, ...], list[str]]] = []
 
     def found(self) -> list[tuple[nn.Module, list[str]]]:
@@ -99,7 +98,7 @@ class ModuleState:
         self._copied: list[tuple[dict[str, Any], str]] = []  # where a recompute finds copies
         self.kept: dict[int, Kept] = {}  # by the id of the tensor
         values, others, num_given, kept = [], arguments.leaves.copy(), len(arguments.leaves), self.kept
-        inert = _inert.difference(arguments.classes.values())
+        inert = modules.inert.difference(arguments.classes.values())
         for found in (each for _, *both in self._bound for each in both):
             if inert.issuperset(map(type, found.values())):
                 continue
@@ -110,7 +109,7 @@ class ModuleState:
                 if stands_in is value and kind not in _CONTAINERS and id(value) not in arguments.classes:
                     others.append(value)
                     if not issubclass(kind, (torch.Tensor, *_generator_kinds())):
-                        _inert.add(kind)
+                        modules.inert.add(kind)
                     continue
                 self._copied.append((found, name))
                 values.append(stands_in)
@@ -223,6 +222,10 @@ class _Draws:
     def __init__(self, generator: Any) -> None:
         self._generator = generator
         self._start = self._state()
+        self._memory = b""
+        # a normal number that waits for the next call is elsewhere, and is used up without a change of these
+        if hasattr(generator, "get_bit_generator") and not pickle.loads(self._start)["has_gauss"]:
+            self._memory = self._numpy_words()
 
     def _state(self) -> Any:
         generator = self._generator
@@ -230,8 +233,6 @@ class _Draws:
             return generator.get_state()
         if hasattr(generator, "getstate"):  # `random`, and what is in it
             return generator.getstate()
-        if isinstance(generator, types.ModuleType):
-            return _state_of_numpy(generator)
         # numpy, likewise; pickled, since its arrays do not compare as a whole
         legacy = hasattr(generator, "get_state")
         return pickle.dumps(generator.get_state(legacy=False) if legacy else generator.bit_generator.state)
@@ -249,7 +250,17 @@ class _Draws:
 
     def may_have_moved(self) -> bool:
         # others may have been used and set back; to replay a global one costs time and repeats what threads draw
-        return not isinstance(self._generator, types.ModuleType) or bool(self._state() != self._start)
+        if not isinstance(self._generator, types.ModuleType):
+            return True
+        if self._memory and self._memory == self._numpy_words():
+            return False
+        return bool(self._state() != self._start)
+
+    def _numpy_words(self) -> bytes:
+        """Return the words and the position of numpy's global generator: to ask for its state takes 0.1 ms."""
+        generator = self._generator.get_bit_generator()
+        is_known = isinstance(generator, self._generator.MT19937)
+        return ctypes.string_at(generator.ctypes.state_address, 4 * 625) if is_known else b""
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -260,28 +271,6 @@ class _Draws:
             yield
         finally:
             self._set(now)
-
-
-_numpy: tuple[Any, bytes, bytes] = None, b"", b""
-"""Numpy's global generator, its memory, and the state that was asked for then."""
-
-
-def _state_of_numpy(module: Any) -> bytes:
-    """Return the pickled state of numpy's global generator, which takes 0.1 ms: asked for where its memory changed."""
-    global _numpy
-    generator, memory = module.get_bit_generator(), b""
-    if isinstance(generator, module.MT19937):
-        memory = ctypes.string_at(generator.ctypes.state_address, 4 * 625)  # 624 words and the position
-        if _numpy[:2] == (generator, memory):
-            return _numpy[2]
-    state = module.get_state(legacy=False)
-    pickled = pickle.dumps(state)
-    # a normal number that is kept for the next call is elsewhere, and used up without a change of the memory
-    if memory and not state["has_gauss"]:
-        words, position = state["state"].values()
-        if memory == words.tobytes() + position.to_bytes(4, sys.byteorder):
-            _numpy = generator, memory, pickled
-    return pickled
 
 
 def _generator_kinds() -> tuple[type, ...]:

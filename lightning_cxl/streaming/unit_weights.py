@@ -378,11 +378,13 @@ class UnitWeights:
                 set_plain_data(place.parameter, shown)
 
     def is_as_entered(self) -> bool:
-        """Return whether nobody has replaced the data of a weight or, the first time, written to it through it."""
+        """Return whether no weight has other values, the first time also through `.data`."""
         slot, total, self._sum = self._slot, self._sum, 0
         if slot is None or (isinstance(total, torch.Tensor) and slot[: self.nbytes].view(torch.int64).sum() != total):
             return slot is None
-        return all(place.parameter.data_ptr() == slot.data_ptr() + place.offsets[DATA] for place in self.places)
+        replaced = [each for each in self.places if each.parameter.data_ptr() != slot.data_ptr() + each.offsets[DATA]]
+        pairs = [(plain_data(each.parameter), each.views(slot)[DATA]) for each in replaced]
+        return all(torch.equal(data, shown.to(data)) for data, shown in pairs)  # bitsandbytes casts a bias in place
 
     def exit(self) -> None:
         slot, self._slot = self._slot, None
@@ -501,7 +503,8 @@ class Slot:
 
     def views(self, unit: UnitWeights) -> list[dict[str, torch.Tensor]]:
         if unit not in self._views:
-            self._views[unit] = unit.views(self.memory)
+            with torch.inference_mode(False):  # they outlive an evaluation that asks first
+                self._views[unit] = unit.views(self.memory)
         return self._views[unit]
 
     def fetch(self, unit: UnitWeights, versions: tuple[int, ...]) -> None:

@@ -566,6 +566,17 @@ def makes_a_weight(block, x):
     return block.later * x
 
 
+def test_a_dry_run_takes_no_two_tensors_for_one(offload):
+    """Without values all addresses are 0."""
+    if not offload.engine.computes_on_host:
+        pytest.skip("needs tensors on the meta device, as a dry run")
+    block = does(lambda block, x: block.norm(x.relu_()))()
+    block.norm = nn.BatchNorm1d(8)
+    model = Stack(lambda: block).to("meta")
+    offload.attach(find_units(model, "blocks.*"))
+    model(torch.ones(4, 8, device="meta")).sum().backward()
+
+
 def give_a_part(blocks, x):
     blocks[0].whole = torch.ones(8, device=x.device)
     return blocks[0](x, blocks[0].whole[:4])

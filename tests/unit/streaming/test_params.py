@@ -280,6 +280,25 @@ def test_weights_that_changed_are_fetched_again(engine, stream):
         assert torch.equal(model.to(x.device)(x), changed) and not torch.equal(first, changed)
 
 
+def test_a_model_that_is_evaluated_before_it_is_trained_is_trained(stream):
+    model, plain = make(), make()
+    stream(HostEngine(), model)
+    with torch.inference_mode():
+        model(batch(0, model.first))
+    for each in (model, plain):
+        each(batch(0, each.first)).backward()
+    assert torch.equal(model.first.weight.grad, plain.first.weight.grad)
+
+
+def test_a_forward_may_cast_a_weight_in_its_place(stream):
+    """As the 8-bit layers of bitsandbytes do with their bias."""
+    model = make(2)
+    stream(HostEngine(), model)
+    bias = model.blocks[1].norm.bias
+    model.blocks[1].norm.register_forward_pre_hook(lambda *_: setattr(bias, "data", bias.data.double().float()))
+    model(batch(0, model.first)).backward()
+
+
 @pytest.mark.parametrize(
     "write",
     [
