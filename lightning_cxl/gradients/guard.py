@@ -26,10 +26,11 @@ from lightning_cxl.torch_private import hooks_after_accumulation, unscale
 #
 # [Note: Measured gradients]
 # The sum of squares of a gradient serves clipping (the norm) and the overflow check (it is finite if and only if every
-# element is). `GradientOffload` measures gradients in the sweep that writes them, and the number is kept on the tensor
-# object with its version. At the end of backward these numbers are combined; a gradient that was written since has
-# another version and is measured again in one read. Writes through ``.data`` leave the version as it is: where user
-# code may do that, `trusts_versions` is off, and the number of a parameter that has hooks of the user is not used.
+# element is). `GradientOffload` measures whole gradients in the sweep that writes them, and the number is kept on the
+# tensor object together with its version counter. At the end of backward only these numbers are combined; a gradient
+# that was written since, by autograd or by a user's hook, has another version and is measured again in one read. Writes
+# through ``.data`` leave the version as it is: where user code may do that, `trusts_versions` is off, and the number of
+# a parameter that has hooks of the user is not used.
 
 # Hooks around autograd's accumulation into one leaf parameter.
 #
@@ -37,10 +38,14 @@ from lightning_cxl.torch_private import hooks_after_accumulation, unscale
 # Autograd's node of a leaf is made anew whenever the leaf's data changes its device, and hooks on the old node are
 # lost. Hooks on the tensor itself stay, but those before the accumulation also run when `torch.autograd.grad` asks for
 # the leaf's gradient. So a parameter that stays where it is has its first hook on the node, others have both on the
-# tensor. The gradient of these may come while they are not where they were used: that of a bias that is added last
-# needs no recompute, so it comes before the unit is entered. Autograd takes it as it is, but copies one that others
-# hold as well, such as that of the output itself, to where the parameter is then: the hook before gives it one of its
-# own. Torch keeps hooks where the garbage collector does not look: they are removed when a run is closed.
+# tensor.
+#
+# The gradient of such another parameter may come while it is not where it was used: that of a bias that is added last
+# needs nothing that is recomputed, so it comes before the unit is entered. Autograd takes it as it is, but copies one
+# that others hold as well, such as the gradient of the output itself, to where the parameter is then. So the hook
+# before gives it one of its own.
+#
+# Torch keeps hooks where the garbage collector does not look: they are removed when a run is closed.
 
 
 class GradientHooks:

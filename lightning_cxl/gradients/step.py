@@ -35,24 +35,33 @@ from lightning_cxl.torch_private import between_hooks, keeps_mark, mark_as_calle
 # [Note: Overlapped updates]
 # One worker thread does what the host does with gradients: it adds and measures them as they land (`GradientOffload`)
 # and runs the update of one unit after the other. There are two schedules:
-# * Behind the next forward, always possible: at the step all gradients are there, checked and clipped. Updates run on
-#   the worker in the order of the forward, and the step returns.
+#
+# * Behind the next forward, always possible: at the time of the step all gradients are there, checked and clipped. All
+#   updates run on the worker in the order of the forward, and the step returns.
 # * Behind the backward as well, if nothing can call the step off and nobody looks at gradients (`in_backward`): a unit
-#   is updated from the end of its backward on; its gradients never become ``p.grad``. The worker takes the unit that
-#   the next forward needs first; what is left runs behind that forward. If memory has room for gradients of a few
-#   units only, a backward that is too far ahead waits. Masters of what stays on the device come first of all.
-# What stays on the device gets new values when the step is over, from the worker, behind all that the device was asked
-# for before. The forward of its module waits for them (`_ResidentForward`), and so does any other use of it ([Note:
-# Compute and master weights]). A parameter of a module that contains units is written by the step itself. So is one
-# whose memory another tensor reaches (``p.data`` or ``p.detach()`` that were kept): past it nobody waits.
+#   is updated from the end of its backward on, with the gradients that have been started on their way, which never
+#   become ``p.grad``. The worker takes the unit that the next forward needs first, so where it is slower than the
+#   backward, the rest runs behind that forward. If memory has room for gradients of a few units only, a backward that
+#   is too far ahead waits. Masters of what stays on the device (embedding, head) come first of all.
+#
+# What stays on the device gets its new values when the step is over, from the worker, behind all that the device was
+# asked for before. The forward of its module waits for them (`_ResidentForward`), and so does any other use of it
+# ([Note: Compute and master weights]). A parameter of a module that contains units is written by the step itself. So is
+# one whose memory another tensor reaches (``p.data`` or ``p.detach()`` that were kept): past it nobody waits.
 #
 # A step reads hyper-parameters when it begins, so schedulers may go on. Versions of the weights go up when an update is
 # started, by the thread that starts it: copies on the device are stale from then on. Until it is done the unit is
-# *updating*: its forward, and whoever looks at its parameters ([Note: Awaited parameters]) or at the optimizer's state,
-# waits, and finds an error of the update. Then the worker has the unit fetched if it is expected next.
-# With several processes and a device apart, a unit is what FSDP2 gathers together (`ShardedUnit`): its gather waits.
+# *updating*: its forward waits (`ParamStreamer.enter`), whoever looks at its parameters through their modules waits
+# ([Note: Awaited parameters]), and so does whoever looks at the optimizer's state. When it is done, the worker has the
+# unit fetched if it is expected next. An error in an update is raised where it is waited for.
+#
+# With several processes, and a device apart, a unit is what FSDP2 gathers together (`ShardedUnit`): its backward is
+# over when all of its gradients have come, and its gather waits. What the root gathers is a unit, too, so embedding and
+# head are updated first.
+#
 # A unit that ran more than once since the step began, or part of which the worker cannot update, is left to the end of
-# the backward. An exception in a backward leaves a step half made where updates ran behind it.
+# the backward. An exception in the middle of a backward leaves a step half made where updates ran behind it.
+
 
 log = logging.getLogger(__name__)
 
@@ -396,15 +405,18 @@ def why_after_backward(objection: str | None, optimizers: Sequence[Optimizer]) -
 #
 # [Note: A step]
 # 1. The optimizer's step begins: updates learn which one (`begin`), and may run behind the backward from here on.
-# 2. The closure, if there is one, runs forward and backward. `CPUAdam` gets it evaluated, as its update may be made in
-#    parts. Every other optimizer evaluates it by itself.
+# 2. The closure, if there is one, runs forward and backward. `CPUAdam` gets it evaluated, because its update may be
+#    made in parts. Every other optimizer evaluates it by itself, when and as often as it likes.
 # 3. After each evaluation gradients are complete (`GradientOffload.end_step`), nothing reads the masters any more
-#    (`prepare`), and the guard looks at the gradients. Where they may not be used, the step ends there, or the guard
-#    raises if the optimizer has written to its parameters already.
+#    (`prepare`), and the guard looks at the gradients. Where they may not be used, the step ends there, without an
+#    update. That is possible as long as the optimizer has written to none of its parameters; else the guard raises.
 # 4. The update (`update`): by the optimizer's own step, or by `Updates` in parts.
-# 5. The model gets the new weights (`write_back`), before hooks that follow the step; masters that these write are
-#    written back, too. State that the optimizer has made moves to its tier (`place_state`).
-# What an optimizer or the user writes to masters before another forward (LBFGS, SAM) is written back before that.
+# 5. The model gets the new weights (`write_back`), before hooks that follow the step, which may write to it or to the
+#    masters: masters that they wrote are written back, too. State that the optimizer has made moves to its tier
+#    (`place_state`).
+#
+# What an optimizer or the user has written to masters when another forward begins (LBFGS in its line search, SAM) is
+# written back before it (`Updates.show_writes`), so that it finds the loss of these weights.
 
 
 @keeps_mark

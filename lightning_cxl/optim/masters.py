@@ -8,17 +8,20 @@ for bfloat16 with *split* master weights (`CPUAdam` only): the compute parameter
 weights, and the lower half belongs to the optimizer's state. Otherwise the master is a separate parameter on the host,
 float32 or, split, a bfloat16 copy. With several devices it is in the very memory of a shard that lies on the host and
 says that it is on the device (`sharding/host_shard.py`), where types allow that. Gradients arrive in ``master.grad``
-(see `gradients/offload.py`), where all that goes through the optimizer finds them, such as clipping, and every step
-ends by writing the new values back to the compute parameter. With ``state_on_device``, masters of weights that stay on
-the device are there, float32, with gradients and state; float32 weights are their own.
+(see `gradients/offload.py`), everything that reads gradients through the optimizer (clipping, the loss scaler,
+``on_before_optimizer_step``) finds them there, and every step ends by writing the new values back to the compute
+parameter. With ``state_on_device``, masters of weights that stay on the device are there, float32, with gradients and
+state; where the weights are float32 they are their own masters.
 
-Loops over the model count, too: a separate master's compute parameter becomes a `_Front` in its run. Its ``.grad`` is
-the master's, on the host; what is assigned goes to the master. Writes through ``.data``, which torch does not count,
-are noticed because someone has asked for ``.data``: the next step compares then. Autograd, which gets at ``.grad`` past
-Python, and our own code use `torch_private`. Shards keep torch's ``.grad`` and ``.data``: DTensors have no subclasses.
+Changes made in loops over the model count, too: a separate master's compute parameter becomes a `_Front` in its run.
+Its ``.grad`` is that of the master, on the host, also where the weights are on a device; what is assigned goes to the
+master. Writes through ``.data``, which torch does not count, are noticed because someone has asked for ``.data``: the
+next step compares then. Autograd, which reads and writes ``.grad`` past Python, and our own code use `torch_private`.
+Shards keep torch's ``.grad`` and ``.data``: DTensors have no subclasses, and FSDP2 sets their ``.grad`` itself.
 
-While a thread updates the master (`WeightPair.begin_update`), the compute parameter on the device has old values. It is
-an `_Updating` then: the first operator of torch that gets it waits for the update, and the device for the copy.
+While a thread updates the master behind the training (`WeightPair.begin_update`), the compute parameter on the device
+has old values. It is an `_Updating` then: whatever operator of torch gets it first waits for the update, also where
+somebody kept a reference, and the device waits for the copy.
 """
 
 import copy

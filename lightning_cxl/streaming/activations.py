@@ -243,9 +243,10 @@ def can_store(tensor: torch.Tensor, device: torch.device, min_bytes: int) -> boo
 # Models that checkpoint their blocks themselves: switched off while units are recomputed anyway.
 #
 # [Note: A model's own checkpointing]
-# Two checkpoints around one block give the same losses, but run its forward three times (a reentrant one) or keep its
-# inputs twice. Hugging Face models show that they checkpoint by a flag on blocks and on what contains them: it is False
-# while the model is attached. A ``torch.utils.checkpoint`` in the user's own forward is left: it may span units.
+# Two checkpoints around one block give the same losses, but a reentrant one runs its forward three times (one that is
+# not, twice, and keeps its inputs twice). Hugging Face models show that they checkpoint by a flag, which is set on
+# blocks and on what contains them: it is False while the model is attached, and True again afterwards. A
+# ``torch.utils.checkpoint`` in the user's own forward is left as it is: it may span more than a unit.
 
 log = logging.getLogger("lightning_cxl")
 _FLAG = "gradient_checkpointing"

@@ -20,8 +20,9 @@ Not seen: state outside the unit's modules, or in objects behind an attribute.
 checkpoint() repeats what a unit draws from torch's default generators. Here the same is done for Python's and numpy's
 global ones, and for generators of torch, numpy and Python among the unit's arguments and the attributes of its modules,
 and in containers there; a global one's state is kept only if it has moved during the forward. The recompute starts from
-that state, and afterwards the generator is where it was. Not seen: another thread that draws meanwhile, and a forward
-that draws from a global generator of Python or numpy and leaves it as it found it.
+that state, and afterwards the generator is where it was. As with torch's own, another thread that draws meanwhile from
+a global generator moves it, too, and what it draws during the recompute is drawn once more afterwards. Not seen: a
+forward that draws from a global generator and leaves it as it found it.
 """
 
 import collections
