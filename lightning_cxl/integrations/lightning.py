@@ -45,7 +45,7 @@ from lightning_cxl.run.checkpoint import TIED, is_sharded_checkpoint, load_file,
 from lightning_cxl.run.run import Host, Run
 from lightning_cxl.run.session import Session, cut_for, cut_state, follow
 from lightning_cxl.run.state_on_ssd import KEY, StateOnSsd, check_together
-from lightning_cxl.run.user_loop import end_earlier_trainings, methods_of_others, put_back
+from lightning_cxl.run.user_loop import BeforeForward, end_earlier_trainings, methods_of_others, put_back
 from lightning_cxl.sharding import processes
 from lightning_cxl.timing import timed
 from lightning_cxl.torch_private import UNSCALE, step_hooks
@@ -367,6 +367,12 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
                 active.callback(repoint_scheduler, config.scheduler, new, old)
         if run.masters.has_separate and self.is_distributed:
             warn_of_hidden_gradients(trainer)
+        if run.masters.has_separate and not getattr(self.lightning_module, "automatic_optimization", True):
+            # a step may call the model several times; SAM writes to `optimizer.param_groups` in between
+            inside = tuple(f"{name}." for name in run.units)
+            for name, module in self.model.named_modules():
+                if not name.startswith(inside):
+                    active.callback(module.register_forward_pre_hook(BeforeForward(run)).remove)
         for callback in getattr(trainer, "callbacks", []):
             if isinstance(callback, BaseFinetuning):
                 active.callback(put_back, callback, _EPOCH, vars(callback).get(_EPOCH))

@@ -399,14 +399,12 @@ def methods_of_others(target: object, names: Iterable[str], known: Sequence[str]
     return found
 
 
-class _Forward:
-    """Hook on a model: each call of it may be the first of a step. See [Note: Call order in a user's loop]."""
+class BeforeForward:
+    """Hook on a module: each call of it finds what others have written to the weights in its optimizer."""
 
-    def __init__(self, run: Run, loop: UserLoop) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._num_steps = self._num_received = 0
-        self.loop = loop  # lives as long as a model that it has placed
-        skip_compiling(_Forward.__call__, "a step of lightning_cxl begins before the model's forward")
+        skip_compiling(BeforeForward.__call__, "lightning_cxl has something to do before a model's forward")
 
     def __call__(self, *_: Any) -> None:
         compiler = set_compiler(None)  # which would compile this anew in each step
@@ -417,6 +415,22 @@ class _Forward:
 
     def _begin(self) -> None:
         self._run.start_forward()
+
+    def __reduce__(self) -> tuple[type["_NoHook"], tuple[()]]:
+        """Copy and pickle as a hook that does nothing: the copy of a model is in no run."""
+        return _NoHook, ()
+
+
+class _Forward(BeforeForward):
+    """Each call of the model may be the first of a step. See [Note: Call order in a user's loop]."""
+
+    def __init__(self, run: Run, loop: UserLoop) -> None:
+        super().__init__(run)
+        self._num_steps = self._num_received = 0
+        self.loop = loop  # lives as long as a model that it has placed
+
+    def _begin(self) -> None:
+        super()._begin()
         num_steps, num_received = self._run.guard.num_steps, self._run.num_received
         if num_steps != self._num_steps:
             self._run.end_step()
@@ -424,10 +438,6 @@ class _Forward:
             self._run.code_has_run()
         self._num_steps, self._num_received = num_steps, num_received
         self._run.adopt_joined()
-
-    def __reduce__(self) -> tuple[type["_NoHook"], tuple[()]]:
-        """Copy and pickle as a hook that does nothing: the copy of a model is in no run."""
-        return _NoHook, ()
 
 
 class _NoHook:

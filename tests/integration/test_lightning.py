@@ -160,3 +160,32 @@ def test_copies_made_during_a_run_have_its_weights_and_can_train(way, when, prec
     before = copied.model.head.weight.detach().cpu().clone()
     trainer.fit(copied, token_data())
     assert not torch.equal(copied.model.head.weight.detach().cpu(), before)
+
+
+class SharpnessAware(Task):
+    """Two forwards in a step, the second with weights that were moved in the optimizer."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        for by in (0.5, -0.5):
+            loss = self.loss(batch)
+            self.record(loss)
+            self.manual_backward(loss)
+            moved = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if by > 0:
+                ascent = [p.grad.clone() for p in moved]
+            for p, each in zip(moved, ascent, strict=True):
+                torch.no_grad()(p.add_)(each, alpha=by)
+            if by < 0:
+                optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{"stream_weights": True}, {}], ids=str)
+def test_weights_that_are_moved_in_the_optimizer_within_a_step_are_those_of_the_next_forward(options):
+    plain, ours = (run(each, lambda: SharpnessAware(no_dropout()), 4)[0] for each in ("auto", options))
+    assert len(set(plain.losses)) == 8
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert not any(each._forward_pre_hooks for each in ours.modules())
