@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_cxl.errors import GradientOverflowError, LightningCXLWarning
-from lightning_cxl.gradients.guard import Addition, GradientHooks, GradientMeter, HostClip, HostUnscale, OverflowGuard
+from lightning_cxl.gradients.guard import Addition, GradientHooks, GradientMeter, HostUnscale, OverflowGuard
 from lightning_cxl.optim import cpu_adam as clipping
 from lightning_cxl.optim.cpu_adam import CPUAdam, clip_factor
 from tests.unit.optim.adam_pairs import assert_close, pair, parameters, set_gradients
@@ -57,17 +57,9 @@ def test_copy_and_accumulate_measure_what_they_write(sweeps, dtype):
 CHANGES = {
     "in place": lambda g: g.mul_(2),
     "foreach": lambda g: torch._foreach_mul_([g], 2.0),
-    "clip by value": lambda g: torch.nn.utils.clip_grad_value_([_holder(g)], 0.01),
-    "clip by norm": lambda g: torch.nn.utils.clip_grad_norm_([_holder(g)], 0.01),
     "element": lambda g: g.__setitem__(0, 7.0),
     "view": lambda g: g.view(-1)[:3].zero_(),
 }
-
-
-def _holder(grad):
-    parameter = torch.nn.Parameter(torch.zeros_like(grad))
-    parameter.grad = grad
-    return parameter
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -81,22 +73,17 @@ def test_a_change_is_noticed(change, sweeps):
     assert meter.sums([grad]) != before and sweeps == [1, 1]
 
 
-def test_changes_through_data_are_seen_where_versions_are_not_trusted():
+def test_changes_through_data_are_seen_of_a_copy_and_where_versions_are_not_trusted():
     meter = GradientMeter()
-    grad = torch.ones(4)
-    assert meter.sums([grad]) == [4.0]
-    grad.data[0] = math.nan
-    assert meter.sums([grad]) == [4.0], "as documented"
-    meter.trusts_versions = False
-    assert math.isnan(meter.sums([grad])[0])
-
-
-def test_a_copy_of_a_gradient_has_a_number_of_its_own():
-    meter, grad = GradientMeter(), torch.empty(4).fill_(1.0)
+    grad = torch.empty(4).fill_(1.0)
     assert meter.sums([grad]) == [4.0]
     other = copy.deepcopy(grad)
     other.data.mul_(2)
     assert other._version == grad._version and meter.sums([other]) == [16.0]
+    grad.data[0] = math.nan
+    assert meter.sums([grad]) == [4.0], "as documented"
+    meter.trusts_versions = False
+    assert math.isnan(meter.sums([grad])[0])
 
 
 def test_where_hooks_of_the_user_run_nothing_is_taken_for_unchanged():
@@ -129,15 +116,12 @@ def test_odd_tensors(name):
     grad = ODD[name]
     dense = grad.to_dense() if grad.is_sparse else grad
     assert GradientMeter().sums([grad]) == pytest.approx([exact(dense)], rel=1e-6)
+    (total,) = GradientMeter().sums([torch.full((1000,), 1e300, dtype=torch.float64)])
+    assert math.isfinite(total) and total > 1e70
     for bad in (math.inf, -math.inf, math.nan) if name in ("strided", "float64", "scalar", "transposed") else ():
         spoiled = grad.clone()
         spoiled[(-1,) * grad.dim()] = bad
         assert not math.isfinite(GradientMeter().sums([spoiled])[0])
-
-
-def test_large_finite_gradients_of_float64_are_finite():
-    (total,) = GradientMeter().sums([torch.full((1000,), 1e300, dtype=torch.float64)])
-    assert math.isfinite(total) and total > 1e70
 
 
 def test_changed_values_of_a_sparse_gradient_are_noticed():
@@ -149,11 +133,8 @@ def test_changed_values_of_a_sparse_gradient_are_noticed():
     assert meter.sums([grad]) == [100.0]
 
 
-@pytest.mark.parametrize("layout", ["strided", "other order", "float64"])
-def test_tensors_that_kernels_do_not_move(layout):
-    source = {"strided": random((6, 8))[:, ::2], "other order": random((4, 6)).T, "float64": random((6, 4)).double()}[
-        layout
-    ]
+@pytest.mark.parametrize("source", [random((6, 8))[:, ::2], random((4, 6)).T, random((6, 4)).double()])
+def test_tensors_that_kernels_do_not_move(source):
     home = torch.empty(6, 4)
     meter = GradientMeter()
     meter.copy_all([(source, home)])
@@ -230,21 +211,6 @@ def test_what_was_bad_before_clipping_in_place_is_named():
     spoil(params[2])
     with pytest.warns(LightningCXLWarning, match="`head`"):
         assert not guard.accepts(owner, params)
-
-
-def test_a_step_that_cannot_be_left_out_is_an_error():
-    params, guard = guarded()
-    spoil(params[1])
-    with pytest.raises(GradientOverflowError, match=r"`body`.*in the middle of a step of SGD.*ignore"):
-        guard.accepts(OWNER, params, can_skip=False)
-
-
-def test_error_raises_at_once_and_names_the_way_out():
-    params, guard = guarded("error")
-    spoil(params[2])
-    with pytest.raises(GradientOverflowError, match=r'`head`.*on_overflow="skip"'):
-        guard.accepts(OWNER, params)
-    assert isinstance(GradientOverflowError(""), ArithmeticError)
 
 
 # -- with a loss scaler ------------------------------------------------------------------------------------------------
@@ -377,20 +343,10 @@ def test_follows_torch(make, max_norm):
 
 @pytest.fixture
 def two():
-    """Two optimizers with the same parameters, and their gradients."""
     made = [parameters((40,)) for _ in range(2)]
     for params in made:
         set_gradients(params, 0)
     return *made, *map(CPUAdam, made)
-
-
-def test_scale_is_a_factor_of_the_gradients_before_clipping(two):
-    whole, scaled, one, other = two
-    scaled[0].grad.mul_(1024)
-    assert other.clip_grad_norm_(0.5, scale=1 / 1024) == pytest.approx(one.clip_grad_norm_(0.5))
-    one.step()
-    other.step()
-    assert_close(scaled, whole)
 
 
 @pytest.mark.parametrize("left_over", [1e-3, 0.0, math.inf, math.nan])
@@ -412,30 +368,6 @@ def test_a_bad_factor_does_not_reach_gradients_it_was_not_for(bad, two):
     one.step()
     other.step()
     assert_close(twice, once)
-
-
-def test_gradients_edited_through_data_are_measured_as_they_are(two):
-    params, _, adam, _ = two
-    norm = adam.clip_grad_norm_(1.0)
-    params[0].grad.data.mul_(0.5)
-    assert adam.clip_grad_norm_(1.0) == pytest.approx(norm / 2)
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_gradients_that_are_not_finite_end_as_with_torch(bad):
-    theirs, torch_adam, ours, adam = pair(torch.optim.AdamW, ((4,), (3,)))
-    for params, optimizer in ((theirs, torch_adam), (ours, adam)):
-        set_gradients(params, 0)
-        params[0].grad[1] = bad
-        if params is theirs:
-            norm = float(torch.nn.utils.clip_grad_norm_(params, 1.0))
-        else:
-            ours_norm = optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-    assert math.isnan(ours_norm) if math.isnan(norm) else ours_norm == norm
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.detach(), other.detach(), equal_nan=True)
-    assert any(p.isnan().any() for p in ours)
 
 
 def test_factor():
@@ -464,26 +396,3 @@ def test_clipping_through_a_wrapper_reaches_the_optimizer_and_zero_grad_takes_th
     assert adam.grad_scale == wrapper.grad_scale < 1e-3
     wrapper.zero_grad()
     assert adam.grad_scale == 1.0 and params[0].grad is None
-
-
-@pytest.mark.parametrize("defers", [True, False])
-def test_host_clip_chooses_by_optimizer(defers, two):
-    plain = []
-    guard = OverflowGuard("skip", 3, lambda p: "weight", GradientMeter())
-    unscale = types.SimpleNamespace(factor=0.25)
-    clip = HostClip(
-        lambda *args: plain.append(args), lambda o: getattr(o, "optimizer", o), lambda o: defers, guard, unscale
-    )
-    params, _, adam, _ = two
-    sgd = torch.optim.SGD(params)
-    wrapper = Wrapper(adam)
-    clip(wrapper, 0.5)
-    if defers:
-        grads = [p.grad * 0.25 for p in params]
-        expected = clip_factor([float(g.double().square().sum()) for g in grads], 0.5, 1.0)[1]
-        assert not plain and adam.grad_scale == pytest.approx(0.25 * expected)
-    else:
-        assert plain == [(wrapper, 0.5)] and adam.grad_scale == 1.0
-    plain.clear()
-    clip(sgd, 0.5)
-    assert plain == [(sgd, 0.5)]

@@ -3,7 +3,6 @@
 import torch
 
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.kernels import join
 
 
 def parameters(*shapes, seed=0):
@@ -19,7 +18,6 @@ def set_gradients(params, step):
 
 
 def take_step(step, *pairs):
-    """A step of each optimizer, given with its parameters."""
     for params, optimizer in pairs:
         set_gradients(params, step)
         optimizer.step()
@@ -51,25 +49,3 @@ def pair(make, shapes=((5, 3), (7,), ()), **options):
     """The same parameters under torch's optimizer and under the CPUAdam that replaced one like it."""
     theirs, ours = parameters(*shapes), parameters(*shapes)
     return theirs, make(theirs, **options), ours, CPUAdam.from_torch(make(ours, **options))
-
-
-def bf16(params):
-    return [torch.nn.Parameter(p.detach().bfloat16()) for p in params]
-
-
-def half_gradients(params, step, dtype=torch.bfloat16):
-    """The same gradients, rounded to `dtype`, for parameters of any dtype."""
-    shadows = [torch.nn.Parameter(torch.zeros(p.shape)) for p in params]
-    set_gradients(shadows, step)
-    for p, shadow in zip(params, shadows, strict=True):
-        p.grad_dtype = None
-        p.grad = shadow.grad.to(dtype)
-
-
-def masters(optimizer):
-    """The float32 weights that an optimizer has, whatever the form."""
-    found = []
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        remainder = optimizer.state[p].get("remainder")
-        found.append(p.detach() if remainder is None else join(p.detach(), remainder))
-    return found

@@ -110,7 +110,8 @@ def test_sparse_gradients_are_refused_before_anything_changes():
 def test_channels_last_weights_and_gradients_in_another_order():
     theirs, ours = (torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last) for _ in range(2))
     ours.load_state_dict(theirs.state_dict())
-    torch_adam, adam = torch.optim.AdamW(theirs.parameters()), CPUAdam(ours.parameters(), weight_decay=0.01)
+    torch_adam = torch.optim.AdamW(theirs.parameters())
+    adam = CPUAdam(ours.parameters(), weight_decay=0.01, allocate_state=lambda *args: torch.empty(args[-1]))
     assert not ours.weight.is_contiguous()
     for step in range(4):
         for net, optimizer in ((theirs, torch_adam), (ours, adam)):
@@ -121,18 +122,6 @@ def test_channels_last_weights_and_gradients_in_another_order():
     assert_close(ours.parameters(), theirs.parameters())
     for key in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(adam.state[ours.weight][key], torch_adam.state[theirs.weight][key])
-
-
-def test_a_transposed_parameter_and_memory_from_a_contiguous_allocator():
-    theirs, ours = (torch.nn.Parameter(torch.arange(12.0).view(3, 4).T) for _ in range(2))
-    torch_adam = torch.optim.Adam([theirs])
-    adam = CPUAdam([ours], decoupled=False, allocate_state=lambda *args: torch.empty(args[-1]))
-    for step in range(3):
-        for parameter, optimizer in ((theirs, torch_adam), (ours, adam)):
-            parameter.grad = torch.arange(12.0).view(4, 3) - step
-            optimizer.step()
-    assert_close([ours], [theirs])
-    assert torch.equal(adam.state[ours]["exp_avg"], torch_adam.state[theirs]["exp_avg"])
 
 
 def test_state_memory_is_reserved_at_construction_and_never_moves():
@@ -192,13 +181,17 @@ def test_compute_weights_follow_in_the_same_step(state, dtype):
     compute = {masters[0]: torch.zeros(96, 64, dtype=dtype)}
     adam = CPUAdam(masters, lr=0.1, compute_weights=compute, state=state)
     set_gradients(masters, 0)
-    version = compute[masters[0]]._version
+    versions = compute[masters[0]]._version, masters[0]._version
     adam.step()
     assert torch.equal(compute[masters[0]], masters[0].detach().to(dtype))
-    assert compute[masters[0]]._version > version
+    assert compute[masters[0]]._version > versions[0] and masters[0]._version > versions[1], "autograd notices"
     compute[masters[1]] = torch.zeros(7, dtype=dtype)  # added later
     adam.step()
     assert all(torch.equal(compute[master], master.detach().to(dtype)) for master in masters)
+    other = torch.bfloat16 if dtype is torch.float16 else torch.float16
+    compute[masters[0]] = compute[masters[0]].view(other)  # at the same place
+    adam.step()
+    assert torch.equal(compute[masters[0]], masters[0].detach().to(other))
 
 
 @pytest.mark.parametrize(
@@ -219,25 +212,11 @@ def test_unfit_compute_weights_are_refused(compute):
     assert torch.equal(master, before)
 
 
-def test_autograd_notices_the_update():
-    (parameter,) = parameters((3,))
-    loss = (parameter * parameter).sum()
-    adam = CPUAdam([parameter])
-    parameter.grad = torch.ones(3)
-    adam.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 # -- `from_torch` and learning-rate schedulers: nothing the user holds stops working -----------------------------------
 
 
 SCHEDULERS = [
-    partial(schedulers.LambdaLR, lr_lambda=lambda epoch: 0.9**epoch),
-    partial(schedulers.CosineAnnealingWarmRestarts, T_0=2),
-    partial(schedulers.LinearLR, total_iters=4),
-    partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=8),
-    partial(schedulers.CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=2),
+    partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=8),  # changes betas, too
     partial(schedulers.ReduceLROnPlateau, patience=0),
 ]
 
@@ -299,15 +278,3 @@ def test_reading_data_costs_no_memory_and_writes_through_it_count(shape, is_tran
         masters.absorb_changes()
         assert torch.equal(pair.master, expected)
     pair.remove_front()
-
-
-def test_groups_have_their_own_hyper_parameters():
-    def groups(params):
-        return [{"params": params[:1], "lr": 0.5}, {"params": params[1:], "weight_decay": 0.5, "betas": (0.5, 0.5)}]
-
-    theirs, ours = parameters((3,), (4,)), parameters((3,), (4,))
-    torch_adam, adam = torch.optim.AdamW(groups(theirs)), CPUAdam(groups(ours), weight_decay=0.01)
-    for step in range(4):
-        torch_adam.param_groups[1]["lr"] = adam.param_groups[1]["lr"] = 0.1 * step
-        take_step(step, (theirs, torch_adam), (ours, adam))
-    assert_close(ours, theirs)

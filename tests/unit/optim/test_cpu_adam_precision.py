@@ -6,20 +6,10 @@ import pickle
 import pytest
 import torch
 
-from lightning_cxl.errors import CheckpointError
 from lightning_cxl.optim.cpu_adam import CPUAdam
-from lightning_cxl.optim.kernels import dynamic_map, split
+from lightning_cxl.optim.kernels import join, split
 from tests.numerics.reference.blockwise import dequantize
-from tests.unit.optim.adam_pairs import (
-    assert_close,
-    assert_equal,
-    bf16,
-    half_gradients,
-    masters,
-    parameters,
-    set_gradients,
-    take_step,
-)
+from tests.unit.optim.adam_pairs import assert_close, assert_equal, parameters, set_gradients
 
 STATES = ["fp32", "bf16", "8bit"]
 LARGE, SMALL = (96, 64), (40,)
@@ -29,10 +19,31 @@ HOW = pytest.mark.parametrize(
 )
 
 
+def bf16(params):
+    return [torch.nn.Parameter(p.detach().bfloat16()) for p in params]
+
+
+def half_gradients(params, step, dtype=torch.bfloat16):
+    """The same gradients, rounded to `dtype`, for parameters of any dtype."""
+    shadows = [torch.nn.Parameter(torch.zeros(p.shape)) for p in params]
+    set_gradients(shadows, step)
+    for p, shadow in zip(params, shadows, strict=True):
+        p.grad_dtype = None
+        p.grad = shadow.grad.to(dtype)
+
+
+def masters(optimizer):
+    """The float32 weights that an optimizer has, whatever the form."""
+    found = []
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        remainder = optimizer.state[p].get("remainder")
+        found.append(p.detach() if remainder is None else join(p.detach(), remainder))
+    return found
+
+
 @pytest.mark.parametrize("grads", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("state", STATES)
 def test_bfloat16_parameters_train_like_float32_ones(state, grads):
-    """Bit for bit like float32 parameters that start at the same values."""
     halves = bf16(parameters(LARGE, SMALL, (), (0,)))
     wholes = [torch.nn.Parameter(p.detach().float()) for p in halves]
     ours, other = CPUAdam(halves, state=state, **HYPER), CPUAdam(wholes, state=state, **HYPER)
@@ -46,19 +57,6 @@ def test_bfloat16_parameters_train_like_float32_ones(state, grads):
     assert ours.state[halves[0]]["remainder"].any()
     for p, whole in zip(halves, wholes, strict=True):
         assert_equal({key: ours.state[p][key] for key in other.state[whole]}, other.state[whole])
-
-
-@pytest.mark.parametrize("state", ["bf16", "8bit"])
-def test_low_precision_state_stays_close_to_float32(state):
-    """Measured after 30 steps with fresh random gradients: bf16 0.0036, 8 bit 0.018 of the distance travelled."""
-    ours, other = parameters(LARGE), parameters(LARGE)
-    start = ours[0].detach().clone()
-    low, full = CPUAdam(ours, state=state, lr=0.01), CPUAdam(other, lr=0.01)
-    for step in range(30):
-        take_step(step, (ours, low), (other, full))
-    travelled = float((other[0] - start).abs().mean().detach())
-    difference = float((ours[0] - other[0]).abs().mean().detach())
-    assert 0 < difference < 0.05 * travelled
 
 
 def test_stochastic_rounding_depends_on_seed_and_order_only():
@@ -78,17 +76,6 @@ def test_stochastic_rounding_depends_on_seed_and_order_only():
 
 
 # -- what changes between two steps ------------------------------------------------------------------------------------
-
-
-def test_compute_weights_of_another_format_at_the_same_place():
-    (p,) = parameters(LARGE)
-    compute = {p: torch.zeros(LARGE, dtype=torch.bfloat16)}
-    adam = CPUAdam([p], compute_weights=compute, **HYPER)
-    set_gradients([p], 0)
-    adam.step()
-    compute[p] = compute[p].view(torch.float16)
-    adam.step()
-    assert torch.equal(compute[p], p.detach().half())
 
 
 def test_gradients_change_format_address_and_order_from_step_to_step():
@@ -201,68 +188,24 @@ def test_remainders_that_torch_carried_along_are_stale():
 # -- bitsandbytes ------------------------------------------------------------------------------------------------------
 
 
-def as_bitsandbytes(adam, *, nested):
-    """The same state the way bitsandbytes writes it: integer steps, small tensors under the names of coded ones."""
-    saved = copy.deepcopy(adam.state_dict())
-    for entry in saved["state"].values():
-        entry["step"] = int(entry["step"])
-        entry.pop("remainder", None)
-        for plain, coded in (("exp_avg", "state1"), ("exp_avg_sq", "state2")):
-            if plain in entry:
-                entry[coded] = entry.pop(plain)
-        if nested:
-            moved = {key: entry.pop(key) for key in list(entry) if key != "step"}
-            entry["__bnb_optimizer_quant_state__"] = moved
-    return saved
-
-
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("state", STATES)
-def test_state_dicts_in_the_form_of_bitsandbytes_load(state, nested):
-    params, adam = trained("8bit")
-    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    other = CPUAdam(copies, state=state, **HYPER)
-    other.load_state_dict(as_bitsandbytes(adam, nested=nested))
-    for p, mine in zip(params, copies, strict=True):
-        for number in (1, 2):
-            was = read(adam.state[p], number)
-            tolerance = 2**-8 * float(was.abs().max()) if state == "bf16" and p.numel() >= 4096 else 0
-            torch.testing.assert_close(read(other.state[mine], number), was, rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("damage", ["no absmax", "blocks", "another map"])
-def test_damaged_8_bit_states_are_refused(damage):
-    params, adam = trained("8bit")
-    saved = as_bitsandbytes(adam, nested=True)
-    entry = saved["state"][0]["__bnb_optimizer_quant_state__"]
-    if damage == "no absmax":
-        del entry["absmax2"]
-    elif damage == "blocks":
-        entry["absmax1"] = entry["absmax1"][:-1]
-    else:
-        entry["qmap1"] = dynamic_map(True)
-    before = adam.state[params[0]]["state1"].clone()
-    with pytest.raises(CheckpointError, match="parameter 0 of its group"):
-        adam.load_state_dict(saved)
-    assert torch.equal(adam.state[params[0]]["state1"], before)
-
-
-def test_bitsandbytes_itself(monkeypatch):
+@pytest.mark.parametrize("second", [LARGE, SMALL])
+def test_bitsandbytes_itself(second):
     """Its optimizer continues ours and ours continues its own, on the CPU, through its own state dict."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    theirs = parameters(LARGE, LARGE)
+    theirs = parameters(LARGE, second)
     bnb = bitsandbytes.optim.AdamW8bit(theirs, **HYPER)
     train(bnb, 3)
     ours = [torch.nn.Parameter(p.detach().clone()) for p in theirs]
     adam = CPUAdam(ours, state="8bit", **HYPER)
     adam.load_state_dict(bnb.state_dict())
-    for mine, other in zip(ours, theirs, strict=True):
-        for key in ("state1", "state2", "absmax1", "absmax2"):
-            assert_equal(adam.state[mine][key], bnb.state[other][key])
-    back = bitsandbytes.optim.AdamW8bit([torch.nn.Parameter(p.detach().clone()) for p in ours], **HYPER)
-    back.load_state_dict(adam.state_dict())
-    for optimizer in (bnb, adam, back):
+    for key in ("state1", "state2", "absmax1", "absmax2"):
+        assert_equal(adam.state[ours[0]][key], bnb.state[theirs[0]][key])
+    optimizers = [bnb, adam]
+    if second is SMALL:  # it keeps this state in float32, under the names of codes, and cannot read ours
+        assert_equal(adam.state[ours[1]]["exp_avg"], bnb.state[theirs[1]]["state1"])
+    else:
+        optimizers.append(bitsandbytes.optim.AdamW8bit([torch.nn.Parameter(p.detach().clone()) for p in ours], **HYPER))
+        optimizers[-1].load_state_dict(adam.state_dict())
+    for optimizer in optimizers:
         train(optimizer, 2, first=3)
-    for mine, other, third in zip(ours, theirs, back.param_groups[0]["params"], strict=True):
-        torch.testing.assert_close(mine.detach(), other.detach(), rtol=0, atol=5e-4)
-        torch.testing.assert_close(third.detach(), other.detach(), rtol=0, atol=5e-4)
+        torch.testing.assert_close(optimizer.param_groups[0]["params"], theirs, rtol=0, atol=5e-4)

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from lightning_cxl.errors import CheckpointError
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.optim import parameter_state
-from lightning_cxl.optim.kernels import check_map, decode, dynamic_map, encode, num_blocks
+from lightning_cxl.optim.kernels import decode, dynamic_map, encode, num_blocks
 from lightning_cxl.optim.parameter_state import Moment, allocate_from_torch, choose_precision, moment_bytes
 from tests.numerics.reference import blockwise
 
@@ -57,19 +56,6 @@ def test_load_keeps_what_the_format_can_hold(precision, role, layout):
         assert 0 < worst < 0.015
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_codes_of_the_same_layout_are_taken_over_as_they_are(role):
-    source, target = make(values(role), role, "8bit"), make(values(role), role, "8bit")
-    source.load(values(role))
-    target.load(source.values, source.scales)
-    assert torch.equal(target.flat, source.flat) and torch.equal(target.scales, source.scales)
-    wide = make(values(role), role, "fp32")
-    wide.load(source.values, source.scales)
-    assert torch.equal(wide.values, read(source))
-    unsigned = role is TensorRole.VARIANCE
-    assert torch.equal(wide.values, blockwise.dequantize(source.values, source.scales, unsigned=unsigned))
-
-
 def test_which_precision():
     large, small = torch.zeros(64, 64), torch.zeros(4095)
     for wanted in PRECISIONS:
@@ -90,15 +76,6 @@ def test_bytes(precision):
         Moment(torch.zeros(numel), TensorRole.MOMENTUM, precision, allocate)
         assert moment_bytes(numel, precision) == sum(asked)
     assert moment_bytes(4096, precision) == {"fp32": 16384, "bf16": 8192, "8bit": 4096 + 64}[precision]
-
-
-@pytest.mark.parametrize("unsigned", [False, True])
-def test_another_map_is_refused(unsigned):
-    for same in (None, dynamic_map(unsigned)):
-        check_map(same, "w", unsigned=unsigned)
-    for other in (torch.linspace(-1, 1, 256), dynamic_map(not unsigned)):
-        with pytest.raises(CheckpointError, match="8-bit state of w uses another map"):
-            check_map(other, "w", unsigned=unsigned)
 
 
 @pytest.mark.parametrize("role", ROLES)

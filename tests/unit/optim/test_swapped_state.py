@@ -22,7 +22,7 @@ from lightning_cxl.storage.drive import StorageTransfer, System
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from tests.faulty_system import FaultySystem
-from tests.storage_cases import Gate, memory_of
+from tests.storage_cases import memory_of
 from tests.unit.optim.adam_pairs import assert_equal
 
 SHAPES = [(96, 64), (64,), (33, 130), (128, 64), (64, 128), (7,), (5000,)]
@@ -76,7 +76,6 @@ def give_gradients(parameters: list[torch.nn.Parameter], step: int, leave_out: f
 
 
 def stepped_beside(own: OnSsd, steps: int, **options) -> CPUAdam:
-    """Take the same steps with state on SSD, and with state in memory; returns the latter optimizer."""
     plain = CPUAdam(make_parameters(own.parameters[0].dtype), **options)
     for step in range(steps):
         take_step(step, own.optimizer, plain)
@@ -106,7 +105,6 @@ def assert_equal_runs(own: OnSsd, plain: CPUAdam) -> None:
 
 @pytest.fixture
 def on_ssd(tmp_path):
-    """Make an `OnSsd` that is closed in the end, after some steps."""
     with contextlib.ExitStack() as closing:
 
         def make(num_buffers: float = 2, *, dtype=torch.float32, steps: int = 0, folder=tmp_path, **options) -> OnSsd:
@@ -172,13 +170,15 @@ def test_two_threads_update_different_records(on_ssd) -> None:
     assert_equal_runs(own, plain)
 
 
-@pytest.mark.parametrize("state", ["fp32", "8bit"])
-def test_what_is_loaded_counts(on_ssd, state) -> None:
-    plain = CPUAdam(make_parameters(torch.bfloat16), state=state)
-    take_step(0, plain)
-    own = on_ssd(dtype=torch.bfloat16, state=state)
-    copy_values(plain.param_groups[0]["params"], own.parameters)
-    own.optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+@pytest.mark.parametrize(("saved", "state"), [("fp32", "fp32"), ("8bit", "8bit"), ("fp32", "8bit")])
+def test_what_is_loaded_counts(on_ssd, saved, state) -> None:
+    """A kernel codes float32 state in 8 bits, and counts versions up as operations of torch do."""
+    source = CPUAdam(make_parameters(torch.bfloat16), state=saved)
+    take_step(0, source)
+    own, plain = on_ssd(dtype=torch.bfloat16, state=state), CPUAdam(make_parameters(torch.bfloat16), state=state)
+    for optimizer in (own.optimizer, plain):
+        copy_values(source.param_groups[0]["params"], optimizer.param_groups[0]["params"])
+        optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
     assert_equal_runs(own, plain)
     remainder = plain.state[plain.param_groups[0]["params"][2]]["remainder"].add_(3)
     own.optimizer.load_remainder(own.parameters[2], remainder)
@@ -208,9 +208,6 @@ def test_loading_reads_and_writes_each_record_once(on_ssd) -> None:
         lambda state: state["exp_avg"].data,
         lambda state: state["exp_avg"].data_ptr(),
         lambda state: state["exp_avg"].numpy(),
-        lambda state: state["exp_avg"][0],
-        lambda state: state["exp_avg"].to("cpu"),
-        lambda state: state["exp_avg"] + 1,
         lambda state: torch.zeros(96, 64).copy_(state["exp_avg"]),
         lambda state: torch._foreach_mul_([state["exp_avg"]], 2),
     ],
@@ -282,26 +279,6 @@ def test_state_outlives_the_store_as_memory(on_ssd, tmp_path) -> None:
     assert state_of(copied)[0]["step"] == 2
 
 
-def test_reads_begin_behind_writes_of_their_buffers(on_ssd) -> None:
-    """With two buffers, one is updated while the other is written and then read: nobody waits for the write."""
-    own = on_ssd(3.4)
-    plain = stepped_beside(own, 4)
-    assert own.state.swapper.num_late == 1, "in the second step, the record that the first one began with"
-    assert_equal_runs(own, plain)
-
-
-def test_reads_behind_slow_writes_find_what_was_written(on_ssd) -> None:
-    """Writes take so long that whatever does not wait for them comes first."""
-    gate = Gate()
-    gate.write_seconds = 0.02
-    own = on_ssd(3.4, system=gate)
-    plain = CPUAdam(make_parameters(torch.float32))
-    for step in range(3):
-        take_step(step, own.optimizer, plain)
-        assert torch.equal(state_of(own.optimizer)[5]["exp_avg"], state_of(plain)[5]["exp_avg"])
-    assert_equal_runs(own, plain)
-
-
 def test_a_use_that_fails_changes_nothing(on_ssd) -> None:
     own = on_ssd(1.8, steps=1)
     before = state_of(own.optimizer)
@@ -346,7 +323,6 @@ class Counters:
                     swapped.flat(self.numbers[record]).add_(1)
 
     def counted(self) -> list[int]:
-        """Return what the drive has."""
         self.state.wait()
         return [int(StandIn.of(record, number).read()) for record, number in self.numbers.items()]
 
@@ -438,35 +414,6 @@ def test_state_whose_write_failed_is_refused_from_then_on(tmp_path) -> None:
     for use in (own.optimizer.state_dict, own.optimizer.step):
         with pytest.raises(StorageError, match="lost with its run"):
             use()
-
-
-def test_float32_state_that_is_loaded_into_8_bit_counts(on_ssd) -> None:
-    """It is coded by a kernel, which counts versions up as operations of torch do."""
-    plain_parameters = make_parameters(torch.float32)
-    source = torch.optim.AdamW(plain_parameters)
-    give_gradients(plain_parameters, 0)
-    source.step()
-    own = on_ssd(state="8bit")
-    plain = CPUAdam(plain_parameters, state="8bit")
-    copy_values(plain_parameters, own.parameters)
-    for optimizer in (own.optimizer, plain):
-        optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
-        give_gradients(optimizer.param_groups[0]["params"], 1)
-        optimizer.step()
-    assert_equal_runs(own, plain)
-
-
-def test_closing_after_several_failed_writes_raises_the_first_error(tmp_path) -> None:
-    gate = Gate()
-    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=9, system=gate)
-    gate.fails, gate.write_seconds = "write", 0.05
-    for record in own.records[:2]:
-        with own.state.use([record]):
-            pass
-    with pytest.raises(StorageError, match="EIO"):
-        own.state.swapper.close()
-    with contextlib.suppress(StorageError):
-        own.store.close()
 
 
 def test_state_that_an_interrupted_first_step_has_not_reached_is_zero(on_ssd, monkeypatch):

@@ -18,7 +18,6 @@ def memory():
 
 @pytest.fixture
 def device_engine(on_device):
-    """The real engine of the device under test, or the CPU's."""
     engine = make_engine(on_device)
     with on_device:
         yield engine
