@@ -39,7 +39,7 @@ gpu:
 
 # what depends on torch most, with the oldest and the newest torch that are declared; each in an environment of its own
 compat:
-	$(PYTHON) tests/compat.py
+	$(PYTHON) -m tests.compat
 
 # dist/: a wheel of each of MACHINES for every CPython from 3.11 on, compiled by GCC (zig's linker asks for an old glibc);
 # the sources; a lock file of what they need, an SBOM, hashes. Other machines than this one need Debian's gcc-aarch64-linux-gnu

@@ -1,6 +1,6 @@
 """Run what depends on torch most with the oldest and the newest torch that are declared.
 
-    python tests/compat.py [--torch 2.11 2.15] [--python python3.12] [--keep] [-- PYTEST_ARGUMENT ...]
+    python -m tests.compat [--torch 2.11 2.15] [--python python3.12] [--keep] [-- PYTEST_ARGUMENT ...]
 
 Each version gets an environment of its own, and a copy of the project below ``build/compat``, because compiled modules
 lie beside the sources. The other dependencies have their newest versions. Both are removed afterwards. Each takes 6 GB
@@ -17,7 +17,8 @@ import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.processes import ROOT, copy_tree
+
 BUILD = ROOT / "build" / "compat"
 INTEGRATION = (
     *("checkpoint", "compiled", "lifecycle", "lightning", "parity_table", "peft"),
@@ -37,16 +38,6 @@ def declared_versions() -> list[str]:
     return [oldest, f"{major}.{int(minor) - 1}"]
 
 
-def copy_project(target: Path) -> None:
-    """Copy what git knows of, or would add."""
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    for name in filter(None, names.split("\0")):
-        if (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
-
-
 def run_one(version: str, python: str, arguments: list[str], *, keep: bool) -> str:
     """Return one line about the tests with one version of torch."""
     place, log = BUILD / version, BUILD / f"{version}.log"
@@ -60,7 +51,7 @@ def run_one(version: str, python: str, arguments: list[str], *, keep: bool) -> s
         [*pip, "-e", f"{tree}[test]"],
         [own_python, "-m", "pytest", "-ra", f"--junit-xml={results}", *TESTS, *arguments],
     )
-    copy_project(tree)
+    copy_tree(tree)
     began = time.monotonic()
     try:
         with log.open("w") as output:
@@ -89,17 +80,14 @@ def summary(results: Path) -> str:
     """Return how many tests passed, failed and were skipped, from pytest's file."""
     if not results.exists():
         return "no results"
-    suites = ElementTree.parse(results).getroot().iter("testsuite")
-    counts = [
-        {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")} for suite in suites
-    ]
-    total = {name: sum(each[name] for each in counts) for name in counts[0]}
-    failed = total["failures"] + total["errors"]
-    return f"{total['tests'] - failed - total['skipped']} passed, {failed} failed, {total['skipped']} skipped"
+    (suite,) = ElementTree.parse(results).getroot().iter("testsuite")
+    count, failures, errors, skipped = (int(suite.get(each)) for each in ("tests", "failures", "errors", "skipped"))
+    failed = failures + errors
+    return f"{count - failed - skipped} passed, {failed} failed, {skipped} skipped"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("tests/compat.py", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser("tests.compat", description=__doc__.partition("\n")[0])
     parser.add_argument("--torch", nargs="+", default=declared_versions(), metavar="VERSION", help="such as 2.13")
     parser.add_argument("--python", default=sys.executable, help="what makes the environments")
     parser.add_argument("--keep", action="store_true", help="leave copies and environments in build/compat")

@@ -20,7 +20,6 @@ With more torch threads tiny models would spend their time in barriers.
 import contextlib
 import gc
 import os
-import sys
 import threading
 from pathlib import Path
 
@@ -29,7 +28,7 @@ import torch
 
 from lightning_cxl.machine import recorder, speeds
 from lightning_cxl.memory.hook import active
-from tests import training_device
+from tests import processes, training_device
 
 # Lightning uses what jsonargparse deprecates; a filter by the warning's class would need the package
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
@@ -41,12 +40,8 @@ with contextlib.suppress(ImportError):  # `make gpu` takes the packages that are
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--device",
-        choices=training_device.NAMES,
-        default="apart",
-        help="where the tests that train do so; see tests/training_device.py",
-    )
+    told = "where the tests that train do so; see tests/training_device.py"
+    parser.addoption("--device", choices=training_device.NAMES, default="apart", help=told)
 
 
 def pytest_configure(config):
@@ -55,14 +50,9 @@ def pytest_configure(config):
 
 def pytest_ignore_collect(collection_path, config):
     """Leave out the files without such tests where those that run alone are asked for: to import them takes long."""
-    asked = config.option.markexpr
-    if (
-        collection_path.suffix == ".py"
-        and asked.startswith("alone")
-        and "mark.alone" not in collection_path.read_text()
-    ):
-        return True
-    return None
+    if collection_path.suffix != ".py" or not config.option.markexpr.startswith("alone"):
+        return None
+    return "mark.alone" not in collection_path.read_text() or None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -137,29 +127,11 @@ def _no_run_is_left():
 
 
 @pytest.fixture(autouse=True)
-def _lightning_begins_anew():
-    """It hands the last seed on to processes, which begin with it."""
+def _libraries_begin_anew():
     yield
-    os.environ.pop("PL_GLOBAL_SEED", None)
-
-
-@pytest.fixture(autouse=True)
-def _accelerate_begins_anew():
-    """Accelerate remembers the device of its first use in a process, and tests name it another."""
-    yield
+    os.environ.pop("PL_GLOBAL_SEED", None)  # Lightning hands the last seed on to processes, which begin with it
     os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
-    if "accelerate.state" in sys.modules:
-        state = sys.modules["accelerate.state"]
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()
-
-
-@pytest.fixture(autouse=True)
-def _bitsandbytes_begins_anew():
-    """Its optimizers remember for a whole process which parameters, by number, keep state in 32 bit."""
-    yield
-    if "bitsandbytes.optim" in sys.modules:
-        sys.modules["bitsandbytes.optim"].GlobalOptimManager.get_instance().initialize()
+    processes.forget_libraries()
 
 
 @pytest.fixture

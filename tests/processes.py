@@ -6,6 +6,7 @@ Tests of imports, and of the way that Python ends, start a process of their own.
 import multiprocessing
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
 _IMPORTED = ["lightning_cxl", "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama"]
 
 
@@ -74,3 +76,28 @@ def _run(command: list[str], environ: dict[str, str], *outputs: str) -> None:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
         exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+
+
+def copy_tree(target: Path, *, with_compiled: bool = False) -> None:
+    """Copy what git knows, or would add, as it is in the working tree; perhaps the compiled modules, too."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    compiled = [str(path.relative_to(ROOT)) for path in (ROOT / "lightning_cxl" / "native").glob("*.so")]
+    for name in [*names, *(compiled if with_compiled else ())]:
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+def forget_libraries() -> None:
+    """Forget what libraries remember for a whole process.
+
+    Accelerate: the device of its first use, and tests name it another. Optimizers of bitsandbytes: which parameters, by
+    number, keep state in 32 bit.
+    """
+    if "accelerate.state" in sys.modules:
+        state = sys.modules["accelerate.state"]
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+    if "bitsandbytes.optim" in sys.modules:
+        sys.modules["bitsandbytes.optim"].GlobalOptimManager.get_instance().initialize()

@@ -1,8 +1,6 @@
-"""How a mutation finds its node; `make mutants` applies those of the tables."""
-
 import pytest
 
-from tests.mutants.mutation import ALWAYS, ARGUMENT, CALL, DELETE, NEVER, VALUE, WITHOUT, Mutation
+from tests.mutants.mutation import ALWAYS, ARGUMENT, CALL, DELETE, NEVER, TEXT, VALUE, WITHOUT, Mutation
 
 SOURCE = """
 class Store:
@@ -25,9 +23,8 @@ def changed(tmp_path):
     return change
 
 
-@pytest.mark.parametrize(
-    "kind, words, new, old, there",
-    [
+def test_a_kind_changes_its_node_alone(changed):
+    for kind, words, new, old, there in (
         (DELETE, "add", "", "self._open.add(write)", "pass"),
         (NEVER, "is_whole", "", "record.is_whole and self.is_open", "False"),
         (ALWAYS, "done", "", "each.done()", "True"),
@@ -36,10 +33,10 @@ def changed(tmp_path):
         (VALUE, "_start", "self", "self._start(record.views, after=after)", "(self)"),
         (VALUE, "return", "[]", "[each for each in self._open if each.done()]", "([])"),
         (CALL, "done", "True", "each.done()", "(True)"),
-    ],
-)
-def test_a_kind_changes_its_node_alone(changed, kind, words, new, old, there):
-    assert changed(kind, words, new) == SOURCE.replace(old, there)
+        (TEXT, "if record", "while record", "if record", "while record"),
+    ):
+        where = "lightning_cxl/storage/store.py" if kind == TEXT else "storage: Store.write"
+        assert changed(kind, words, new, where) == SOURCE.replace(old, there)
 
 
 def test_what_is_not_there_once_is_an_error(changed):

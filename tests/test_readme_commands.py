@@ -8,17 +8,15 @@ What this repository depends on is taken from the environment that runs the test
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 
 import pytest
 
 from lightning_cxl.commands.plan import DOES_NOT_FIT
+from tests.processes import ROOT, copy_tree
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 PROGRAMS = ("pip", "python", "lightning-cxl", "printf", "make")
 LOADS = "printf 'make\\nload in a run\\n' | python tests/integration/weight_memory.py \"$(mktemp -d)\""
@@ -68,10 +66,7 @@ def test_the_commands_are_found():
 @pytest.mark.timeout(7200)
 def test_every_command_of_the_readme_works_in_a_new_environment(tmp_path):
     clone = tmp_path / "clone"
-    for name in subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split("\n"):
-        if name and (ROOT / name).is_file():
-            (clone / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, clone / name)
+    copy_tree(clone)
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     lines = ({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(40))
     (clone / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -20,7 +20,8 @@ import tarfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.processes import ROOT
+
 BUILD = ROOT / "build" / "upstream"
 MOST_S = 1800
 NEEDED = ("parameterized==0.9.0",)
@@ -70,14 +71,9 @@ def outcomes(tests: Path, name: str, *options: str) -> dict[str, str]:
     apart = ("-c", os.devnull, "--rootdir", ".")  # from our own settings
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *apart, f"--junitxml={result}", *options, *files]
     with (BUILD / f"{name}.log").open("w") as log:
-        subprocess.run(
-            [sys.executable, *pytest],
-            cwd=tests,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=MOST_S,
-        )
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+        options = {"stdout": log, "stderr": subprocess.STDOUT, "timeout": MOST_S}
+        subprocess.run([sys.executable, *pytest], cwd=tests, env=env, **options)
     found = {}
     for case in ElementTree.parse(result).iter("testcase"):
         tags = {each.tag for each in case}

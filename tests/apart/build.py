@@ -1,6 +1,5 @@
 """Builds the device's library once per torch and source text, into a cache."""
 
-import contextlib
 import fcntl
 import hashlib
 import os
@@ -15,7 +14,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 
 from lightning_cxl.config import cache_folder
 
-SOURCES = Path(os.environ.get("APART_SOURCES", Path(__file__).parent / "csrc"))  # mutants have sources of their own
+SOURCES = Path(__file__).parent / "csrc"
 UNITS = ("backend", "operators", "runtime")  # the slowest first
 # C++20 is what the headers of torch need since 2.12; older ones take it
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=hidden")
@@ -47,19 +46,16 @@ def library() -> Path:
 
     A folder of sources is compiled as one unit, for most of the time goes into torch's headers. Objects are kept under
     the hash of what they were made of, so that a change compiles the units concerned alone.
-
-    Raises:
-        BuildError: the compiler refuses the sources.
     """
     folder = cache_folder() / "apart"
     folder.mkdir(parents=True, exist_ok=True)
     common = _digest(torch.__version__, _compiler_version(), *FLAGS, *_texts("*/*.h"))
     objects = {unit: folder / f"{unit}-{_digest(common, *_texts(f'{unit}/*.cpp'))}.o" for unit in UNITS}
     built = folder / f"apart-{_digest(*(o.name for o in objects.values()))}.so"
-    if not built.exists():
-        with _lock(folder / "lock"):
-            if not built.exists():
-                _build(objects, built)
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # two processes must not build the same thing at once
+        if not built.exists():
+            _build(objects, built)
     return built
 
 
@@ -99,11 +95,3 @@ def _texts(pattern: str) -> list[str]:
 
 def _digest(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-
-
-@contextlib.contextmanager
-def _lock(path: Path):
-    """Keep other processes out: two must not build the same thing at once."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -15,18 +15,14 @@ def pytest_collection_finish(session):
         apart.build.library()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _loaded():
+@pytest.fixture(autouse=True)
+def _clean():
     if why := apart.why_unavailable():
         pytest.skip(why)
     apart.load()
-
-
-@pytest.fixture(autouse=True)
-def _clean(_loaded):
     before = _usage()
     yield
-    synchronize()
+    apart.synchronize()
     seen = apart.clear_violations()
     apart.reset()
     assert not seen, "\n".join(seen)
@@ -36,11 +32,6 @@ def _clean(_loaded):
     while _usage() != before and time.monotonic() < patience:
         time.sleep(0.01)  # autograd's thread drops what it holds of a backward a moment after the caller goes on
     assert _usage() == before, "memory that is not given back"
-
-
-def synchronize():
-    for index in range(torch.apart.device_count()):
-        torch.accelerator.synchronize(index)
 
 
 def _usage():

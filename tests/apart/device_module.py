@@ -47,9 +47,6 @@ def _is_in_bad_fork() -> bool:
     return _ops.is_forked()
 
 
-# ---- devices and streams
-
-
 def device_count() -> int:
     return _ops.device_count()
 
@@ -110,9 +107,6 @@ def Event(enable_timing: bool = False) -> torch.Event:
     return torch.Event(device="apart", enable_timing=enable_timing)
 
 
-# ---- random numbers and mixed precision
-
-
 def manual_seed(seed: int) -> None:
     _ops.manual_seed(current_device(), int(seed) % (1 << 63))
 
@@ -136,9 +130,6 @@ def is_bf16_supported() -> bool:
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.bfloat16, torch.float16]
-
-
-# ---- memory
 
 
 def _of_accelerator(name: str) -> Callable[..., Any]:

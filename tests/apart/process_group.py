@@ -24,15 +24,9 @@ BACKEND = "apart_gloo"
 
 _IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce")
 _FROM_TO = (
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "allgather",
-    "gather",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "scatter",
-)
+    "all_gather_single", "all_gather_single_coalesced", "allgather", "gather", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_single_coalesced", "scatter",
+)  # fmt: skip
 
 _library = torch.library.Library("apart_collectives", "DEF")
 _calls: dict[int, Callable[[list, list], object]] = {}
@@ -128,18 +122,14 @@ class ApartProcessGroup(dist.ProcessGroup):
         return self._start("all_to_all_single", output, input, output_sizes or [], input_sizes or [], *options)
 
 
-def _in_place(name: str) -> Callable[..., dist.Work]:
-    return lambda self, tensors, *options: self._start(name, tensors, (), *options)
-
-
-def _from_to(name: str) -> Callable[..., dist.Work]:
+def _collective(name: str) -> Callable[..., dist.Work]:
+    if name in _IN_PLACE:
+        return lambda self, tensors, *options: self._start(name, tensors, (), *options)
     return lambda self, outputs, inputs, *options: self._start(name, outputs, inputs, *options)
 
 
-for _name in _IN_PLACE:
-    setattr(ApartProcessGroup, _name, _in_place(_name))
-for _name in _FROM_TO:
-    setattr(ApartProcessGroup, _name, _from_to(_name))
+for _name in (*_IN_PLACE, *_FROM_TO):
+    setattr(ApartProcessGroup, _name, _collective(_name))
 
 
 def register() -> None:

@@ -1,12 +1,8 @@
-"""Operators: the same values as on the CPU, and what CUDA refuses is refused."""
-
 import pytest
 import torch
 from torch.nn import functional as F
 
 from tests import apart
-
-# ---- tensors of the host in calls
 
 
 def device_tensor():
@@ -52,9 +48,6 @@ def test_host_tensors_that_cuda_takes(name):
 def test_host_tensors_that_cuda_refuses(name):
     with pytest.raises(RuntimeError, match=r"same device|device type for generator"):
         REFUSED[name](device_tensor())
-
-
-# ---- random numbers, mixed precision, parameters
 
 
 def test_random_numbers_follow_the_seed_and_the_calls():

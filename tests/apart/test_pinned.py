@@ -1,5 +1,3 @@
-"""Pinned and registered host memory, as CUDA treats it."""
-
 import pytest
 import torch
 
@@ -32,30 +30,17 @@ def host(request):
     tensor.set_()  # pytest keeps the tensor for a while
 
 
-def test_only_pinned_memory_is_pinned(host):
-    assert host.is_pinned() and host[10:].is_pinned()
-    assert not torch.zeros(4).is_pinned()
-
-
-def test_the_host_runs_ahead_of_copies_to_the_device(host, side):
-    host.fill_(3)
-    with apart.paused(side):
-        with side:
-            there = host.to("apart", non_blocking=True)
-        assert not side.query()
-    side.synchronize()
-    assert there.eq(3).all()
-
-
-def test_the_host_runs_ahead_of_copies_from_the_device(host, side):
+def test_the_host_runs_ahead_of_copies_of_pinned_memory(host, side):
+    assert host.is_pinned() and host[10:].is_pinned() and not torch.zeros(4).is_pinned()
     there = torch.full((1000,), 5.0, device="apart")
     side.wait_stream(torch.accelerator.current_stream())
     with apart.paused(side):
         with side:
             host.copy_(there, non_blocking=True)
-        assert host.eq(0).all()
+            back = host.to("apart", non_blocking=True)
+        assert host.eq(0).all() and not side.query()
     side.synchronize()
-    assert host.eq(5).all()
+    assert host.eq(5).all() and back.eq(5).all()
 
 
 def test_pageable_memory_is_read_at_the_call(side):
@@ -77,7 +62,7 @@ def test_a_copy_to_pageable_memory_is_waited_for():
 
 @pytest.mark.parametrize("to_device", [True, False])
 def test_without_non_blocking_the_host_waits(host, to_device):
-    apart.set_delay(copy=0.05)
+    apart.set_delay(h2d=0.05, d2h=0.05)
     there = torch.ones(1000, device="apart")
     there.copy_(host) if to_device else host.copy_(there)
     assert torch.accelerator.current_stream().query()
@@ -105,25 +90,19 @@ def test_codes_of_registering():
     assert apart.host_unregister(start) == 713
     assert apart.host_register(start, size) == 0
     assert apart.host_usage()[:2] == (before[0] + 1, before[1] + size)
-    assert (
-        apart.host_register(start, size)
-        == apart.host_register(start + 8, 8)
-        == apart.host_register(start - 8, 16)
-        == 712
-    )
+    for there, nbytes in ((start, size), (start + 8, 8), (start - 8, 16)):
+        assert apart.host_register(there, nbytes) == 712
     assert apart.host_unregister(start + 8) == 713
     assert apart.host_unregister(start) == 0
     assert apart.host_usage() == before
     assert not tensor.is_pinned()
+    of_the_allocator = torch.zeros(1000, pin_memory=True)
+    assert apart.host_unregister(of_the_allocator.data_ptr()) == 713
+    assert apart.host_register(*bytes_of(of_the_allocator)) == 712
 
 
-def test_memory_of_the_allocator_cannot_be_unregistered():
-    tensor = torch.zeros(1000, pin_memory=True)
-    assert apart.host_unregister(tensor.data_ptr()) == 713
-    assert apart.host_register(*bytes_of(tensor)) == 712
-
-
-def test_a_freed_pinned_block_waits_for_its_copies(side):
+def test_a_freed_pinned_block_waits_for_its_copies_and_is_poisoned(side):
+    apart.set_poison(True)
     host = torch.ones(1000, pin_memory=True)
     where = host.data_ptr()
     with apart.paused(side):
@@ -134,18 +113,9 @@ def test_a_freed_pinned_block_waits_for_its_copies(side):
         assert torch.empty(1000, pin_memory=True).data_ptr() != where
     side.synchronize()
     assert apart.host_usage().waiting_blocks == 0
-    assert torch.empty(1000, pin_memory=True).data_ptr() == where
-    assert there.eq(1).all()
-
-
-def test_freed_pinned_memory_is_poisoned():
-    apart.set_poison(True)
-    host = torch.ones(1000, pin_memory=True)
-    where = host.data_ptr()
-    del host
     again = torch.empty(1000, pin_memory=True)
     assert again.data_ptr() == where
-    assert again.isnan().all()
+    assert again.isnan().all() and there.eq(1).all()
 
 
 def test_who_reads_before_the_copy_is_done_sees_poison(host, side):

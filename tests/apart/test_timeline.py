@@ -1,5 +1,3 @@
-"""What the timeline says, and the delays that it shows."""
-
 import pytest
 import torch
 
@@ -11,14 +9,11 @@ def test_each_kind_has_a_delay_of_its_own(slow):
     apart.set_delay(**{slow: 0.1})
     with apart.timeline() as entries:
         torch.zeros(4, pin_memory=True).to("apart", non_blocking=True).add(1).cpu()
-    spans = {entry.kind: entry.end - entry.start for entry in entries}
-    assert spans[slow] >= 0.1
-    assert spans[slow] == max(spans.values())
-    assert sum(entry.end - entry.start >= 0.1 for entry in entries) == 1
+    assert [entry.kind for entry in entries if entry.end - entry.start >= 0.1] == [slow]
 
 
 def test_copies_overlap_kernels_of_another_stream_and_not_of_their_own(side):
-    apart.set_delay(kernel=0.1, copy=0.1)
+    apart.set_delay(kernel=0.1, h2d=0.1)
     hosts = [torch.zeros(256, pin_memory=True) for _ in range(2)]
     x = torch.ones(4, device="apart")
     with apart.timeline() as entries:

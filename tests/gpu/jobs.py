@@ -1,11 +1,12 @@
 """The training runs that the checks look at: a transformer of the size that suits the device."""
 
+import contextlib
 import gc
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from lightning.pytorch import Callback, LightningModule, seed_everything
@@ -18,15 +19,17 @@ from lightning_cxl.gradients.step import Updates
 from lightning_cxl.memory.resource import PoolResource
 from lightning_cxl.optim.cpu_adam import AdamStep
 from lightning_cxl.run import run
-from tests import training_device
+from tests import apart, training_device
 from tests.integration.training import make_trainer, offload
 from tests.models import TinyTransformer
 
 STEPS = 6
 
 
-@dataclass(frozen=True)
-class Size:
+Weights = dict[str, torch.Tensor]
+
+
+class Size(NamedTuple):
     width: int
     length: int
     batch: int
@@ -61,12 +64,6 @@ class Job(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-@dataclass(frozen=True)
-class Run:
-    losses: list[float]
-    weights: dict[str, torch.Tensor]
-
-
 def data(lengths: list[int]) -> DataLoader:
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(0, 64, (size().batch, length + 1), generator=generator) for length in lengths]
@@ -99,7 +96,7 @@ PLAIN = None
 """Lightning alone."""
 RESIDENT = {"stream_weights": False, "activation_offload": False}
 """The strategy, with only the optimizer on the host."""
-STREAMED: dict[str, Any] = {}
+STREAMED: dict[str, Any] = {"stream_weights": "auto"}
 
 
 def fit(
@@ -122,13 +119,11 @@ def fit(
     return job
 
 
-def train(options: dict[str, Any] | None, precision: str, devices: list[int] | None = None) -> Run:
+def train(options: dict[str, Any] | None, precision: str, **trainer: Any) -> tuple[list[float], Weights]:
     """Train with torch's own AdamW, which computes alike wherever it is, and return losses and weights."""
-    options = None if options is None else {"cpu_adam": False, **options}
-    extra = {} if devices is None else {"devices": devices}
-    job = fit(options, precision=precision, **extra)
+    job = fit(options and {"cpu_adam": False, **options}, precision=precision, **trainer)
     weights = {name: value.detach().cpu().clone() for name, value in job.state_dict().items()}
-    return Run([float(loss) for loss in job.seen], weights)
+    return [float(loss) for loss in job.seen], weights
 
 
 def bytes_left() -> int:
@@ -154,49 +149,35 @@ def peak(depth: int) -> dict[str, int]:
     }
 
 
-class _recording:
-    """Fills intervals, in seconds, by kind: ``kernel``, ``h2d`` and ``d2h``."""
-
-    def __init__(self, intervals: dict[str, list[tuple[float, float]]]) -> None:
-        self._intervals = intervals
-        if training_device.chosen.type == "cuda":
-            self._inner: Any = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-        else:
-            from tests.apart.timeline import timeline
-
-            self._inner = timeline()
-
-    def __enter__(self) -> None:
-        self._entries = self._inner.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._inner.__exit__(*error)
-        if training_device.chosen.type == "cuda":
-            for event in self._inner.events():
-                if event.device_type == torch.autograd.DeviceType.CUDA:
-                    kind = "h2d" if "HtoD" in event.name else "d2h" if "DtoH" in event.name else "kernel"
-                    self._add(kind, event.time_range.start / 1e6, event.time_range.end / 1e6)
-        else:
-            for entry in self._entries:
-                self._add(entry.kind, entry.start, entry.end)
-
-    def _add(self, kind: str, start: float, end: float) -> None:
-        self._intervals.setdefault(kind, []).append((start, end))
+@contextlib.contextmanager
+def recording(intervals: dict[str, list[tuple[float, float]]]) -> Iterator[None]:
+    """Fill intervals, in seconds, by kind: ``kernel``, ``h2d`` and ``d2h``."""
+    if training_device.chosen.type == "apart":
+        with apart.timeline() as entries:
+            yield
+        for entry in entries:
+            intervals.setdefault(entry.kind, []).append((entry.start, entry.end))
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        yield
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kind = "h2d" if "HtoD" in event.name else "d2h" if "DtoH" in event.name else "kernel"
+            when = event.time_range
+            intervals.setdefault(kind, []).append((when.start / 1e6, when.end / 1e6))
 
 
 def copies_beside_compute() -> dict[str, float]:
     """Return how long copies and kernels of the last step took, and for how long of that both ran at the same time."""
     if training_device.chosen.type == "apart":
-        from tests import apart
-
         apart.set_delay(kernel=2e-4, h2d=2e-3)
     intervals: dict[str, list[tuple[float, float]]] = {}
-    recording, updates = _recording(intervals), []
+    recorded, updates = recording(intervals), []
 
     def record(steps: int) -> None:
         if steps >= STEPS - 1:
             torch.accelerator.synchronize()
-            recording.__enter__() if steps < STEPS else recording.__exit__(None, None, None)
+            recorded.__enter__() if steps < STEPS else recorded.__exit__(None, None, None)
 
     updating = Updates._updating
 
@@ -204,8 +185,8 @@ def copies_beside_compute() -> dict[str, float]:
         job = updating(*arguments)
         return lambda: (updates.append(1), job())
 
-    Updates._updating = counted
-    fit({"on_overflow": "ignore"}, 8, act=record)
+    with mock.patch.object(Updates, "_updating", counted):
+        fit({"on_overflow": "ignore"}, 8, act=record)
     merged = {kind: _union(each) for kind, each in intervals.items()}
     found = {"updates_behind_backward": len(updates), **{f"{kind}_s": _length(each) for kind, each in merged.items()}}
     for kind in ("h2d", "d2h"):
@@ -249,36 +230,25 @@ def registrations_by_step() -> tuple[list[int], int]:
 
 def fail_in(where: str) -> str:
     """Run out of memory once in a training step and return the error's text."""
-    job_error: list[str] = []
-    calls = {"forward": 0}
+    calls: list[nn.Module] = []
 
     def too_much(module: nn.Module, *_: Any) -> None:
-        calls["forward"] += 1
+        calls.append(module)
         in_backward = torch._C._current_graph_task_id() != -1
-        if calls["forward"] > 8 and in_backward == (where == "recompute"):
+        if len(calls) > 8 and in_backward == (where == "recompute"):
             torch.empty(1 << 46, dtype=torch.uint8, device=training_device.chosen)
 
     if training_device.chosen.type == "apart":
-        from tests import apart
-
         apart.set_capacity(1 << 30)
-    apply = AdamStep.apply
-
-    def no_room(*_: Any) -> None:
-        raise torch.OutOfMemoryError("no memory in an update")
 
     class Break(Callback):
         def on_train_start(self, trainer, module) -> None:
-            if where == "update":
-                AdamStep.apply = no_room
-            else:
-                module.model.blocks[2].norm1.register_forward_pre_hook(too_much)
+            module.model.blocks[2].norm1.register_forward_pre_hook(too_much)
 
+    no_room = mock.patch.object(AdamStep, "apply", side_effect=torch.OutOfMemoryError("no memory in an update"))
     try:
-        fit({"on_overflow": "ignore"}, callbacks=[Break()])
+        with no_room if where == "update" else contextlib.nullcontext():
+            fit({"on_overflow": "ignore"}, callbacks=[] if where == "update" else [Break()])
     except Exception as error:
-        job_error.append(f"{type(error).__name__}: {str(error)[:200]}")
-    finally:
-        AdamStep.apply = apply
-    assert job_error, f"nothing failed in {where}"
-    return job_error[0]
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    raise AssertionError(f"nothing failed in {where}")

@@ -19,20 +19,16 @@ import time
 from pathlib import Path
 
 from tests.mutants.mutation import Mutation, read_table
+from tests.processes import ROOT, copy_tree
 
 TABLE = Path(__file__).with_name("mutations.txt")
-ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "lightning.pytorch", "transformers")
 
 
-def copy_tree(target: Path) -> None:
-    """Copy what git knows, as it is in the working tree, and the compiled modules."""
-    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
-    compiled = [str(path.relative_to(ROOT)) for path in (ROOT / "lightning_cxl" / "native").glob("*.so")]
-    for name in filter(lambda name: (ROOT / name).is_file(), [*names, *compiled]):
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, target / name)
+def built_device() -> Path:
+    """Return the library of the device apart, which a process of its own builds: this one is to import no tests."""
+    command = [sys.executable, "-c", "from tests.apart import build; print(build.library())"]
+    return Path(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip())
 
 
 def run_tests(root: Path, tests: str, timeout_s: float | None = None) -> tuple[int | None, str]:
@@ -92,7 +88,8 @@ def run_group(root: Path, tests: str, mutations: list[Mutation]) -> int:
     if code != 0:
         print(f"{tests}: fails as it is:\n{output[-3000:]}")
         return len(mutations)
-    limit_s, survivors = 60 + 4 * (time.monotonic() - start_s), 0  # a mutation that hangs is noticed, too
+    # a mutation that hangs is noticed, too; one of the device apart is compiled first
+    limit_s, survivors = 120 + 4 * (time.monotonic() - start_s), 0
     for mutation in mutations:
         start_s = time.monotonic()
         path, text = mutation.applied(root)
@@ -129,7 +126,10 @@ def main() -> int:
         for module in HEAVY:
             importlib.import_module(module)
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-            copy_tree(Path(folder))
+            copy_tree(Path(folder), with_compiled=True)
+            cache = Path(folder) / "cache"
+            shutil.copytree(built_device().parent, cache / "apart")
+            os.environ["LIGHTNING_CXL_CACHE"] = str(cache)  # mutations of the device are built there
             num_failed += sum(run_group(Path(folder), *group) for group in groups.items())
     print(f"{num_chosen - num_failed} of {num_chosen} mutations {'apply' if args.check else 'were noticed'}")
     return 1 if num_failed else 0

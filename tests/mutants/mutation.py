@@ -17,6 +17,7 @@ WITHOUT = "without"  # an operand of `and` or `or` goes
 ARGUMENT = "argument"  # of a call: "callee.keyword", or "callee.0"; becomes `new`, or goes
 VALUE = "value"  # of an assignment, or of a "return"; becomes `new`
 CALL = "call"  # of a function; becomes `new`
+TEXT = "text"  # of a file of C++; becomes `new`, or goes
 
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Raise, ast.Break, ast.Continue)
@@ -31,10 +32,10 @@ class Mutation(NamedTuple):
     Args:
         guard: what the code does no more, in words; the mutation's name.
         where: a file (without ``.py``) or a folder of the package and a function in it: ``"storage: Store.commit"``,
-            with ``=`` behind its name the setter of a property.
+            with ``=`` behind its name the setter of a property. Of ``TEXT`` a file of the repository.
         kind: one of the constants above.
         words: identifiers and strings, all of which the node mentions: better attributes and functions than locals.
-            The first one of ``ARGUMENT`` and ``CALL`` is the callee.
+            The first one of ``ARGUMENT`` and ``CALL`` is the callee. ``TEXT`` stands in the file as it is here.
         new: the source that takes the node's place; its names must be in the function.
         nth: which one, from 0, where the function has several such nodes.
     """
@@ -52,6 +53,11 @@ class Mutation(NamedTuple):
         Raises:
             LookupError: the function or the node is not there exactly once: the table must follow the code.
         """
+        if self.kind == TEXT:
+            text = (root / self.where).read_text()
+            if self.words not in text:
+                raise self._error(f"`{self.words}` is not in {self.where}")
+            return root / self.where, text.replace(self.words, self.new)
         path, function = self._function(root / "lightning_cxl")
         if self.new and (unknown := _names_in(ast.parse(self.new)) - _names_in(function) - set(dir(builtins))):
             raise self._error(f"{' and '.join(unknown)} of `{self.new}` is not in {function.name} of {path}")

@@ -11,8 +11,6 @@
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
-#include <cstring>
-
 namespace apart {
 
 namespace {
@@ -22,12 +20,6 @@ using at::Tensor;
 std::vector<int64_t> read_counters() {  // in the order of Counters
   auto& c = counters;
   return {c.async_kernels, c.sync_kernels, c.h2d_bytes, c.d2h_bytes, c.h2d_async, c.d2h_async, c.h2d_staged, c.no_meta};
-}
-
-void poison_host(int64_t address, int64_t bytes) {
-  auto* p = reinterpret_cast<void*>(address);
-  leave_alone(p, bytes, "poisoned", false);
-  std::memset(p, 0xff, bytes);
 }
 
 std::vector<int64_t> read_host_usage() {  // in the order of HostUsage
@@ -65,13 +57,11 @@ TORCH_LIBRARY(apart, m) {
   m.def("pause(int device, int stream, int where) -> ()", [](int64_t d, int64_t s, int64_t where) { queue_of(d, s).pause(Pause(where)); });
   m.def("wait_halfway(int device, int stream) -> ()", [](int64_t d, int64_t s) { queue_of(d, s).wait_halfway(); });
   m.def("set_poison(int when) -> ()", [](int64_t when) { set_poison(Poison(when)); });
-  m.def("poison_host(int address, int bytes) -> ()", poison_host);
   m.def("set_capacity(int device, int bytes) -> ()", [](int64_t d, int64_t bytes) { set_capacity(d, bytes); });
   m.def("capacity(int device) -> int", [](int64_t d) -> int64_t { return capacity_of(d); });
 
   m.def("counters() -> int[]", read_counters);
   m.def("host_usage() -> int[]", read_host_usage);
-  m.def("empty_host_cache() -> ()", [] { host_allocator().empty_cache(); });
   m.def("violations() -> str[]", [] { return violations(); });
   m.def("take_violations() -> str[]", [] { return take_violations(); });
   m.def("listen(bool yes) -> ()", [](bool yes) { listen(yes); });
