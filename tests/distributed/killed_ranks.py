@@ -12,39 +12,31 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_cxl
 from tests.distributed.lightning_runs import Module
+from tests.distributed.training import whole
 
 
 class Recording(Module):
-    """Tells which step it is in, and what came of it."""
+    """Tells who it is, which step it is in, and what came of it."""
 
     folder: Path
 
     def on_train_start(self) -> None:
-        """Tell who we are."""
         own = self.folder / f"{self.global_rank}.pid"
         own.with_suffix(".new").write_text(str(os.getpid()))
         own.with_suffix(".new").rename(own)
 
     def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
-        """Append step and loss."""
         if self.global_rank == 0:
             with (self.folder / "losses.jsonl").open("a") as file:
                 file.write(json.dumps([self.global_step, self.losses[-1].hex()]) + "\n")
 
 
 def main(folder: Path, steps: int, *, asynchronous: bool) -> None:
-    """Train up to a step, from the last checkpoint that there is.
-
-    Args:
-        folder: for all that is written.
-        steps: of the whole run.
-        asynchronous: whether training goes on while a checkpoint is written.
-    """
+    """Train up to a step, from the last checkpoint that there is."""
     torch.set_num_threads(1)
     seed_everything(5, verbose=False)
     module = Recording()
@@ -59,9 +51,7 @@ def main(folder: Path, steps: int, *, asynchronous: bool) -> None:
         enable_progress_bar=False, enable_model_summary=False, plugins=[AsyncCheckpointIO()] if asynchronous else [],
     )  # fmt: skip
     trainer.fit(module, DataLoader(TensorDataset(torch.arange(64))), ckpt_path="last")
-    weights = {  # the gates have no dimensions: every process has all of them
-        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in module.named_parameters()
-    }
+    weights = {name: whole(value) for name, value in module.named_parameters()}
     if trainer.is_global_zero:
         torch.save(weights, folder / "weights.pt")
 

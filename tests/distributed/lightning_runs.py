@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM
@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 import lightning_cxl
 from tests.distributed.training import place, whole
 from tests.integration.llama import tiny_llama
-from tests.integration.quantised import quantise
 from tests.models import TinyTransformer
 
 BATCH, LENGTH, VOCAB = 4, 12, 37
@@ -23,24 +22,12 @@ class Module(LightningModule):
     """Cross-entropy on the next token; parameters of its own beside those of the model where `own` says so."""
 
     def __init__(
-        self,
-        *,
-        own: bool = False,
-        optimizer: str = "AdamW",
-        manual: bool = False,
-        llama: bool = False,
-        by_method: bool = False,
-        quantised: str = "",
-        folder: str = "",
-        loading: dict[str, Any] | None = None,
+        self, *, own=False, optimizer="AdamW", manual=False, llama=False, by_method=False, folder="", loading=None
     ) -> None:
         super().__init__()
         self.folder, self.loading = folder, loading or {}
         if folder:
             self.model: Any = None
-        elif quantised:
-            self.model = adapted(quantised)
-            self.strict_loading = False  # bitsandbytes does not load its layers from a state dict
         else:
             self.model = (
                 tiny_llama(tie_word_embeddings=True) if llama else TinyTransformer(dropout=0.0, tied=True, scalars=True)
@@ -95,16 +82,6 @@ class Module(LightningModule):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
 
 
-def adapted(kind: str) -> nn.Module:
-    import peft
-
-    model = tiny_llama(hidden_size=64, tie_word_embeddings=True)
-    quantise(model, kind)
-    torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    return peft.get_peft_model(model, config)
-
-
 def rows(number: int) -> torch.Tensor:
     """Return this rank's rows of a batch that is the same whatever the number of ranks."""
     rank, world = place()
@@ -113,17 +90,9 @@ def rows(number: int) -> torch.Tensor:
 
 
 def fit(
-    steps: int,
-    *,
-    module: dict[str, Any] | None = None,
-    trainer: dict[str, Any] | None = None,
-    options: dict[str, Any] | None = None,
-    resume: str | None = None,
-    save: str | None = None,
-    callback: Callback | list[Callback] | None = None,
-    evaluate: bool = False,
-    kind: type[Module] = Module,
-) -> dict[str, Any]:
+    steps, *, module=None, trainer=None, options=None, resume=None, save=None, callback=None, evaluate=False,
+    kind=Module,
+) -> dict[str, Any]:  # fmt: skip
     """Train on all ranks, perhaps from a checkpoint, and perhaps save one at the end."""
     _, world = place()
     seed_everything(5, verbose=False)
@@ -143,5 +112,4 @@ def fit(
         if world > 1:
             assert Path(save).is_dir()
             dist.barrier()
-    weights = {name: whole(parameter) for name, parameter in task.named_parameters()}
-    return {"losses": task.losses, "weights": weights}
+    return {"losses": task.losses, "weights": {name: whole(each) for name, each in task.named_parameters()}}

@@ -19,8 +19,6 @@ import torch.distributed as dist
 from tests import processes
 
 START_S, RUN_S = 300, 240
-
-
 Task = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
@@ -36,11 +34,8 @@ class RankError(AssertionError):
 class Processes:
     """Processes that train on one kind of device, started when they are needed, and anew when one does not answer.
 
-    As many of them as a function needs are a process group of gloo; after an error of all, they make a new one.
-
-    Args:
-        device: ``"cpu"``, or ``"apart"``, where each has a device of its own.
-        folder: where they meet.
+    As many of them as a function needs are a process group of gloo; after an error of all, they make a new one. On the
+    device apart each has one of its own. They meet in a folder.
     """
 
     def __init__(self, device: str, folder: Path) -> None:
@@ -51,7 +46,7 @@ class Processes:
         self._processes: list[Any] = []
 
     def run(self, world: int, task: Task) -> list[Any]:
-        """Return what a function returns on each of `world` ranks. Raises as `Ranks.run`."""
+        """Return what a function returns on each of `world` ranks."""
         if not all(process.is_alive() for process in self._processes):
             self.close()
         self.start(world)
@@ -102,13 +97,13 @@ class Processes:
             else:
                 errors[rank] = error
         if len(results) < world:
-            silent = sorted(set(range(world)) - results.keys() - errors.keys())
-            if silent:
+            texts = [f"rank {rank}:\n{text}" for rank, text in sorted(errors.items())]
+            if silent := sorted(set(range(world)) - results.keys() - errors.keys()):
                 self.close()
+                texts.append(f"no answer from ranks {silent}")
             else:
                 self.part()
-            texts = [f"rank {rank}:\n{text}" for rank, text in sorted(errors.items())]
-            raise RankError("\n".join([*texts, *([f"no answer from ranks {silent}"] if silent else [])]))
+            raise RankError("\n".join(texts))
         return [results[rank] for rank in range(world)]
 
 
@@ -127,30 +122,20 @@ class Ranks(NamedTuple):
     world: int
 
     def run(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> list[Any]:
-        """Return what a function of a module returns on each rank.
-
-        Raises:
-            RankError: with the tracebacks of all ranks on which it has failed, or who did not answer.
-        """
+        """Return what a function of a module returns on each rank; a `RankError` has all tracebacks."""
         return self.processes.run(self.world, (function, args, keywords))
 
 
 def of_rank_0(pool: Any, world: int, train: Callable[..., dict[str, Any]], *args: Any, **keywords: Any) -> Any:
-    """Return what rank 0 has of a run of `world` ranks, where all have the same losses, norms and weights.
-
-    Args:
-        pool: gives ranks; a run of one is in this process.
-        world: their number.
-        train: returns ``losses`` and ``weights`` among others.
-    """
+    """Return what rank 0 has of a run, where all have the same losses, norms and weights; one rank is this process."""
     if world == 1:
         return train(*args, **keywords)
     results = pool.of(world).run(train, *args, **keywords)
+    first = results[0]
     for each in results[1:]:
-        assert (each["losses"], each.get("norms")) == (results[0]["losses"], results[0].get("norms"))
-        for name, weights in each["weights"].items():
-            assert torch.equal(weights, results[0]["weights"][name]), name
-    return results[0]
+        assert (each["losses"], each.get("norms")) == (first["losses"], first.get("norms"))
+        assert [name for name, value in each["weights"].items() if not torch.equal(value, first["weights"][name])] == []
+    return first
 
 
 def gone_on(pool: Any, train: Callable[..., dict[str, Any]], before: int, after: int, path: str, **given: Any) -> Any:
@@ -208,16 +193,11 @@ def _meet(rank: int, meeting: Meeting, backend: str) -> None:
 
 
 def _part(environ: dict[str, str]) -> None:
-    """Forget what libraries remember for a whole process, as tests/conftest.py does, and end the group."""
+    """End the group, and forget what libraries remember."""
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(environ)
     torch.set_default_dtype(torch.float32)
-    if "accelerate.state" in sys.modules:
-        state = sys.modules["accelerate.state"]
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()
-    if "bitsandbytes.optim" in sys.modules:
-        sys.modules["bitsandbytes.optim"].GlobalOptimManager.get_instance().initialize()
+    processes.forget_libraries()

@@ -1,7 +1,6 @@
-"""What all ranks decide together: steps that are left out, norms, and the values they begin with."""
-
 import threading
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -18,42 +17,32 @@ from tests.distributed import training
 from tests.distributed.training import Job, assert_same_weights, cut_model, error_of
 
 
-def with_warnings(job):
-    """Train with us; return what came out, and the texts of warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = training.by_us(job)
-    return result, [str(each.message) for each in caught]
+def after_a_bad_element(optimizer, clip):
+    """Return weights before and after a step in which one element of one shard, on rank 1 alone, is not finite.
+
+    And what this step has warned of.
+    """
+    with training.Training(Job(optimizer=optimizer)) as ours:
+        ours.steps(0, 1)
+        before = ours.whole()
+        with ours.loop.backward():
+            training.loss_of(ours.model, ours.first()).backward()
+        holders = ours.optimizer.param_groups[0]["params"]
+        if ours.rank == 1:
+            holders[0].grad.to_local()[0, 0] = torch.inf
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(holders, clip)
+            ours.optimizer.step()
+        return before, ours.whole(), [str(each.message) for each in caught]
 
 
 @pytest.mark.parametrize(("optimizer", "clip"), every_value(["AdamW", "SGD"], [None, 0.5]))
-def test_a_bad_gradient_of_one_rank_lets_all_leave_the_step_out(ranks, optimizer, clip):
-    good = Job(steps=2, optimizer=optimizer, clip=clip)
-    bad = Job(steps=3, optimizer=optimizer, clip=clip, bad=(1, 2))
-    expected = ranks.of(2).run(training.by_us, good)
-    found = ranks.of(2).run(with_warnings, bad)
-    for (got, texts), wanted in zip(found, expected, strict=True):
-        assert_same_weights(got.weights, wanted.weights)
+def test_a_bad_element_of_one_shard_lets_all_leave_the_step_out(ranks, optimizer, clip):
+    for before, after, texts in ranks.of(2).run(after_a_bad_element, optimizer, clip):
+        assert_same_weights(after, before)
         assert any("this step is left out" in text and "model.embed_tokens.weight" in text for text in texts), texts
-
-
-def after_a_bad_element():
-    """Return weights before and after a step in which one element of one shard, on rank 1 alone, is not finite."""
-    job = Job(steps=1)
-    with training.Training(job) as ours:
-        (tokens,), before = next(training.batches(job, ours.rank, ours.world)), ours.whole()
-        with ours.loop.backward():
-            training.loss_of(ours.model, tokens.to(training.device())).backward()
-        if ours.rank == 1:
-            ours.optimizer.param_groups[0]["params"][0].grad.to_local()[0, 0] = torch.inf
-        with warnings.catch_warnings(record=True):
-            ours.optimizer.step()
-        return before, ours.whole()
-
-
-def test_a_bad_element_of_one_shard_lets_all_leave_the_step_out(ranks):
-    for before, after in ranks.of(2).run(after_a_bad_element):
-        assert all(torch.equal(after[name], each) for name, each in before.items())
 
 
 def gradients_of(job):
@@ -129,7 +118,7 @@ def test_gradients_that_are_asked_for_are_of_one_process_and_change_no_mean(rank
 
 
 def by_cpu_adam_alone(clip):
-    """Train FSDP2's parameters with `CPUAdam`, without a run; return losses, norms and whole weights."""
+    """Train FSDP2's parameters with `CPUAdam`, without a run; return norms, whole weights and the types of state."""
     job = Job(model="transformer", tied=False)
     model, (rank, world) = training.make_model(job), training.place()
     fully_shard(model, mesh=training.mesh_of(job, world))
@@ -158,23 +147,19 @@ def test_cpu_adam_alone_updates_parameters_of_fsdp(ranks, clip):
 class Unsendable(Exception):
     """Cannot be pickled as it is."""
 
-    def __init__(self, number, lock):
-        super().__init__(f"number {number}")
-        self.lock = lock
+    def __init__(self):
+        super().__init__("number 7")
+        self.lock = threading.Lock()
 
 
-def failing(kind):
+def failing(error):
     """Do a step that fails on rank 1 alone; return type and text of what is raised, and what a later step gives."""
     rank, _ = training.place()
 
     def step():
-        if rank == 0:
-            return "fine"
-        if kind == "ours":
-            raise TierFullError("no room")
-        if kind == "a result":
-            return threading.Lock()
-        raise {"unsendable": Unsendable(7, threading.Lock()), "an exit": SystemExit(3), "a bug": KeyError("x")}[kind]
+        if rank == 1 and error is not None:
+            raise error()
+        return "fine" if rank == 0 else threading.Lock()
 
     try:
         on_all_ranks(step)
@@ -214,18 +199,15 @@ def test_shards_that_find_no_room_on_one_rank_are_an_error_of_all(ranks):
     assert ranks.of(2).run(placed, False) == ["TierFullError: rank 1 of the group: no room"] * 2
 
 
-@pytest.mark.parametrize(
-    "kind, own, others",
-    [
-        ("ours", ("TierFullError", "rank 1 of the group: no room"), "TierFullError"),
-        ("unsendable", ("Unsendable", "number 7"), "LightningCXLError"),
-        ("a bug", ("KeyError", "'x'"), "LightningCXLError"),
-        ("an exit", ("SystemExit", "3"), "LightningCXLError"),
-        ("a result", ("TypeError", "cannot pickle '_thread.lock' object"), "LightningCXLError"),
-    ],
-)
-def test_whatever_one_rank_raises_is_known_to_all(ranks, kind, own, others):
-    there, here = ranks.of(2).run(failing, kind)
-    assert here == (*own, [0, 1])
-    text = own[1] if kind == "ours" else f"rank 1 of the group: {own[0]}: {own[1]}"
-    assert there == (others, text, [0, 1])
+def test_whatever_one_rank_raises_is_known_to_all(ranks):
+    ours = ("TierFullError", "rank 1 of the group: no room", [0, 1])
+    assert ranks.of(2).run(failing, partial(TierFullError, "no room")) == [ours, ours]
+    for error, own in (
+        (Unsendable, ("Unsendable", "number 7")),
+        (partial(KeyError, "x"), ("KeyError", "'x'")),
+        (partial(SystemExit, 3), ("SystemExit", "3")),
+        (None, ("TypeError", "cannot pickle '_thread.lock' object")),  # of its result
+    ):
+        there, here = ranks.of(2).run(failing, error)
+        assert here == (*own, [0, 1])
+        assert there == ("LightningCXLError", f"rank 1 of the group: {own[0]}: {own[1]}", [0, 1])

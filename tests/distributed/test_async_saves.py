@@ -1,9 +1,7 @@
-"""Checkpoints of several processes: errors of one of them, and checkpoints that are written while training goes on."""
-
-import contextlib
 import threading
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +11,11 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_cxl.errors import LightningCXLWarning
-from lightning_cxl.run.sharded_checkpoint import AsyncSaves, ShardedCheckpoint, save
-from tests.distributed import lightning_runs, training
+from lightning_cxl.run.sharded_checkpoint import AsyncSaves, ShardedCheckpoint
+from tests.distributed import lightning_runs
 from tests.distributed.test_lightning import STATES
-from tests.distributed.training import Job, assert_identical, cut_model, error_of, place
+from tests.distributed.test_ssd import on_ssd
+from tests.distributed.training import assert_identical, error_of, place
 
 FULL = "CheckpointError: could not write checkpoint"
 LIMIT_S = 30
@@ -29,20 +28,10 @@ def fit(steps, callback=None, *, trainer=None, **keywords):
     )
 
 
-@contextlib.contextmanager
 def writing(before):
     """Return a region in which `before` is called before this rank writes its shards."""
     usual = FileSystemWriter.write_data
-
-    def write_data(self, plan, planner):
-        before()
-        return usual(self, plan, planner)
-
-    FileSystemWriter.write_data = write_data
-    try:
-        yield
-    finally:
-        FileSystemWriter.write_data = usual
+    return mock.patch.object(FileSystemWriter, "write_data", lambda *args: (before(), usual(*args))[1])
 
 
 class Held(threading.Event):
@@ -68,46 +57,30 @@ class At(Callback):
 
     state_key = "At"
 
-    def __init__(self, **actions):
+    def __init__(self, actions):
         self.actions = actions
         self.steps = []
 
     def on_train_batch_end(self, trainer, *_):
         self.steps.append(trainer.global_step)
-        self.actions.get(f"step_{trainer.global_step}", lambda trainer: None)(trainer)
+        self.actions.get(trainer.global_step, lambda trainer: None)(trainer)
 
     def state_dict(self):
         return {"steps": self.steps}
-
-
-def names_in(folder):
-    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-
-
-def save_with_room_and_without(path):
-    save(path, {"state_dict": {"w": torch.tensor([1])}}, {})
-    with writing(full_drive):
-        return error_of(lambda: save(path, {"state_dict": {"w": torch.tensor([2])}}, {}))
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_an_error_of_one_rank_is_raised_by_all_and_leaves_what_was_there(ranks, tmp_path):
-    for error in ranks.of(2).run(save_with_room_and_without, tmp_path / "a.ckpt"):
-        assert error.startswith("CheckpointError") and "No space left on device" in error
-    assert int(ShardedCheckpoint(tmp_path / "a.ckpt").tensor("state_dict.w")) == 1
 
 
 def saved_meanwhile(path, **keywords):
     """Save at step 3, and write that when step 5 has ended; return whether it had its name then and at the end."""
     held, found = Held(), []
 
-    def at_step_5(trainer):
+    def look(trainer=None):
         found.append(Path(path).exists())
         held.set()
 
     with writing(held):
-        fit(6, At(step_3=lambda trainer: trainer.save_checkpoint(path), step_5=at_step_5), **keywords)
-    return [*found, Path(path).exists()]
+        fit(6, At({3: lambda trainer: trainer.save_checkpoint(path), 5: look}), **keywords)
+    look()
+    return found
 
 
 @pytest.mark.parametrize("state", ["bf16 with float32 masters", "8 bit state"])
@@ -128,9 +101,9 @@ def failing(folder):
         return lambda trainer: errors.append(error_of(lambda: trainer.save_checkpoint(folder / f"{number}.ckpt")))
 
     with writing(full_drive):
-        errors.append(error_of(lambda: fit(3, At(step_1=saving(1), step_2=saving(2)))))
-        errors.append(error_of(lambda: fit(2, At(step_1=saving(3)))))
-    errors.append(error_of(lambda: fit(2, At(step_1=saving(4)))))
+        errors.append(error_of(lambda: fit(3, At({1: saving(1), 2: saving(2)}))))
+        errors.append(error_of(lambda: fit(2, At({1: saving(3)}))))
+    errors.append(error_of(lambda: fit(2, At({1: saving(4)}))))
     return errors
 
 
@@ -145,43 +118,44 @@ def test_an_error_of_one_rank_reaches_all_at_the_next_save_or_at_the_end(ranks, 
 
 def unpicklable(path):
     """Return the errors of a save that one rank cannot copy, and of the one after it."""
-    errors = []
-
-    class Bad(At):
-        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
-            if not errors and place()[0] == 0:
-                checkpoint["bad"] = threading.Lock()
-
-    def save(trainer):
+    errors, saves = [], AsyncSaves()
+    for rest in ({"bad": threading.Lock()} if place()[0] == 0 else {}, {}):
         try:
-            trainer.save_checkpoint(path)
-            errors.append(None)
+            saves.save(path, {"state_dict": {"w": torch.tensor([1])}}, rest)
+            errors.append("")
         except Exception as error:
             errors.append(str(error))
-
-    fit(2, Bad(step_1=save, step_2=save))
+    saves.close()
     return errors
 
 
 def test_what_one_rank_cannot_copy_no_rank_saves(ranks, tmp_path):
     first, second = ranks.of(2).run(unpicklable, tmp_path / "it.ckpt")
     assert "cannot pickle" in first[0] and "rank 0 of the group: TypeError: cannot pickle" in second[0]
-    assert first[1] is second[1] is None and (tmp_path / "it.ckpt").is_dir()
+    assert first[1] == second[1] == "" and (tmp_path / "it.ckpt").is_dir()
 
 
-def act_while_it_is_written(folder, act):
-    """Save, and do something that waits for it, or not; return what that has found."""
-    held = Held()
+def act_while_it_is_written(folder, act, fails=False):
+    """Save, and do something that waits for it, or not; return what that has found, error and warnings of the run."""
+    held, found = Held(), []
+
+    def before():
+        held()
+        if fails:
+            full_drive()
 
     def save(trainer):
         trainer.save_checkpoint(folder / "1.ckpt")
         held.set_later()
         found.append(act(trainer, folder))
 
-    found = []
-    with writing(held):
-        fit(2, At(step_2=save))
-    return found
+    with writing(before), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            fit(2, At({2: save}))
+        except ValueError as error:
+            found.append(str(error))
+    return found, [str(each.message) for each in caught if each.category is LightningCXLWarning]
 
 
 def save_again(trainer, folder):
@@ -197,41 +171,23 @@ def remove(trainer, folder):
     trainer.strategy.remove_checkpoint(folder / "1.ckpt")
 
 
+def fail(trainer, folder):
+    raise ValueError("of the user")
+
+
 @pytest.mark.every_case
 @pytest.mark.parametrize(
-    ("act", "found", "left"),
-    [(save_again, True, ["1.ckpt", "2.ckpt"]), (load, 2, ["1.ckpt"]), (remove, None, [])],
+    ("act", "found", "left"), [(save_again, True, ["1.ckpt", "2.ckpt"]), (load, 2, ["1.ckpt"]), (remove, None, [])]
 )
 def test_what_follows_a_save_waits_for_it(ranks, tmp_path, act, found, left):
-    assert ranks.of(2).run(act_while_it_is_written, tmp_path, act) == [[found]] * 2
+    assert ranks.of(2).run(act_while_it_is_written, tmp_path, act) == [([found], [])] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == left
-
-
-def raising(path, *, fails):
-    """Save, and raise while that is written, or fails to be; return the error, whether it is there, and warnings."""
-    held = Held()
-
-    def before():
-        held()
-        if fails:
-            full_drive()
-
-    def save_and_raise(trainer):
-        trainer.save_checkpoint(path)
-        held.set_later()
-        raise ValueError("of the user")
-
-    with writing(before), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with pytest.raises(ValueError, match="of the user"):
-            fit(3, At(step_1=save_and_raise))
-    return path.exists(), [str(each.message) for each in caught if each.category is LightningCXLWarning]
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_who_raises_waits(ranks, tmp_path, fails):
-    for is_there, told in ranks.of(2).run(raising, tmp_path / "it.ckpt", fails=fails):
-        assert is_there != fails
+    for found, told in ranks.of(2).run(act_while_it_is_written, tmp_path, fail, fails):
+        assert found == ["of the user"] and (tmp_path / "1.ckpt").exists() != fails
         assert any("No space left on device" in each for each in told) == fails, told
 
 
@@ -246,15 +202,16 @@ def replacing(folder, *, fails):
             if fails:
                 full_drive()
 
-    def at_step_5(trainer):
-        found.append(names_in(folder))
+    def look(trainer=None):
+        found.append(sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")))
         held.set()
 
     keeping = ModelCheckpoint(folder, "{step}", every_n_train_steps=2)
     with writing(before):
-        error = error_of(lambda: fit(5, [keeping, At(step_5=at_step_5)], trainer={"enable_checkpointing": True}))
+        error = error_of(lambda: fit(5, [keeping, At({5: look})], trainer={"enable_checkpointing": True}))
     assert bool(error) == fails, error
-    return [*found, names_in(folder)]
+    look()
+    return found
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -265,42 +222,12 @@ def test_the_last_checkpoint_stays_until_the_next_one_is_complete(ranks, tmp_pat
     assert ShardedCheckpoint(tmp_path / kept).rest()["global_step"] == int(kept[5])
 
 
-def of_host_shards(path):
-    """Write shards that lie on the host for a device apart, which change meanwhile; return whether they are as then."""
-    model = training.make_model(Job())
-    session = cut_model(model)
-    before = {name: training.whole(each) for name, each in model.named_parameters()}
-    saves, held = AsyncSaves(), Held()
-    try:
-        with writing(held):
-            saves.save(path, {"state_dict": model.state_dict()}, {})
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.zero_()
-            held.set()
-            saves.wait()
-    finally:
-        saves.close()
-        session.close()
-    folder = ShardedCheckpoint(path)
-    return [torch.equal(folder.tensor(f"state_dict.{name}"), value) for name, value in before.items()]
-
-
-def test_shards_on_the_host_of_a_device_are_those_of_the_moment(ranks, tmp_path):
-    found = ranks.of(2, "apart").run(of_host_shards, tmp_path / "it.ckpt")
-    assert found[0] and all(map(all, found))
-
-
 def refusal(**keywords):
     return error_of(lambda: fit(1, **keywords))
 
 
 def test_what_cannot_be_written_meanwhile_is_refused(ranks, tmp_path):
-    ssd = {
-        "tiers": {"ssd": {"path": str(tmp_path), "budget": "64MiB"}},
-        "tier_rules": {"*": {"optimizer_state": "ssd"}},
-    }
-    for found in ranks.of(2).run(refusal, options=ssd):
+    for found in ranks.of(2).run(refusal, options=on_ssd(tmp_path)):
         assert found.startswith("UnsupportedError: rank 0 of the group: optimizer state or weights of this run lie on")
     linking = ModelCheckpoint(tmp_path, save_last="link")
     for found in ranks.of(2).run(refusal, callback=linking, trainer={"enable_checkpointing": True}):

@@ -1,5 +1,3 @@
-"""FSDP2 gathers and reduces in pages that serve one unit after another."""
-
 from pathlib import Path
 
 import torch

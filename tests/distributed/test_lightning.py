@@ -1,5 +1,3 @@
-"""Several processes under Lightning: as one process, with checkpoints that any number of processes goes on from."""
-
 import os
 from functools import partial
 
@@ -76,9 +74,6 @@ def test_one_process_saves_where_several_have_saved(ranks, tmp_path):
     assert_identical(run(ranks, 1, 4, resume=str(path)), {**saved, "losses": []})
 
 
-# -- folders of plain Lightning's `ModelParallelStrategy`
-
-
 PLAIN_JOB = {"llama": True}
 """All its weights get gradients: plain Lightning cannot resume, also from its own folders, where one never got any."""
 
@@ -108,9 +103,6 @@ def test_one_goes_on_where_the_other_stopped(ranks, tmp_path, first, second):
     pool.run(fits[first], 3, save=path)
     rest = pool.run(fits[second], 6, resume=path)[0]
     assert_close(rest, {**expected, "losses": expected["losses"][3:]})
-
-
-# -- `export` of a folder: as that of the same state in one file
 
 
 MASTERS = {"split": {}, "whole": {"master": "fp32"}}

@@ -1,5 +1,4 @@
-"""Several processes load a model from files: each reads its part, and the values are those of one process."""
-
+import contextlib
 import copy
 import gc
 import time
@@ -10,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers as hf
 from torch import nn
-from transformers import CLIPConfig, CLIPModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import lightning_cxl
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.session import Session
 from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.weights.files import UnreadWeight
-from tests.cases import every_value
+from tests.cases import every_value, others_full
 from tests.distributed import lightning_runs
 from tests.distributed.training import assert_same_weights, cut_model, device, error_of, loss_of, place, whole
 from tests.integration.weight_memory import Peak
@@ -28,38 +27,32 @@ BF16 = {"dtype": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """A folder with several files, whose rows no number of processes divides, with tied weights."""
-    folder = tmp_path_factory.mktemp("llama")
+def folders(tmp_path_factory):
+    """Folders of a model each.
+
+    ``llama`` has several files, whose rows no number of processes divides, and tied weights. ``mixtral`` is as it is
+    published: transformers makes one weight of the experts of a layer. ``clip`` has a parameter without dimensions.
+    """
     torch.manual_seed(0)
-    config = LlamaConfig(**{**TINY_LLAMA, "intermediate_size": 47}, tie_word_embeddings=True)
-    files = lightning_cxl.save_pretrained(LlamaForCausalLM(config), folder, max_shard_bytes="16KiB")
-    assert len(files) > 1
+    folder = tmp_path_factory.mktemp("models")
+    llama = hf.LlamaForCausalLM(hf.LlamaConfig(**{**TINY_LLAMA, "intermediate_size": 47}, tie_word_embeddings=True))
+    assert len(lightning_cxl.save_pretrained(llama, folder / "llama", max_shard_bytes="16KiB")) > 1
+    hf.LlamaForCausalLM(hf.LlamaConfig(**TINY_LLAMA, tie_word_embeddings=False)).save_pretrained(folder / "untied")
+    experts = hf.MixtralConfig(**TINY_LLAMA, num_local_experts=4, num_experts_per_tok=2)
+    hf.MixtralForCausalLM(experts).save_pretrained(folder / "mixtral")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    hf.CLIPModel(hf.CLIPConfig(text_config=sizes, vision_config=sizes)).save_pretrained(folder / "clip")
     return folder
 
 
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("untied")
-    torch.manual_seed(0)
-    lightning_cxl.save_pretrained(LlamaForCausalLM(LlamaConfig(**TINY_LLAMA, tie_word_embeddings=False)), folder)
-    return folder
+@pytest.fixture
+def untied(folders):
+    return folders / "untied"
 
 
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory):
-    """A folder as it is published: transformers makes one weight of the experts of a layer."""
-    folder = tmp_path_factory.mktemp("mixtral")
-    torch.manual_seed(0)
-    config = MixtralConfig(**TINY_LLAMA, num_local_experts=4, num_experts_per_tok=2)
-    MixtralForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-def load(folder: Path, kind: str = "AutoModelForCausalLM", **options: Any) -> Any:
-    import transformers
-
-    return lightning_cxl.from_pretrained(getattr(transformers, kind), folder, **options)
+def load(folder: Path, **options: Any) -> Any:
+    kind = hf.CLIPModel if folder.name == "clip" else hf.AutoModelForCausalLM
+    return lightning_cxl.from_pretrained(kind, folder, **options)
 
 
 def begin(model: nn.Module) -> UserLoop:
@@ -72,11 +65,8 @@ def begin(model: nn.Module) -> UserLoop:
 
 def prepared(model: nn.Module) -> dict[str, torch.Tensor]:
     """Let a run begin and end; return the whole weights by name."""
-    loop = begin(model)
-    try:
+    with contextlib.closing(begin(model)):
         return {name: whole(each) for name, each in model.named_parameters()}
-    finally:
-        loop.close()
 
 
 def changed(model: Any, change: str) -> Any:
@@ -102,10 +92,12 @@ def weights(folder: Path, change: str = "", late_s: float = 0, **options: Any) -
     return prepared(changed(load(folder, **options), change))
 
 
-def kinds(folder: Path, **options: Any) -> list[str]:
-    """Return how each parameter is there once it is loaded."""
+def kinds(folder: Path, **options: Any) -> tuple[set[str], list[str]]:
+    """Return how parameters are there once they are loaded, and what is said to who wants the memory of one."""
     model = load(folder, **options)
-    return ["unread" if isinstance(each, UnreadWeight) else "there" for each in model.parameters()]
+    weight = next(model.parameters())
+    said = [error_of(act) for act in (weight.detach().zero_, lambda: weight.data[0].fill_(1), weight.data_ptr)]
+    return {"unread" if isinstance(each, UnreadWeight) else "there" for each in model.parameters()}, said
 
 
 def uses(folder: Path, out: Path, **options: Any) -> dict[str, Any]:
@@ -124,12 +116,6 @@ def uses(folder: Path, out: Path, **options: Any) -> dict[str, Any]:
         "double": {name: value.clone() for name, value in model.double().state_dict().items()},
         "saved": lightning_cxl.load_weights(load(folder, **options), out / f"saved-{place()[0]}").missing_keys,
     }
-
-
-def refusals(folder: Path) -> list[str]:
-    """Return what is said to who wants what an unread weight does not have."""
-    weight = load(folder, dtype=torch.bfloat16).lm_head.weight
-    return [error_of(act) for act in (weight.detach().zero_, lambda: weight.data[0].fill_(1), weight.data_ptr)]
 
 
 def anonymous_bytes() -> int:
@@ -162,37 +148,27 @@ CASES = {
     "half frozen": {"change": "half frozen", **BF16},
     "one process comes late": {"late_s": 3.0, **BF16},
 }
+OTHERS = [(model, case, "cpu") for model in ("mixtral", "clip") for case in ("as in the files", "converted")]
+FIRST_OF = [("llama", "as in the files", "cpu"), *OTHERS[::2]]
 
 
-@pytest.mark.parametrize(("case", "device"), every_value(CASES, ["cpu", "apart"]))
-def test_weights_are_those_of_one_process(ranks, llama, case, device):
-    wanted = weights(llama, **{**CASES[case], "late_s": 0})
-    for found in ranks.of(2, device).run(weights, llama, **CASES[case]):
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("model", "case", "device"), others_full([*every_value(["llama"], CASES, ["cpu", "apart"]), *OTHERS], FIRST_OF)
+)
+def test_weights_are_those_of_one_process(ranks, folders, model, case, device):
+    wanted = weights(folders / model, **{**CASES[case], "late_s": 0})
+    for found in ranks.of(2, device).run(weights, folders / model, **CASES[case]):
         assert_same_weights(found, wanted)
+    if model == "mixtral":
+        assert "unread" in ranks.of(2).run(kinds, folders / model, **CASES[case])[0][0]
 
 
-@pytest.mark.parametrize("options", [{}, BF16], ids=["as in the files", "converted"])
-def test_weights_that_transformers_merges_are_those_of_one_process(ranks, mixtral, options):
-    wanted = weights(mixtral, **options)
-    for found in ranks.of(2).run(weights, mixtral, **options):
-        assert_same_weights(found, wanted)
-    assert "unread" in ranks.of(2).run(kinds, mixtral, **options)[0]
-
-
-@pytest.mark.parametrize("options", [{}, BF16], ids=["as in the files", "converted"])
-def test_a_parameter_without_dimensions_is_whole_on_every_process(ranks, tmp_path, options):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    CLIPModel(CLIPConfig(text_config=sizes, vision_config=sizes)).save_pretrained(tmp_path)
-    wanted = weights(tmp_path, kind="CLIPModel", **options)
-    assert wanted["logit_scale"].shape == ()
-    for found in ranks.of(2).run(weights, tmp_path, kind="CLIPModel", **options):
-        assert_same_weights(found, wanted)
-
-
-def test_what_is_converted_waits_in_the_files(ranks, untied):
-    assert set(ranks.of(2).run(kinds, untied, **BF16)[0]) == {"unread"}
-    assert set(ranks.of(2).run(kinds, untied, mapped=False, **BF16)[0]) == {"there"}
-    assert set(kinds(untied, **BF16)) == {"there"}, "one process is on its own"
+def test_what_is_converted_waits_in_the_files_and_is_not_written(ranks, untied):
+    unread, said = ranks.of(2).run(kinds, untied, **BF16)[0]
+    assert unread == {"unread"} and all("mapped=False" in each for each in said)
+    assert ranks.of(2).run(kinds, untied, mapped=False, **BF16)[0] == ({"there"}, ["", "", ""])
+    assert kinds(untied, **BF16) == ({"there"}, ["", "", ""]), "one process is on its own"
 
 
 @pytest.mark.parametrize("options", [BF16, {}], ids=["converted", "as in the files"])
@@ -207,17 +183,12 @@ def test_a_model_can_be_used_before_it_is_cut(ranks, untied, tmp_path, options):
         assert (tmp_path / f"saved-{rank}" / name).read_bytes() == (tmp_path / "saved-0" / name).read_bytes()
 
 
-def test_an_unread_weight_is_not_written(ranks, untied):
-    said = ranks.of(2).run(refusals, untied)[0]
-    assert len(said) == 3 and all("mapped=False" in each for each in said)
-
-
 @pytest.mark.parametrize("half", [False, True], ids=["converted by loading", "converted by the Trainer"])
-def test_the_trainer_trains_what_was_left_in_the_files(ranks, llama, half):
+def test_the_trainer_trains_what_was_left_in_the_files(ranks, folders, half):
     options, trainer = ({}, {"precision": "bf16-true"}) if half else (BF16, {})
 
     def trained(**loading):
-        module = {"folder": str(llama), "loading": {**options, **loading}}
+        module = {"folder": str(folders / "llama"), "loading": {**options, **loading}}
         return ranks.of(2).run(lightning_runs.fit, 2, module=module, trainer=trainer)
 
     wanted = trained(mapped=False)[0]["weights"]
@@ -229,7 +200,7 @@ def test_the_trainer_trains_what_was_left_in_the_files(ranks, llama, half):
 def test_no_process_has_the_whole_model_in_memory(ranks, tmp_path, options):
     torch.manual_seed(0)
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 4096}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8))
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_attention_heads=8))
     nbytes = sum(each.nbytes for each in model.parameters())
     lightning_cxl.save_pretrained(model, tmp_path, max_shard_bytes=nbytes // 4)
     del model

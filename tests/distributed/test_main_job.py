@@ -1,5 +1,3 @@
-"""The main job in two processes: it trains, shows what the model writes, and goes on after a requeue."""
-
 import os
 import re
 import subprocess
@@ -11,6 +9,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from lightning_cxl.commands.export import export_checkpoint
+from tests.distributed.training import assert_same_weights
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "configs" / "finetune_stdlib.yaml"
@@ -24,9 +23,8 @@ def fit(folder, text, steps, **environment):
     config["model"] |= {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 32}
     config["data"] = {"text_files": str(text), "seq_len": 16, "batch_size": 2, "vocab_size": 300}
     config["trainer"] |= {"accelerator": "cpu", "devices": 2, "max_steps": steps, "val_check_interval": 2}
-    config["trainer"]["logger"] = {
-        "class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "logs", "version": 7}
-    }  # fmt: skip
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "logs", "version": 7}}
+    config["trainer"]["logger"] = logger
     saving = {"dirpath": "checkpoints", "every_n_train_steps": 2, "save_last": True}
     config["trainer"]["callbacks"] = [
         {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": saving},
@@ -43,13 +41,6 @@ def fit(folder, text, steps, **environment):
     return done.returncode, done.stdout + done.stderr
 
 
-def same_weights(folder, checkpoint, other):
-    """Return whether what the job has exported is what the command makes of its checkpoint."""
-    export_checkpoint(checkpoint, other)
-    found, expected = (AutoModelForCausalLM.from_pretrained(each).state_dict() for each in (folder, other))
-    return set(found) == set(expected) and all(found[name].equal(value) for name, value in expected.items())
-
-
 @pytest.mark.full
 def test_the_main_job_trains_in_two_processes_and_goes_on_after_a_requeue(tmp_path):
     text = tmp_path / "text.txt"
@@ -59,8 +50,9 @@ def test_the_main_job_trains_in_two_processes_and_goes_on_after_a_requeue(tmp_pa
     assert shown.count("step 2, held-out sample 1\n") == 1
     assert re.search(r"validation loss: before \d.*, after \d.* \(step 2\)\n\nsample:\n", shown)
     assert "CXL offload on cpu, finished, rank 0 of 2, local rank 0 of 2\n" in shown
-    exported = re.search(r"exported to (.*)\n", shown)
-    assert exported and same_weights(tmp_path / exported[1], tmp_path / "checkpoints" / "last.ckpt", tmp_path / "other")
+    exported, other = tmp_path / re.search(r"exported to (.*)\n", shown)[1], tmp_path / "other"
+    export_checkpoint(tmp_path / "checkpoints" / "last.ckpt", other)
+    assert_same_weights(*(AutoModelForCausalLM.from_pretrained(each).state_dict() for each in (exported, other)))
 
     status, shown = fit(tmp_path, text, 4, SLURM_RESTART_COUNT="1")
     assert status == 0, shown[-3000:]

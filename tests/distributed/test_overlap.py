@@ -4,24 +4,22 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.optim.cpu_adam import AdamStep
-from lightning_cxl.run.session import Session, cut_for
-from lightning_cxl.run.user_loop import UserLoop
 from tests import training_device
 from tests.distributed import training
-from tests.distributed.training import Job, device, loss_of, make_model, make_optimizer, mesh_of, place, whole
+from tests.distributed.training import Job, Training, device, loss_of, place, whole
 
 JOBS = {
-    "a block that computes twice": Job(model="twice", tied=False),
+    "a block that computes twice": Job(model="transformer", tied=False, twice=True),
     "float32": Job(model="transformer", tied=False),
     "split masters": Job(model="transformer", bf16=True),
     "float32 masters": Job(model="transformer", bf16=True, options={"master": "fp32"}),
@@ -51,31 +49,20 @@ def slow_updates() -> Iterator[list[str]]:
             time.sleep(0.02)
         plain(self, updates, *args)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AdamStep, "apply", apply)
+    with mock.patch.object(AdamStep, "apply", apply):
         yield seen
 
 
-def prepare(job: Job, overlaps: bool, *, whole_step: str | None = "a callback") -> tuple[nn.Module, Any, UserLoop]:
-    model = make_model(job)
-    if job.model == "twice":
-        first = model.blocks[0].forward
-        model.blocks[0].forward = lambda x, scale: checkpoint(lambda x: first(x, scale=scale), x, use_reentrant=True)
-        model.twice = True
-    model = model.to(torch.bfloat16) if job.bf16 else model
-    session = Session(overlap_step=overlaps, **job.options)
-    cut_for(session, model, mesh_of(job, place()[1]), device())
-    loop = UserLoop(session, device(), Loop(accumulates=job.micro_batches > 1, needs_whole_step=whole_step))
-    (optimizer,) = loop.prepare(model, [make_optimizer(job, model)])
-    return model, optimizer, loop
+def prepare(job: Job, overlaps: bool, *, whole_step: str | None = "a callback") -> Training:
+    return Training(replace(job, options={**job.options, "overlap_step": overlaps}), needs_whole_step=whole_step)
 
 
 def train(job: Job, overlaps: bool, closures: bool = False) -> Overlapped:
     """Train with late copies; with closures, updates may begin in the backward."""
-    model, optimizer, loop = prepare(job, overlaps, whole_step=None if closures else "a callback")
     training_device.make_late("copies")
     losses: list[float] = []
-    with slow_updates() as seen, contextlib.closing(loop):
+    with slow_updates() as seen, prepare(job, overlaps, whole_step=None if closures else "a callback") as ours:
+        model, optimizer, loop = ours.model, ours.optimizer, ours.loop
         for step in training.batches(job, *place()):
 
             def forward_and_backward(tokens: torch.Tensor, is_last: bool = True) -> torch.Tensor:
@@ -102,7 +89,7 @@ def train(job: Job, overlaps: bool, closures: bool = False) -> Overlapped:
                 optimizer.step()
             seen[0] = "after"
             optimizer.zero_grad()
-        weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
+        weights = ours.whole()
     return Overlapped(losses, weights, seen[1:])
 
 
@@ -125,9 +112,9 @@ def test_updates_behind_change_no_bit(ranks, name, closures):
 def read_and_write(overlaps: bool) -> list[Any]:
     """Return what someone finds who reads weights and state right after a step, and what comes of what he writes."""
     job, found = Job(model="transformer", steps=8), []
-    model, optimizer, loop = prepare(job, overlaps)
-    block = model.get_submodule("blocks.2")
-    weight = block.get_parameter("mlp.0.weight")
+    ours = prepare(job, overlaps)
+    model, optimizer = ours.model, ours.optimizer
+    weight = model.get_parameter("blocks.2.mlp.0.weight")
 
     def clamp() -> torch.Tensor:
         with torch.no_grad():
@@ -148,9 +135,9 @@ def read_and_write(overlaps: bool) -> list[Any]:
         clamp,
         write_data,
     ]
-    with slow_updates(), contextlib.closing(loop):
+    with slow_updates(), ours:
         for tokens, read in zip(training.batches(job, *place()), readers, strict=True):
-            with loop.backward():
+            with ours.loop.backward():
                 loss_of(model, tokens[0].to(device())).backward()
             optimizer.step()
             found.append(whole(read()))
@@ -163,31 +150,27 @@ def read_and_write(overlaps: bool) -> list[Any]:
 def test_whoever_reads_or_writes_after_a_step_waits_for_its_updates(ranks):
     group = ranks.of(2, "apart")
     for ours, plain in zip(group.run(read_and_write, True), group.run(read_and_write, False), strict=True):
-        for number, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
-            assert torch.equal(mine, theirs), number
+        assert list(map(torch.equal, ours, plain)) == [True] * 9
 
 
 def fail_in_an_update() -> str:
     """Return the error of an update, which comes where its unit computes next."""
     job = Job(model="transformer", steps=2)
-    model, optimizer, loop = prepare(job, True)
+    ours = prepare(job, True)
     first, second = training.batches(job, *place())
 
     def apply(self: AdamStep, updates: Any, *args: Any) -> None:
         if updates and threading.current_thread() is not threading.main_thread():
             raise OSError("no memory for the update")
 
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(AdamStep, "apply", apply)
-            with loop.backward():
-                loss_of(model, first[0].to(device())).backward()
-            optimizer.step()
-            with pytest.raises(OSError, match="no memory") as caught:
-                loss_of(model, second[0].to(device()))
-            return str(caught.value)
-    finally:
-        loop.close(after_error=True)
+    with mock.patch.object(AdamStep, "apply", apply):
+        with ours.loop.backward():
+            loss_of(ours.model, first[0].to(device())).backward()
+        ours.optimizer.step()
+        with pytest.raises(OSError, match="no memory") as caught:
+            loss_of(ours.model, second[0].to(device()))
+    ours.loop.close(after_error=True)
+    return str(caught.value)
 
 
 def test_an_error_of_an_update_is_raised_where_its_unit_computes_next(ranks):

@@ -1,9 +1,7 @@
-"""Several processes with us train as FSDP2 alone does, and as one process does."""
-
 import pytest
 
 from tests.distributed import training
-from tests.distributed.training import LIMIT, Job, largest_difference, trained_as_by_fsdp
+from tests.distributed.training import LIMIT, Job, assert_near, assert_same, trained_as_by_fsdp
 
 JOBS = {
     "plain": (2, Job()),
@@ -71,8 +69,6 @@ def test_parameters_without_dimensions_train_as_with_one_process(ranks, name):
     world, device, given = SCALARS[name]
     job = Job(model="transformer", scalars=True, **given)
     found, alone = ranks.of(world, device).run(training.by_us, job), training.by_one(job)
-    for each in found:
-        assert largest_difference(each, found[0]) == (0, 0), "all processes have the same"
-        losses, weights = largest_difference(each, alone)
-        assert losses <= 10 * LIMIT and weights <= 5 * LIMIT
-        assert each.norms == pytest.approx(alone.norms, rel=1e-5)
+    assert_same(found, [found[0]] * world)
+    assert_near(found[0], alone, losses=10 * LIMIT, weights=5 * LIMIT)
+    assert found[0].norms == pytest.approx(alone.norms, rel=1e-5)

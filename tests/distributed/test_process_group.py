@@ -1,5 +1,3 @@
-"""Collectives of the device apart: values, order, and who waits."""
-
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -7,13 +5,9 @@ import torch.distributed._functional_collectives as functional
 from tests import apart
 
 
-def here(*values, device="apart"):
-    return torch.tensor(values, dtype=torch.float32).to(device)
-
-
 def every_collective(device):
     rank = dist.get_rank()
-    mine = here(rank + 1.0, rank + 2.0, device=device)
+    mine = torch.tensor([rank + 1.0, rank + 2.0]).to(device)
     gathered, part = torch.empty(4, device=device), torch.empty(1, device=device)
     each, sums, sent = [torch.empty(2, device=device) for _ in range(2)], mine.clone(), mine.clone()
     dist.all_gather_single(gathered, mine)
@@ -37,25 +31,10 @@ def test_every_collective_gives_what_gloo_gives(ranks):
     assert ranks.of(2, "apart").run(every_collective, "cpu") == expected, "of tensors on the host"
 
 
-def waits():
-    """The host goes on while a kernel before the collective is late, and the current stream does not overtake it."""
-    apart.set_delay(kernel=0.05)
-    mine = torch.full((2,), dist.get_rank() + 1.0, device="apart")
-    gathered = torch.empty(4, device="apart")
-    work = dist.all_gather_single(gathered, mine, async_op=True)
-    ahead = not work.is_completed()
-    work.wait()
-    return ahead, (gathered * 2).tolist()
-
-
-def test_the_stream_waits_and_not_the_host(ranks):
-    assert ranks.of(2, "apart").run(waits) == [(True, [2, 2, 4, 4])] * 2
-
-
 def two_streams():
-    """Streams that ask for collectives of one group, the first of them late on one rank only."""
+    """Two streams ask for collectives of one group, the first of them late on one rank only; return who waited."""
     late, soon = torch.Stream(device="apart"), torch.Stream(device="apart")
-    mine = here(dist.get_rank() + 1.0)
+    mine = torch.full((1,), dist.get_rank() + 1.0, device="apart")
     gathered, summed = torch.empty(2, device="apart"), mine.clone()
     for stream in (late, soon):
         stream.wait_stream(torch.accelerator.current_stream())
@@ -65,12 +44,15 @@ def two_streams():
             mine.mul_(1)
         apart.set_delay()
     with late:
-        dist.all_gather_single(gathered, mine)
+        work = dist.all_gather_single(gathered, mine, async_op=True)
+        is_ahead = not work.is_completed()
+        work.wait()
+        doubled = gathered * 2
     with soon:
         dist.all_reduce(summed)
     torch.accelerator.synchronize()
-    return gathered.tolist(), summed.tolist()
+    return is_ahead, doubled.tolist(), summed.tolist()
 
 
-def test_collectives_of_one_group_keep_the_order_of_the_host(ranks):
-    assert ranks.of(2, "apart").run(two_streams) == [([1, 2], [3])] * 2
+def test_the_stream_waits_and_not_the_host_whose_order_collectives_of_a_group_keep(ranks):
+    assert ranks.of(2, "apart").run(two_streams) == [(True, [2, 4], [3])] * 2

@@ -1,5 +1,3 @@
-"""Several processes under the Trainer of transformers: as one process, with folders that any number goes on from."""
-
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,7 @@ from transformers.trainer_utils import set_seed
 from lightning_cxl.sharding.fsdp import is_cut
 from lightning_cxl.transformers import CXLTrainer
 from tests.distributed.ranks import of_rank_0
-from tests.distributed.training import assert_close, assert_identical, difference, place, whole
+from tests.distributed.training import assert_close, assert_identical, assert_same_weights, difference, place, whole
 from tests.integration.hf_trainer import PLAIN, arguments, rows
 from tests.integration.llama import tiny_llama
 from tests.integration.quantised import quantise
@@ -33,19 +31,9 @@ def of_all(**given: Any) -> dict[str, Any]:
 
 
 def train(
-    folder: str,
-    *,
-    options: dict[str, Any] | None = None,
-    lora: bool | dict[str, Any] = False,
-    biased: bool = False,
-    tied: bool = False,
-    quantised: str = "",
-    dtype: torch.dtype = torch.float32,
-    resume: str | None = None,
-    evaluates_first: bool = False,
-    trains: int = 1,
-    **given: Any,
-) -> dict[str, Any]:
+    folder, *, options=None, lora=None, biased=False, tied=False, quantised="", dtype=torch.float32, resume=None,
+    evaluates_first=False, trains=1, **given,
+) -> dict[str, Any]:  # fmt: skip
     """Train on all ranks, and save the model; return what the Trainer has logged, and the weights."""
     set_seed(5)
     args = arguments(folder, **of_all(**given))
@@ -53,21 +41,14 @@ def train(
     if quantised:
         model = tiny_llama(hidden_size=64)
         quantise(model, quantised)
-    if lora:
-        model = get_peft_model(model, replace(LORA, **(lora if isinstance(lora, dict) else {})))
+    if lora is not None:
+        model = get_peft_model(model, replace(LORA, **lora))
     trainer = CXLTrainer(model, args, train_dataset=rows(24), eval_dataset=rows(8, seed=4), offload=options)
     return _trained(trainer, resume, folder, evaluates_first=evaluates_first, trains=trains)
 
 
 def of_trl(name: str, folder: str, options: dict[str, Any] | str | None, **given: Any) -> dict[str, Any]:
-    """Train with a trainer of TRL on all ranks.
-
-    Args:
-        name: of a function of `test_hf_trl`.
-        folder: of its files.
-        options: of ours, or `PLAIN` for TRL alone, which has DistributedDataParallel.
-        **given: to that function, and arguments of the Trainer.
-    """
+    """Train with a function of `test_hf_trl` on all ranks; of `PLAIN` options is TRL with DistributedDataParallel."""
     from tests.integration import test_hf_trl
 
     set_seed(5)
@@ -108,9 +89,9 @@ STREAMED = {"stream_weights": True}
 CASES = {
     "plain": {},
     "accumulated with a rest and clipped": {"gradient_accumulation_steps": 4, "max_grad_norm": 0.3},
-    "LoRA": {"lora": True},
+    "LoRA": {"lora": {}},
     "LoRA on a quantised base": {
-        "lora": True, "quantised": "4 bit, nested", "options": {"stream_weights": True},
+        "lora": {}, "quantised": "4 bit, nested", "options": {"stream_weights": True},
         "gradient_accumulation_steps": 2,
     },
     "evaluated before and meanwhile, tied": {
@@ -130,24 +111,17 @@ def test_several_processes_train_as_one(ranks, tmp_path, name):
     assert_close(two, one)
     assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
     assert two["evaluated"] == pytest.approx(one["evaluated"], rel=1e-6)
-
-
-@pytest.mark.parametrize("name", ["plain", "LoRA", "evaluated before and meanwhile, tied"])
-def test_transformers_loads_what_is_saved(ranks, tmp_path, name):
-    weights = run(ranks, 2, tmp_path, **CASES[name])["weights"]
-    if "LoRA" in name:
-        loaded = PeftModel.from_pretrained(tiny_llama(), tmp_path / "saved")
-        assert not (tmp_path / "saved/model.safetensors").exists()
-    else:
-        loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
-    found = dict(loaded.named_parameters())
-    assert weights.keys() == found.keys()
-    assert all(torch.equal(found[each], value) for each, value in weights.items())
+    saved = tmp_path / "two" / "saved"
+    if "quantised" not in name:
+        adapted = PeftModel.from_pretrained(tiny_llama(), saved) if name == "LoRA" else None
+        assert (saved / "model.safetensors").exists() == (adapted is None)
+        loaded = adapted or LlamaForCausalLM.from_pretrained(saved)
+        assert_same_weights(dict(loaded.named_parameters()), two["weights"])
 
 
 STATES = {
     "float32": {},
-    "LoRA": {"lora": True},
+    "LoRA": {"lora": {}},
     "LoRA with biases": {"lora": {"bias": "all"}, "biased": True},
     "bf16 with split masters": {"dtype": torch.bfloat16},
     "bf16 with float32 masters": {"dtype": torch.bfloat16, "options": {"master": "fp32"}},
@@ -171,10 +145,8 @@ def test_another_number_of_processes_goes_on(ranks, tmp_path, before, after, sta
     assert len(whole["losses"]) == len(rest["losses"]) == 6
     if before == after:
         assert_identical(rest, whole)
-    else:
-        assert_close(
-            rest, whole, 2**-7 if "bf16" in state else 1e-6
-        )  # one rounding: they differ with the order of sums
+    else:  # one rounding: they differ with the order of sums
+        assert_close(rest, whole, 2**-7 if "bf16" in state else 1e-6)
 
 
 def test_the_best_model_comes_back(ranks, tmp_path):

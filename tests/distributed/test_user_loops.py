@@ -1,9 +1,8 @@
-"""Several processes under Fabric and Accelerate: as one, with checkpoints that any number of processes goes on from."""
-
 import os
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -42,26 +41,13 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
-def launched_fabric(**options: Any) -> Fabric:
-    fabric = Fabric(accelerator="cpu", devices=place()[1], strategy=CXLFabricStrategy(**options))
-    fabric.launch()
-    return fabric
-
-
 def by_fabric(
-    steps: int,
-    *,
-    micro_batches: int = 1,
-    clip: float | None = None,
-    skip_sync: bool = False,
-    optimizer: str = "AdamW",
-    dtype: torch.dtype = torch.float32,
-    options: dict[str, Any] | None = None,
-    resume: str | None = None,
-    save: str | None = None,
-) -> dict[str, Any]:
+    steps, *, micro_batches=1, clip=None, skip_sync=False, optimizer="AdamW", dtype=torch.float32, options=None,
+    resume=None, save=None,
+) -> dict[str, Any]:  # fmt: skip
     """Train on all ranks, perhaps from a checkpoint, and perhaps save one at the end."""
-    fabric = launched_fabric(**(options or {}))
+    fabric = Fabric(accelerator="cpu", devices=place()[1], strategy=CXLFabricStrategy(**(options or {})))
+    fabric.launch()
     model = fabric.setup_module(make_model(dtype))
     stepper = fabric.setup_optimizers(make_optimizer(model, optimizer))
     state = {"model": model, "stepper": stepper, "step": 0}
@@ -100,14 +86,7 @@ def accelerator_of(**keywords: Any) -> CXLAccelerator:
 
 
 def by_accelerate(
-    steps: int,
-    *,
-    micro_batches: int = 1,
-    clip: float | None = None,
-    skip_sync: bool = False,
-    optimizer: str = "AdamW",
-    resume: str | None = None,
-    save: str | None = None,
+    steps, *, micro_batches=1, clip=None, skip_sync=False, optimizer="AdamW", resume=None, save=None
 ) -> dict[str, Any]:
     """Train on all ranks, perhaps from a state, and perhaps save one at the end; the folder ends with its step."""
     accelerator = accelerator_of(gradient_accumulation_steps=micro_batches)
@@ -147,29 +126,15 @@ def by_accelerate(
         accelerator.free_memory()
 
 
-# -- both --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("train", "skip_sync"),
-    [
-        pytest.param(by_fabric, True, marks=pytest.mark.every_case),
-        pytest.param(by_accelerate, False, marks=pytest.mark.every_case),
-        (by_fabric, False),
-    ],
-)
-def test_several_processes_train_as_one(ranks, train, skip_sync):
-    given = {"micro_batches": 2, "clip": 0.5, "skip_sync": skip_sync}
-    two, one = (of_rank_0(ranks, world, train, 4, **given) for world in (2, 1))
-    assert_close(two, one)
-    assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
-
-
 @pytest.mark.every_case
 @pytest.mark.parametrize("train", [by_fabric, by_accelerate])
-def test_every_micro_batch_reduces_unless_it_is_told_not_to(ranks, train):
-    once, each = (of_rank_0(ranks, 2, train, 2, micro_batches=3, skip_sync=skips) for skips in (True, False))
-    assert_close(once, each)
+def test_several_processes_train_as_one_and_every_micro_batch_reduces_unless_it_is_told_not_to(ranks, train):
+    given = {"micro_batches": 3, "clip": 0.5}
+    one, each = (of_rank_0(ranks, world, train, 3, **given) for world in (1, 2))
+    once = of_rank_0(ranks, 2, train, 3, skip_sync=True, **given)
+    for two in (each, once):
+        assert_close(two, one)
+        assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
     assert each["reduced"] == 3 * once["reduced"] > 0
 
 
@@ -193,12 +158,6 @@ def test_another_number_of_processes_goes_on(ranks, tmp_path, train, before, aft
     (assert_identical if before == after else partial(assert_close, limit=limit))(rest, expected)
 
 
-# -- Fabric ------------------------------------------------------------------------------------------------------------
-
-
-# -- Accelerate --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 2)])
 def test_a_state_is_what_was_saved_last_whatever_lay_in_its_folder(ranks, tmp_path, before, after):
     path = str(tmp_path / "step_3")
@@ -208,21 +167,14 @@ def test_a_state_is_what_was_saved_last_whatever_lay_in_its_folder(ranks, tmp_pa
         assert_identical(of_rank_0(ranks, world, by_accelerate, 3, resume=path), {**saved, "losses": []})
 
 
-def has(model: nn.Module, weights: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(value, weights[name]) for name, value in weights_of(model).items())
-
-
 def own_tests_of_syncs():
     from accelerate.test_utils.scripts import test_sync
 
-    accelerator, given = accelerator_of(), test_sync.Accelerator
-    test_sync.Accelerator = accelerator_of
-    try:
+    accelerator = accelerator_of()
+    with mock.patch.object(test_sync, "Accelerator", accelerator_of):
         test_sync.test_distributed_sync(accelerator)
         test_sync.test_gradient_accumulation(sync_each_batch=True)  # what `accumulate` does here
         test_sync.test_gradient_accumulation_with_opt_and_scheduler(sync_each_batch=True)
-    finally:
-        test_sync.Accelerator = given
 
 
 def test_own_tests_of_syncs(ranks):

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cxl.inventory.tensors import Mesh
 from lightning_cxl.planning.job import COLLECTIVES, exchanges, groups_of
 from lightning_cxl.sharding.fsdp import root_of
 from lightning_cxl.streaming.units import find_units
-from tests.distributed.training import Job, Training, make_model, place
+from tests.distributed.training import Job, Training, loss_of, make_model, place
 
 NORM = ("all_reduce", "float64", 8)
 SKIP = ("all_reduce", "int64", 8)
@@ -50,17 +49,13 @@ class Traffic(TorchDispatchMode):
         elif name == "_reduce_scatter_base_":
             part, whole = args[:2]
             self.reduce_scatter += whole.nbytes - part.nbytes
-        elif name == "allreduce_" and not _is_number(args[0]):
+        elif name == "allreduce_" and [(each.numel(), each.itemsize) for each in args[0]] != [(1, 8)]:
             ranks = dist.ProcessGroup.unbox(args[1]).size()
             self.all_reduce += sum(2 * (ranks - 1) / ranks * each.nbytes for each in args[0])
         else:
             tensor = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
             kind = str(tensor.dtype).removeprefix("torch.") if isinstance(tensor, torch.Tensor) else ""
             self.others["all_reduce" if name == "allreduce_" else name, kind, getattr(tensor, "nbytes", 0)] += 1
-
-
-def _is_number(tensors: list[torch.Tensor]) -> bool:
-    return len(tensors) == 1 and tensors[0].numel() == 1 and tensors[0].itemsize == 8
 
 
 def traffic(job: Job) -> tuple[list[Traffic], Any]:
@@ -78,7 +73,8 @@ def traffic(job: Job) -> tuple[list[Traffic], Any]:
                 for index in range(job.micro_batches):
                     is_last = index == job.micro_batches - 1
                     root.set_requires_gradient_sync(is_last or not job.no_sync)
-                    loss = _loss(ours.model, 100 * ours.rank + 10 * number + index)
+                    seed = torch.Generator().manual_seed(100 * ours.rank + 10 * number + index)
+                    loss = loss_of(ours.model, torch.randint(0, 61, (1, 16), generator=seed))
                     with ours.loop.backward(is_last=is_last):
                         loss.backward()
                 if job.clip is not None:
@@ -87,13 +83,6 @@ def traffic(job: Job) -> tuple[list[Traffic], Any]:
                 ours.optimizer.zero_grad()
             found.append(moved)
     return found, {each.name: each.nbytes for each in collectives}
-
-
-def _loss(model: nn.Module, seed: int) -> torch.Tensor:
-    made = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, 61, (1, 16), generator=made)
-    loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    return loss
 
 
 JOBS = {
