@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.numa_vm import guest
-from tests.numa_vm.machine import MACHINES, TESTED, VmError
+from tests.numa_vm.machine import MACHINES, VmError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _PYTEST = ("-m", "pytest", "-p", "pytest_timeout", "-o", "timeout=600", "--durations=8", "tests/numa_vm/inside")
@@ -23,10 +23,10 @@ def main() -> int:
     if options.check:
         guest.check()
         return 0
+    worst, names = 0, [options.nodes] if options.nodes else list(MACHINES)
     if options.command:
-        return _run(options.nodes or TESTED[0], options.command, options.timeout)
-    worst = 0
-    for name in [options.nodes] if options.nodes else TESTED:
+        return _run(names[0], options.command, options.timeout)
+    for name in names:
         print(f"numa_vm: {name}", flush=True)
         start = time.monotonic()
         code = _run(name, [sys.executable, *_PYTEST], options.timeout)

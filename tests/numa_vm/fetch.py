@@ -1,4 +1,4 @@
-"""What the guest is made of, fetched once into a cache: a Debian kernel with its modules, and QEMU where it is old."""
+"""What the guest is made of, fetched once into a cache: a Debian kernel with one module, and QEMU where it is old."""
 
 import glob
 import lzma
@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.numa_vm.machine import VmError
@@ -18,19 +17,10 @@ from tests.numa_vm.machine import VmError
 # newest first of those that Debian 12 and 13 can reach; given to apt on its command line, the system's sources stay
 _KERNEL_SUITES = ("bookworm-backports", "trixie")
 _KERNEL = "linux-image-cloud-amd64"
-_MODULES = ("overlay",)
 _KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 _PACKAGES = "qemu-system-x86 qemu-system-common busybox-static"
 # Debian 12's 7.2 corrupts a guest with two emulated CPUs more often than not
 _MIN_QEMU = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A kernel image, and its modules that are not built in, in the order in which they must be loaded."""
-
-    image: Path
-    modules: tuple[Path, ...]
 
 
 def cache_folder() -> Path:
@@ -38,12 +28,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_cxl" / "numa_vm"
 
 
-def kernel() -> Kernel:
-    """Return the guest's kernel, fetched if need be.
-
-    Raises:
-        VmError: it cannot be fetched.
-    """
+def kernel() -> tuple[Path, Path]:
+    """Return the guest's kernel, and the only module that is needed and not built in, fetched if need be."""
     home = cache_folder() / "kernel"
     if not home.exists():
         with _workspace() as tmp:
@@ -51,45 +37,15 @@ def kernel() -> Kernel:
             ready = tmp / "ready"
             ready.mkdir()
             shutil.copy(next(tree.glob("boot/vmlinuz-*")), ready / "vmlinuz")
-            for index, path in enumerate(load_order(tree, _MODULES)):
-                raw = path.read_bytes()
-                name = f"{index}-{path.name.removesuffix('.xz')}"
-                (ready / name).write_bytes(lzma.decompress(raw) if path.suffix == ".xz" else raw)
+            (module,) = tree.rglob("overlay.ko*")
+            raw = module.read_bytes()
+            (ready / "overlay.ko").write_bytes(lzma.decompress(raw) if module.suffix == ".xz" else raw)
             ready.rename(home)
-    return Kernel(home / "vmlinuz", tuple(sorted(home.glob("*.ko"))))
-
-
-def load_order(tree: Path, names: Sequence[str]) -> list[Path]:
-    """Return the module files of an unpacked kernel package, those that others depend on first.
-
-    Args:
-        tree: holds the modules, each of which says what it depends on.
-        names: which to load, without suffix; those that are built in are left out.
-    """
-    files = {re.sub(r"\.ko(\.xz)?$", "", path.name): path for path in tree.rglob("*.ko*")}
-    order: list[Path] = []
-
-    def add(name: str) -> None:
-        path = files.get(name) or files.get(name.replace("_", "-"))
-        if path is None or path in order:
-            return
-        raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
-        depends = re.search(rb"\0depends=([^\0]*)\0", raw)
-        for other in depends[1].decode().split(",") if depends else ():
-            add(other)
-        order.append(path)
-
-    for name in names:
-        add(name)
-    return order
+    return home / "vmlinuz", home / "overlay.ko"
 
 
 def qemu() -> list[str]:
-    """Return the command of a QEMU that is new enough, fetched if need be.
-
-    Raises:
-        VmError: there is none, or it does not run.
-    """
+    """Return the command of a QEMU that is new enough, fetched if need be."""
     if _qemu_version("qemu-system-x86_64") >= _MIN_QEMU:
         return ["qemu-system-x86_64"]
     home = cache_folder() / "qemu"
@@ -105,11 +61,7 @@ def qemu() -> list[str]:
 
 
 def busybox() -> Path:
-    """Return the static busybox.
-
-    Raises:
-        VmError: it is not installed.
-    """
+    """Return the static busybox."""
     found = shutil.which("busybox")
     if found is None or b"ld-linux" in Path(found).read_bytes()[:4096]:
         raise VmError(f"there is no static busybox: `apt-get install {_PACKAGES}`")
@@ -117,11 +69,7 @@ def busybox() -> Path:
 
 
 def file_server() -> Path:
-    """Return virtiofsd, which shows the host's files to the guest.
-
-    Raises:
-        VmError: it is not installed.
-    """
+    """Return virtiofsd, which shows the host's files to the guest."""
     for path in (Path("/usr/lib/qemu/virtiofsd"), Path("/usr/libexec/virtiofsd")):
         if path.exists():
             return path

@@ -35,29 +35,22 @@ def run(
 ) -> int:
     """Run a command in a fresh guest and return its exit code, `TIMED_OUT` or `DIED`.
 
-    Args:
-        machine: the guest.
-        command: runs as root; its output comes out of this process's standard output.
-        environment: all that the command gets.
-        timeout_s: for the boot and the command together.
-        folder: where it runs; of the host, as all files are.
-
-    Raises:
-        VmError: the guest cannot be started.
+    It runs as root in a folder of the host, with this environment alone; its output comes out of this process's. Boot
+    and command together may take `timeout_s`.
     """
     mark = b"<end " + os.urandom(8).hex().encode() + b">"
-    shares = {f"share{index}": point for index, point in enumerate(mount_points(_needed(folder)), 1)}
+    shares = {f"share{index}": point for index, point in enumerate(mount_points(folder), 1)}
     shares = {"root": "/", **{tag: point for tag, point in shares.items() if point != "/"}}
-    kernel = fetch.kernel()
+    kernel, module = fetch.kernel()
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="numa_vm-")))
         job = job_text(command, str(folder), environment)
-        (scratch / "initrd").write_bytes(initrd(fetch.busybox(), kernel.modules, job, shares, mark))
+        (scratch / "initrd").write_bytes(initrd(fetch.busybox(), module, job, shares, mark))
         sockets = {tag: _serve_files(tag, point, scratch, cleanup) for tag, point in shares.items()}
         source, sink = os.pipe()
         cleanup.callback(os.close, source)
         arguments = [*fetch.qemu(), *_machine_arguments(machine), *_device_arguments(sockets, sink)]
-        arguments += ["-kernel", str(kernel.image), "-initrd", str(scratch / "initrd"), "-append", _KERNEL_OPTIONS]
+        arguments += ["-kernel", str(kernel), "-initrd", str(scratch / "initrd"), "-append", _KERNEL_OPTIONS]
         _start(arguments, scratch / "console", cleanup, pass_fds=[sink])
         os.close(sink)  # so that the pipe ends with QEMU
         try:
@@ -74,11 +67,7 @@ def run(
 
 
 def relay(source: int, write: Callable[[bytes], object], mark: bytes, deadline: float) -> str:
-    """Pass on what comes from a file descriptor until the mark; return the line after it, "" if it never comes.
-
-    Raises:
-        TimeoutError: it is past the deadline (of `time.monotonic`).
-    """
+    """Pass on what comes from a file descriptor until the mark; return the line after it, "" if it never comes."""
     held = b""
     while True:
         if not select.select([source], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -100,25 +89,17 @@ def relay(source: int, write: Callable[[bytes], object], mark: bytes, deadline: 
             return ""
 
 
-def mount_points(paths: Sequence[Path], table: str | None = None) -> list[str]:
-    """Return where the file systems that hold these files are mounted, outer ones first.
-
-    Args:
-        paths: absolute.
-        table: replaces the kernel's ``/proc/self/mountinfo``.
-    """
-    text = Path("/proc/self/mountinfo").read_text() if table is None else table
-    points = {line.split()[4].encode().decode("unicode_escape") for line in text.splitlines()} | {"/"}
+def mount_points(folder: Path) -> list[str]:
+    """Return where the file systems that hold a folder and this Python are mounted, outer ones first."""
+    paths = [Path(os.path.realpath(path)) for path in (folder, sys.prefix, sys.base_prefix)]
+    table = Path("/proc/self/mountinfo").read_text().splitlines()
+    points = {line.split()[4].encode().decode("unicode_escape") for line in table} | {"/"}
     found = {next(str(p) for p in (path, *path.parents) if str(p) in points) for path in paths}
     return sorted(found)
 
 
 def check() -> None:
-    """Fetch what a guest needs.
-
-    Raises:
-        VmError: something cannot be had, or this user cannot share files with a guest.
-    """
+    """Fetch what a guest needs."""
     # the file server works on a mount of its own, which is read-only
     mount = ["unshare", "-m", "--propagation", "private", "mount", "--bind", "/proc", "/proc"]
     done = subprocess.run(mount, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -133,11 +114,6 @@ def check() -> None:
     fetch.kernel()
 
 
-def _needed(folder: Path) -> list[Path]:
-    """Return the folders that a Python command needs."""
-    return [Path(os.path.realpath(path)) for path in (folder, sys.prefix, sys.base_prefix)]
-
-
 def _write_out(data: bytes) -> None:
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
@@ -145,15 +121,8 @@ def _write_out(data: bytes) -> None:
 
 def _machine_arguments(machine: Machine) -> list[str]:
     arguments = ["-accel", "tcg,thread=multi,tb-size=1024", "-cpu", "max,la57=off", *numa_arguments(machine)]
-    arguments += [
-        "-nodefaults",
-        "-no-user-config",
-        "-display",
-        "none",
-        "-no-reboot",
-        "-device",
-        "virtio-rng-pci,bus=pcie.0",
-    ]
+    arguments += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
+    arguments += ["-device", "virtio-rng-pci,bus=pcie.0"]
     return [*arguments, "-chardev", "stdio,id=con,signal=off", "-serial", "chardev:con"]
 
 
@@ -197,13 +166,9 @@ def _start(
     """Start a process that writes to a log and ends with `cleanup`, its children, too."""
     with log.open("wb") as out:
         process = subprocess.Popen(
-            arguments,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            pass_fds=pass_fds,
+            arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, pass_fds=pass_fds,
             start_new_session=True,
-        )
+        )  # fmt: skip
     cleanup.callback(_stop, process)
     return process
 

@@ -1,4 +1,4 @@
-"""The guest's first file system: a cpio archive with busybox, kernel modules, and what to run."""
+"""The guest's first file system: a cpio archive with busybox, a kernel module, and what to run."""
 
 import shlex
 import stat
@@ -10,26 +10,13 @@ _FOLDER = stat.S_IFDIR | 0o755
 _PROGRAM = stat.S_IFREG | 0o755
 
 
-def initrd(busybox: Path, modules: Sequence[Path], job: str, shares: Mapping[str, str], mark: bytes) -> bytes:
-    """Return the archive that boots a guest.
-
-    Args:
-        busybox: a static one.
-        modules: to load, in order.
-        job: shell text to run in the host's files.
-        shares: folders of the host by the tag under which virtiofs offers them, the root first.
-        mark: what ends the job's output.
-    """
+def initrd(busybox: Path, module: Path, job: str, shares: Mapping[str, str], mark: bytes) -> bytes:
+    """Return the archive that boots a guest; `shares`: folders of the host by their virtiofs tags, the root first."""
+    files = {"bin/busybox": busybox.read_bytes(), "init": _INIT.read_bytes(), "modules/one.ko": module.read_bytes()}
+    files |= {"job/job.sh": job.encode(), "job/mark": mark}
+    files["job/shares"] = "".join(f"{tag} {folder}\n" for tag, folder in shares.items()).encode()
     entries = [(name, _FOLDER, b"") for name in ("bin", "dev", "proc", "sys", "modules", "job")]
-    entries += [
-        ("bin/busybox", _PROGRAM, busybox.read_bytes()),
-        ("init", _PROGRAM, _INIT.read_bytes()),
-        ("job/job.sh", _PROGRAM, job.encode()),
-        ("job/mark", _PROGRAM, mark),
-        ("job/shares", _PROGRAM, "".join(f"{tag} {folder}\n" for tag, folder in shares.items()).encode()),
-    ]
-    entries += [(f"modules/{path.name}", _PROGRAM, path.read_bytes()) for path in modules]
-    return cpio(entries)
+    return cpio([*entries, *((name, _PROGRAM, contents) for name, contents in files.items())])
 
 
 def job_text(command: Sequence[str], folder: str, environment: Mapping[str, str]) -> str:

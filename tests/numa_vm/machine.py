@@ -21,7 +21,7 @@ class NodeSpec:
     mem: int = 0
     """Bytes."""
     lat: int = 0
-    """Nanoseconds; 0 leaves the speeds of the node out of HMAT."""
+    """Nanoseconds."""
     bw: int = 0
     """Bytes per second."""
     dist: int = 20
@@ -35,10 +35,9 @@ class NodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A guest: its nodes, and whether the firmware has HMAT (speeds of nodes)."""
+    """A guest."""
 
     nodes: tuple[NodeSpec, ...]
-    hmat: bool = True
 
     @property
     def sockets(self) -> tuple[int, ...]:
@@ -63,13 +62,9 @@ _SMALL_CARD = replace(_CARD, mem=GIB // 2, dist=17)
 MACHINES = {
     "cxl2": Machine((_DRAM, _CARD, _CARD)),
     "cxl1hot": Machine((_DRAM, replace(_CARD, hot=1))),
-    "cxl1": Machine((_DRAM, _CARD)),
     "dual2": Machine((_SOCKET, _SOCKET, _SMALL_CARD, replace(_SMALL_CARD, at=1))),
-    "cxl1nohmat": Machine((_DRAM, _CARD), hmat=False),
 }
-TESTED = ("cxl2", "cxl1hot", "dual2")
-"""Those that tests run on: three nodes; two, one of them movable; and two sockets with a card each. Every boot costs
-minutes of imports."""
+"""Three nodes; two, one of them movable; and two sockets with a card each. Every boot costs minutes of imports."""
 
 
 def numa_arguments(machine: Machine) -> list[str]:
@@ -77,41 +72,33 @@ def numa_arguments(machine: Machine) -> list[str]:
     nodes, sockets = machine.nodes, machine.sockets
     plugged = sum(node.mem for node in nodes if not node.hot) >> 20
     slots = f",slots={len(nodes)},maxmem=64G" if any(node.hot for node in nodes) else ""
-    arguments = ["-machine", "q35,hmat=on" if machine.hmat else "q35"]
     cpus = nodes[0].cpus * len(sockets)
-    arguments += ["-smp", f"{cpus},sockets={len(sockets)},cores={nodes[0].cpus},threads=1", "-m", f"{plugged}M{slots}"]
+    arguments = ["-machine", "q35,hmat=on", "-m", f"{plugged}M{slots}"]
+    arguments += ["-smp", f"{cpus},sockets={len(sockets)},cores={nodes[0].cpus},threads=1"]
     for index, node in enumerate(nodes):
         text = f"node,nodeid={index}"
         text += f",cpus={index * node.cpus}-{(index + 1) * node.cpus - 1}" if node.cpus else ""
-        text += "" if node.hot or not node.mem else f",memdev=m{index}"
-        text += f",initiator={index if node.cpus else node.at}" if machine.hmat else ""
-        if node.mem:  # shared, because the file server of the host reads and writes it
-            arguments += ["-object", f"memory-backend-memfd,id=m{index},size={node.mem},share=on"]
-        arguments += ["-numa", text]
-    arguments += _distances(machine)
-    arguments += _speeds(machine) if machine.hmat else []
+        text += "" if node.hot else f",memdev=m{index}"
+        text += f",initiator={index if node.cpus else node.at}"
+        # shared, because the file server of the host reads and writes it
+        arguments += ["-object", f"memory-backend-memfd,id=m{index},size={node.mem},share=on", "-numa", text]
+    for source, target in permutations(range(len(nodes)), 2):
+        arguments += ["-numa", f"dist,src={source},dst={target},val={machine.distance(source, target)}"]
+    arguments += _speeds(machine)
     for index, node in enumerate(nodes):
         if node.hot:
             arguments += ["-device", f"pc-dimm,id=dimm{index},memdev=m{index},node={index}"]
     return arguments + (_bridges(machine) if len(sockets) > 1 else [])
 
 
-def _distances(machine: Machine) -> list[str]:
-    arguments = []
-    for source, target in permutations(range(len(machine.nodes)), 2):
-        arguments += ["-numa", f"dist,src={source},dst={target},val={machine.distance(source, target)}"]
-    return arguments
-
-
 def _speeds(machine: Machine) -> list[str]:
     """Return the ratings of the way from every socket; from another socket than its own a node is slower."""
     arguments = []
     for socket, (index, node) in product(machine.sockets, enumerate(machine.nodes)):
-        if node.lat and node.bw:
-            far = 2 if socket != (index if node.cpus else node.at) else 1
-            head = f"hmat-lb,initiator={socket},target={index},hierarchy=memory"
-            arguments += ["-numa", f"{head},data-type=access-latency,latency={node.lat * far}"]
-            arguments += ["-numa", f"{head},data-type=access-bandwidth,bandwidth={(node.bw >> 20) // far}M"]
+        far = 2 if socket != (index if node.cpus else node.at) else 1
+        head = f"hmat-lb,initiator={socket},target={index},hierarchy=memory"
+        arguments += ["-numa", f"{head},data-type=access-latency,latency={node.lat * far}"]
+        arguments += ["-numa", f"{head},data-type=access-bandwidth,bandwidth={(node.bw >> 20) // far}M"]
     return arguments
 
 

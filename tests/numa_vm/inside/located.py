@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_cxl import Topology
 from lightning_cxl.memory.placement import Placement, TensorRole
@@ -42,8 +42,7 @@ def check_placement(buffer: Buffer, placement: Placement, topology: Topology) ->
             assert abs(found.get(tier, 0) - share * buffer.nbytes) <= STRIPE_BYTES, f"{placement.describe()}: {found}"
 
 
-@dataclass(frozen=True, slots=True)
-class Noted:
+class Noted(NamedTuple):
     """A living buffer, and what was asked for it."""
 
     buffer: Buffer
@@ -67,12 +66,10 @@ class Recorder:
             if buffer is not None and buffer.nbytes:
                 yield Noted(buffer, placement, role)
 
-    def role_at(self, address: int) -> TensorRole | None:
-        """Return what the living buffer with an address is for; None when the memory is not placed."""
-        for noted in self.living():
-            if noted.buffer.address <= address < noted.buffer.address + noted.buffer.nbytes:
-                return noted.role
-        return None
+    def role_at(self, address: int) -> TensorRole:
+        """Return what the living buffer with an address is for."""
+        (role,) = (each.role for each in self.living() if 0 <= address - each.buffer.address < each.buffer.nbytes)
+        return role
 
     def check(self, topology: Topology) -> dict[str, dict[str, int]]:
         """Check every living buffer; return their bytes per role and tier, asked from the kernel."""

@@ -1,5 +1,3 @@
-"""The memory of a card is taken offline while a training uses it: the kernel moves the pages, and the bits stay."""
-
 import warnings
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Buffers of every kind lie where their placement says, page by page."""
-
 import random
 
 import pytest

@@ -86,17 +86,14 @@ def seen_by(rank, count, gather, device="cpu", **options):
     waiting.start()
     optimizer.step()
     found["weight"] = page_nodes(weight.data_ptr(), weight.nbytes)
-    found["state"] = [
-        page_nodes(state.data_ptr(), state.nbytes) for state in optimizer.state[weight].values() if state.numel() > 1
-    ]
-    found["cpus"] = set()
-    found["num_threads"] = 0
+    states = [state for state in optimizer.state[weight].values() if state.numel() > 1]
+    found["state"] = [page_nodes(state.data_ptr(), state.nbytes) for state in states]
+    cpus = []
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # one of the step, which the system has not forgotten yet
-            found["cpus"].add(tuple(sorted(os.sched_getaffinity(int(thread)))))
-            found["num_threads"] += 1
+            cpus.append(tuple(sorted(os.sched_getaffinity(int(thread)))))
     other.set()
-    return found
+    return {**found, "cpus": set(cpus), "num_threads": len(cpus)}
 
 
 def check_near(found, socket):
