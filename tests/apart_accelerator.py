@@ -11,10 +11,8 @@ class ApartDevices:
     """The seam of the package; see `lightning_cxl.devices.CudaDevices`."""
 
     name = "apart"
-
-    def __init__(self):
-        self.are_there = False
-        """Whether the package finds any: tests that do not use the device must not notice it."""
+    are_there = False
+    """Whether the package finds any: tests that do not use the device must not notice it."""
 
     def num_devices(self):
         return torch.accelerator.device_count() if self.are_there else 0

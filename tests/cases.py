@@ -33,9 +33,7 @@ def every_value(*columns: Iterable[Any]) -> list[Any]:
 def every_pair(*columns: Iterable[Any], where: Callable[..., bool] = lambda *_: True) -> list[Any]:
     """Return few cases of a product, for ``parametrize``, in which every two values of two columns meet.
 
-    Args:
-        columns: values of each argument.
-        where: which cases of the product there are.
+    `where` says which cases there are.
     """
     return covering([case for case in itertools.product(*columns) if where(*case)], 2)
 

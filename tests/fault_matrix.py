@@ -9,16 +9,16 @@ that may not have more memory.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,19 +101,16 @@ class Ended(NamedTuple):
 
 
 def train(folder: Path, fault: str = "", resume: Path | None = None, before: tuple[str, ...] = ()) -> Ended:
-    cache = folder.parent / "cache"  # of records of trainings that were killed
-    command = [*before, sys.executable, "-c", JOB, str(folder), fault, str(resume or "")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, "LIGHTNING_CXL_CACHE": str(cache)}
-    )
+    # the cache has records of trainings that were killed
+    options = {"capture_output": True, "text": True, "timeout": 300}
+    options["env"] = {**os.environ, "LIGHTNING_CXL_CACHE": str(folder.parent / "cache")}
+    done = subprocess.run([*before, sys.executable, "-c", JOB, str(folder), fault, str(resume or "")], **options)
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Interrupt|Exception|Exit)\b", line)]
     found = re.search(r"weights (\d+)", done.stdout)
     said = (errors or lines or [""])[-1]
     if done.returncode == -9:
-        asked = [sys.executable, "-m", "lightning_cxl", "env", "--last"]
-        env = {**os.environ, "LIGHTNING_CXL_CACHE": str(cache)}
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=60, env=env).stdout.strip()
+        said = subprocess.run([sys.executable, "-m", "lightning_cxl", "env", "--last"], **options).stdout.strip()
     return Ended(done.returncode, said, found and found[1])
 
 
@@ -132,35 +129,20 @@ def resumed(folder: Path) -> tuple[str, Ended]:
     return "; ".join(refusals) or "no checkpoint", train(folder)
 
 
-# -- faults ------------------------------------------------------------------------------------------------------------
-
-
-def by_itself(fault: str) -> Callable[[Path], Ended]:
-    return lambda folder: train(folder, fault)
-
-
 def disk_full(folder: Path) -> Ended:
     """The folder of checkpoints has room for one and a half of them."""
     size = checkpoints(folder.parent / "plain")[0].stat().st_size * 3 // 2
     target = folder / "checkpoints"
     target.mkdir(parents=True)
-    with mounted(target, str(size)):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(target)], check=True)
+    try:
         ended = train(folder)
-        (folder / "kept").mkdir()
-        for path in target.iterdir():
-            (folder / "kept" / path.name).write_bytes(path.read_bytes())
+        shutil.copytree(target, folder / "kept")
+    finally:
+        subprocess.run(["umount", str(target)], check=True)
     target.rmdir()
     (folder / "kept").rename(target)
     return ended
-
-
-@contextlib.contextmanager
-def mounted(target: Path, size: str) -> Iterator[None]:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(target)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(target)], check=True)
 
 
 def group_full(folder: Path) -> Ended:
@@ -209,20 +191,14 @@ def same_folder(folder: Path) -> Ended:
     return ended
 
 
-FAULTS: dict[str, Callable[[Path], Ended]] = {
-    "SIGKILL": by_itself("SIGKILL"),
-    "SIGTERM": by_itself("SIGTERM"),
-    "Ctrl-C": by_itself("SIGINT"),
-    "a tier that is full": by_itself("tier"),
-    "a control group that is full": group_full,
-    "a worker of the DataLoader dies": by_itself("worker"),
-    "the disk of the checkpoints is full": disk_full,
-    "data files on SSD are emptied": by_itself("drive"),
-    "the newest checkpoint is cut off": cut_checkpoint,
-    "a bit of the newest checkpoint flips": flipped_checkpoint,
-    "two trainings with one folder on SSD": same_folder,
-    "the clock goes back by a day": by_itself("clock"),
-}
+# what happens to a folder, or a fault that the training makes itself
+FAULTS: dict[str, Callable[[Path], Ended] | str] = {
+    "SIGKILL": "SIGKILL", "SIGTERM": "SIGTERM", "Ctrl-C": "SIGINT", "a tier that is full": "tier",
+    "a control group that is full": group_full, "a worker of the DataLoader dies": "worker",
+    "the disk of the checkpoints is full": disk_full, "data files on SSD are emptied": "drive",
+    "the newest checkpoint is cut off": cut_checkpoint, "a bit of the newest checkpoint flips": flipped_checkpoint,
+    "two trainings with one folder on SSD": same_folder, "the clock goes back by a day": "clock",
+}  # fmt: skip
 
 
 def main() -> None:
@@ -239,7 +215,7 @@ def main() -> None:
             if asked.only not in fault:
                 continue
             folder = Path(name) / re.sub(r"\W+", "-", fault)
-            ended = happen(folder)
+            ended = train(folder, happen) if isinstance(happen, str) else happen(folder)
             left = ", ".join(path.name for path in checkpoints(folder))
             how = "goes on" if ended.weights is not None else f"status {ended.status}"
             source, after = ("", ended) if ended.weights is not None else resumed(folder)

@@ -17,12 +17,7 @@ _LATE_S = 0.01
 
 
 class FaultySystem(System):
-    """Does what `System` does, and one thing wrong.
-
-    Args:
-        fault: one of `FAULTS`; None: none.
-        at: number of the call that it happens at, the first is 0.
-    """
+    """Does what `System` does, and one of `FAULTS` at the call with a number, from 0."""
 
     def __init__(self, fault: str | None = None, at: int = -1) -> None:
         self.fault = fault
@@ -86,40 +81,22 @@ class FaultySystem(System):
         self._call("close", super().close, fd)
         self.open_files.pop(fd, None)
 
-    def preadv(self, fd, views, offset):
-        return self._call("preadv", super().preadv, fd, views, offset)
-
-    def pwritev(self, fd, views, offset):
-        return self._call("pwritev", super().pwritev, fd, views, offset)
-
-    def allocate(self, fd, offset, nbytes):
-        self._call("allocate", super().allocate, fd, offset, nbytes)
-
     def datasync(self, fd):
         self._call("datasync", lambda fd: None, fd)  # tests lose no power, but time
 
     def sync(self, fd):
         self._call("sync", lambda fd: None, fd)
 
-    def stat(self, file):
-        return self._call("stat", super().stat, file)
-
-    def make_folder(self, path):
-        self._call("make_folder", super().make_folder, path)
-
-    def names(self, folder):
-        return self._call("names", super().names, folder)
-
-    def rename(self, old, new):
-        self._call("rename", super().rename, old, new)
-
-    def unlink(self, path):
-        self._call("unlink", super().unlink, path)
-
     def lock(self, fd, operation):
         self._call("unlock" if operation == fcntl.LOCK_UN else "lock", super().lock, fd, operation)
 
 
+def _failing(name):
+    return lambda self, *args: self._call(name, getattr(super(FaultySystem, self), name), *args)
+
+
+for _each in ("preadv", "pwritev", "allocate", "stat", "make_folder", "names", "rename", "unlink"):
+    setattr(FaultySystem, _each, _failing(_each))
 HARMLESS = ("close", "unlock")
 
 
@@ -225,15 +202,13 @@ class LoggingSystem(System):
             if entry.kind == "write":
                 for start in range(0, len(entry.contents), BLOCK):
                     if lies_there(entry, entry.file):
-                        block = entry.contents[start : start + BLOCK]
-                        data.extend(bytes(max(0, entry.offset + start + len(block) - len(data))))
-                        data[entry.offset + start : entry.offset + start + len(block)] = block
-            elif entry.kind == "allocate":
-                if lies_there(entry, entry.file):
-                    data.extend(bytes(max(0, entry.offset - len(data))))
-            elif entry.kind == "truncate":
-                if lies_there(entry, entry.file):
-                    data.clear()
+                        block, at = entry.contents[start : start + BLOCK], entry.offset + start
+                        data.extend(bytes(max(0, at + len(block) - len(data))))
+                        data[at : at + len(block)] = block
+            elif entry.kind == "allocate" and lies_there(entry, entry.file):
+                data.extend(bytes(max(0, entry.offset - len(data))))
+            elif entry.kind == "truncate" and lies_there(entry, entry.file):
+                data.clear()
             elif entry.kind in ("create", "rename", "unlink") and lies_there(entry, folder_of[entry.names[-1]]):
                 for path in entry.names:
                     names.pop(path, None)

@@ -11,6 +11,7 @@ their index; manifests of drives; records of the flight recorder; files of DeepS
 
 import argparse
 import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -51,9 +52,6 @@ MACHINES = sorted((Path(__file__).parent.parent / "examples" / "machines").glob(
 NATIVE = (OSError, ValueError, TypeError, OverflowError, BufferError)
 
 Random = random.Random
-
-
-# -- damage ------------------------------------------------------------------------------------------------------------
 
 
 def damaged(contents: bytes, rng: Random) -> bytes:
@@ -103,27 +101,22 @@ def altered(value: Any, rng: Random) -> Any:
     return anything(rng, 1)
 
 
-# -- what is given them ------------------------------------------------------------------------------------------------
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
 
-@contextlib.contextmanager
-def sound_files() -> Any:
-    """Write one sound file of each kind; yields their contents."""
-    with tempfile.TemporaryDirectory() as name:
-        folder, model = Path(name), Net()
-        save_weights(model, folder / "one.safetensors")
-        save_weights(model, folder / "many", max_shard_bytes=300)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model.blocks[0](torch.ones(8)).sum().backward()
-        optimizer.step()
-        torch.save({"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}, folder / "ckpt")
-        yield {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def sound_files(folder: Path) -> dict[str, bytes]:
+    """Write one sound file of each kind; return their contents."""
+    model = Net()
+    save_weights(model, folder / "one.safetensors")
+    save_weights(model, folder / "many", max_shard_bytes=300)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.blocks[0](torch.ones(8)).sum().backward()
+    optimizer.step()
+    torch.save({"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}, folder / "ckpt")
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def options(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
@@ -162,11 +155,9 @@ def rules(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
 
 
 def checkpoints(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
+    (folder / "ckpt").write_bytes(damaged(sound["ckpt"], rng))
     if rng.random() < 0.5:
-        (folder / "ckpt").write_bytes(damaged(sound["ckpt"], rng))
-    else:
-        (folder / "sound").write_bytes(sound["ckpt"])
-        torch.save(altered(torch.load(folder / "sound"), rng), folder / "ckpt")
+        torch.save(altered(torch.load(io.BytesIO(sound["ckpt"])), rng), folder / "ckpt")
     plain_checkpoint(load_file(folder / "ckpt", "cpu", True))
 
 
@@ -236,28 +227,18 @@ def native(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
         name = rng.choice(("advise_huge", "populate", "discard", "hide"))
         getattr(mapping, name)(rng.choice((0, 1, 4096, 1 << 40)), rng.choice((0, 1, 4096, 1 << 40, 2**64 - 1)))
     elif which == 3:
-        mapping = _numa.Mapping(1 << 16)
         with (folder / "shown").open("wb+") as file:
             file.truncate(1 << 16)
-            mapping.show(
-                rng.choice((0, 1, 4096, 1 << 20)), rng.choice((0, 4096, 1 << 16, 1 << 20)),
-                rng.choice((file.fileno(), -1)), rng.choice((0, 1, 4096, 1 << 20)),
-            )  # fmt: skip
+            at, size, start = (rng.choice((0, 1, 4096, 1 << 16, 1 << 20)) for _ in range(3))
+            _numa.Mapping(1 << 16).show(at, size, rng.choice((file.fileno(), -1)), start)
     else:
-        mapping = _numa.Mapping(1 << 16)
         at, size = (rng.choice((0, 4096, 1 << 20)) for _ in range(2))
-        mapping.prefer(at, size, rng.choice((0, 1, 63, 10**6, -1)))
+        _numa.Mapping(1 << 16).prefer(at, size, rng.choice((0, 1, 63, 10**6, -1)))
 
 
-_DAMAGED = (
-    *(options, machine_files, rules, checkpoints, safetensors, indices, manifests, records, files_of_deepspeed),
-    native,
-)
-TARGETS = {each.__name__: each for each in _DAMAGED}
+_DAMAGED = (options, machine_files, rules, checkpoints, safetensors, indices, manifests, records, files_of_deepspeed)
+TARGETS = {each.__name__: each for each in (*_DAMAGED, native)}
 TOPOLOGY: Any = None
-
-
-# -- the processes -----------------------------------------------------------------------------------------------------
 
 
 def work(target: str, seeds: range, at: Any, findings: Connection) -> None:
@@ -266,7 +247,8 @@ def work(target: str, seeds: range, at: Any, findings: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    with sound_files() as sound, tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as files, tempfile.TemporaryDirectory() as name:
+        sound = sound_files(Path(files))
         for seed in seeds:
             at.value = seed
             try:
@@ -317,8 +299,7 @@ def main() -> None:
     targets = [each for each in TARGETS if asked.only in each]
     found: set[tuple[str, str]] = set()
     for target in targets:
-        begin, count = time.monotonic(), -(-asked.cases // len(targets))
-        new = 0
+        begin, count, new = time.monotonic(), -(-asked.cases // len(targets)), 0
         for seed, text in fuzz(target, range(asked.seed, asked.seed + count)):
             new += 1
             if (target, text[:60]) not in found:

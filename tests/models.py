@@ -5,18 +5,10 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-# arguments of transformers' LlamaConfig
-TINY_LLAMA = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TINY_LLAMA = {  # arguments of transformers' LlamaConfig
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 class Block(nn.Module):
@@ -136,11 +128,8 @@ class Task(LightningModule):
         decay = [p for p in params if p.dim() > 1]
         rest = [p for p in params if p.dim() <= 1]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-        cls = {
-            "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD,
-            "rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad, "adafactor": torch.optim.Adafactor,
-        }[self.optimizer]  # fmt: skip
-        optimizer = cls(groups, **{"lr": 3e-3, **self.kwargs})
+        kinds = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+        optimizer = kinds[self.optimizer](groups, **{"lr": 3e-3, **self.kwargs})
         if not self.scheduler:
             return optimizer
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))

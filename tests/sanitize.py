@@ -39,20 +39,17 @@ table = array.array("Q", [w, 0, 0, g, m, v, 0, 0, 0, 1001, 0, 0, 0, 0])
 _adam.update(table, array.array("f", [1] * 9), 1, "baseline")
 """
 MISALIGNED = PAST_THE_END.replace("1001, 0", "999, 0").replace("[w, 0, 0, g,", "[w, 0, 0, g + 1,")
-RACE = (
-    PAST_THE_END.replace("1000", "300000").replace("1001, 0", "300000, 0").replace("_adam.", "def update():\n  _adam.")
-)
+RACE = PAST_THE_END.replace("1000", "300000").replace("1001, 0", "300000, 0")
+RACE = RACE.replace("_adam.", "def update():\n  _adam.")
 RACE += """
 import threading
 others = [threading.Thread(target=lambda: [update() for _ in range(20)]) for _ in range(2)]
 for other in others: other.start()
 for other in others: other.join()
 """
-SELF_TESTS = (
-    ((RACE, "ThreadSanitizer: data race"),)
-    if OF_THREADS
-    else ((PAST_THE_END, "heap-buffer-overflow"), (MISALIGNED, "runtime error: load of misaligned address"))
-)
+SELF_TESTS = {PAST_THE_END: "heap-buffer-overflow", MISALIGNED: "runtime error: load of misaligned address"}
+if OF_THREADS:
+    SELF_TESTS = {RACE: "ThreadSanitizer: data race"}
 
 
 def extensions() -> list[dict[str, Any]]:
@@ -92,26 +89,20 @@ def environment() -> dict[str, str]:
         if not Path(path.strip()).is_absolute():
             raise SystemExit(f"{COMPILER} has no {name}: install its sanitizer runtimes")
         libraries.append(path.strip())
+    paths = map(str, (BUILD, ROOT, ROOT / "examples" / "bench"))
     return os.environ | {
         "LD_PRELOAD": " ".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=1",
         "PYTHONMALLOC": "malloc",
-        "PYTHONPATH": os.pathsep.join(
-            [
-                str(BUILD),
-                str(ROOT),
-                str(ROOT / "examples" / "bench"),
-                *os.environ.get("PYTHONPATH", "").split(os.pathsep),
-            ]
-        ),
+        "PYTHONPATH": os.pathsep.join([*paths, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
 
 
 def check_that_findings_are_noticed(env: dict[str, str]) -> None:
-    for code, message in SELF_TESTS:
+    for code, message in SELF_TESTS.items():
         result = subprocess.run([sys.executable, "-c", code], env=env, cwd=BUILD, capture_output=True, text=True)
         if result.returncode == 0 or message not in result.stderr:
             raise SystemExit(f"the sanitizers did not report {message!r}:\n{result.stderr}\n{code}")
@@ -139,9 +130,8 @@ def run_tests(arguments: list[str]) -> int:
     status: list[int] = []
     named = "thread or chunk or many_spans or any_address or size_of_a_piece or small_spans or random_bits"
     arguments = ["-k", named, "-o", "timeout=0", *arguments]
-    beside = threading.Thread(
-        target=lambda: status.append(int(pytest.main([*options, *paths, *arguments], plugins=[CheckModules()])))
-    )
+    arguments = [*options, *paths, *arguments]
+    beside = threading.Thread(target=lambda: status.append(int(pytest.main(arguments, plugins=[CheckModules()]))))
     beside.start()
     beside.join()
     return status[0]

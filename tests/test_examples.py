@@ -42,9 +42,6 @@ def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-# -- examples ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_quickstart_trains_and_prints_the_report(capsys):
     runpy.run_path(str(EXAMPLES / "quickstart.py"), run_name="__main__")
     shown = capsys.readouterr().out
@@ -55,9 +52,8 @@ def test_the_quickstart_trains_and_prints_the_report(capsys):
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("configs/finetune_*.yaml")), ids=lambda path: path.name)
-@pytest.mark.parametrize("command", ["fit", "validate"])
-def test_every_yaml_parses(path, command, monkeypatch, capsys):
-    assert "strategy: cxl_offload" in shown_by(monkeypatch, capsys, command, "--config", str(path), "--print_config")
+def test_every_yaml_parses(path, monkeypatch, capsys):
+    assert "strategy: cxl_offload" in shown_by(monkeypatch, capsys, "fit", "--config", str(path), "--print_config")
 
 
 def shown_by(monkeypatch, capsys, *command):
@@ -110,9 +106,6 @@ def test_a_benchmark_finds_what_it_imports_and_tells_its_options(path, monkeypat
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(path), run_name="__main__")
     assert end.value.code in (0, None) and "usage: " in capsys.readouterr().out
-
-
-# -- code in the documents ---------------------------------------------------------------------------------------------
 
 
 def code_blocks(path, language):
@@ -246,13 +239,6 @@ def test_every_command_is_in_the_guide():
     assert [name for name in COMMANDS if not re.search(rf"^\|.*`{name}[` ].*\|", text, re.MULTILINE)] == []
 
 
-# -- the form of the documents -----------------------------------------------------------------------------------------
-
-
-def test_the_readme_is_short():
-    assert len(README.read_text().splitlines()) <= 160
-
-
 @pytest.mark.parametrize("document", MARKDOWN, ids=name_of)
 def test_lines_of_a_document_are_short_but_for_tables(document):
     """One word that is longer, such as a link, has a line of its own. Blocks of code may be wider, not the README's."""
@@ -278,12 +264,10 @@ def test_links_of_a_document_lead_somewhere(document):
         assert not anchor or anchor in headings(target), link
 
 
-def test_every_guide_is_reached_from_the_readme():
+def test_the_readme_is_short_and_leads_to_every_guide():
+    assert len(README.read_text().splitlines()) <= 160
     linked = {(ROOT / link.partition("#")[0]).resolve() for link in re.findall(r"\]\(([^)\s]+)\)", README.read_text())}
     assert [name_of(document) for document in DOCUMENTS if document != README and document not in linked] == []
-
-
-# -- the site ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -302,9 +286,6 @@ def test_every_public_name_is_on_the_page_of_the_api(site):
     wanted = {f"lightning_cxl.{name}" for name in lightning_cxl.__all__}
     wanted |= {f"lightning_cxl.{each}.{name}" for each, names in OF_FRAMEWORKS for name in names}
     assert set(re.findall(r"^.. auto\w+:: ([\w.]+)$", site["api"](), re.MULTILINE)) == wanted
-
-
-# -- what the documents name -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
@@ -358,20 +339,15 @@ def test_the_table_of_folders_is_true_and_in_order():
             assert place[other] < place[own], f"{own} imports {other}"
 
 
-def test_every_note_is_listed_with_its_file():
-    found = set()
+def test_every_note_is_listed_with_its_file_and_code_refers_to_no_other():
+    found, rows = set(), table_after(MAP, "## Notes")
     for path in [*(ROOT / "lightning_cxl").rglob("*.py"), *(ROOT / "cython_ext").rglob("*.*")]:
         for name in re.findall(r"^\W*\[Note: ([^\]]+)\]$", path.read_text(errors="ignore"), re.MULTILINE):
             found.add((name, str(path.relative_to(ROOT / "lightning_cxl"))))
-    listed = {(row[0], row[1].strip("`")) for row in table_after(MAP, "## Notes")}
-    assert listed == found
-
-
-def test_notes_that_code_refers_to_exist():
-    known = {row[0] for row in table_after(MAP, "## Notes")}
+    assert {(row[0], row[1].strip("`")) for row in rows} == found
     for path in (ROOT / "lightning_cxl").rglob("*.py"):
         for name in re.findall(r"\[Note: ([^\]]+)\]", path.read_text()):
-            assert any(note.startswith(name.removesuffix("...").strip()) for note in known), f"{path}: {name}"
+            assert any(row[0].startswith(name.removesuffix("...").strip()) for row in rows), f"{path}: {name}"
 
 
 def table_after(document, heading):

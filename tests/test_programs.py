@@ -51,9 +51,8 @@ def test_the_notebook_runs_and_says_what_its_text_says(capsys):
 
 
 def run_benchmark(name, *options, succeeds=True):
-    """Run a program in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, EXAMPLES / "bench" / f"{name}.py", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=environment, check=succeeds, capture_output=True, timeout=400)
 
 

@@ -23,13 +23,11 @@ DUMPED = Path(__file__).parent / "fixtures" / "configs" / "dumped_earlier.yaml"
 
 NAMES = """
     CPUAdam CXLFabricStrategy CXLOffloadStrategy CheckpointError ConfigError Decision GradientOverflowError Job
-    LightningCXLError LostRankError
-    LightningCXLWarning LoadReport Machine MachineTier MemoryClass MissingTierWarning Move Node OffloadConfig
-    OffloadProgressBar PinnedMemoryError PlacementError PlanningPolicy
-    SpillWarning StorageError TensorRole Tier TierFullError TierKind TierNotFoundError Topology
-    UnsupportedError chunked_loss empty empty_weights from_pretrained host_allocation load_machine load_weights
-    pack_sequences packed_arguments plain_checkpoint predict_adam_seconds predict_copy_seconds residency
-    save_pretrained save_weights tier
+    LightningCXLError LostRankError LightningCXLWarning LoadReport Machine MachineTier MemoryClass MissingTierWarning
+    Move Node OffloadConfig OffloadProgressBar PinnedMemoryError PlacementError PlanningPolicy SpillWarning StorageError
+    TensorRole Tier TierFullError TierKind TierNotFoundError Topology UnsupportedError chunked_loss empty empty_weights
+    from_pretrained host_allocation load_machine load_weights pack_sequences packed_arguments plain_checkpoint
+    predict_adam_seconds predict_copy_seconds residency save_pretrained save_weights tier
 """
 OF_FRAMEWORKS = [("accelerate", ["CXLAccelerator"]), ("transformers", ["CXLTrainer", "CXLTrainerMixin", "offload"])]
 OPTIONS = {
@@ -76,29 +74,20 @@ COMMANDS = {
 }
 
 
-def test_names():
+def test_names_options_and_policies():
     assert sorted(lightning_cxl.__all__) == sorted(NAMES.split())
     assert [name for name in lightning_cxl.__all__ if not hasattr(lightning_cxl, name)] == []
+    for module, names in OF_FRAMEWORKS:
+        assert importlib.import_module(f"lightning_cxl.{module}").__all__ == names
+    config = OffloadConfig()
+    assert {field.name: getattr(config, field.name) for field in fields(config)} == OPTIONS
+    assert set(POLICIES) == {"dram_only", "interleave", "latency_first", "bandwidth"}
 
 
 @pytest.mark.parametrize("name", ["Placement", "PlacementPolicy", "PlacementRequest", "RoleHomePolicy"])
 def test_removed_names_say_what_to_do(name):
     with pytest.raises(ImportError, match=r"was removed: policies are asked once .* `tier_rules` place single modules"):
         getattr(lightning_cxl, name)
-
-
-@pytest.mark.parametrize(("module", "names"), OF_FRAMEWORKS)
-def test_names_for_one_framework(module, names):
-    assert importlib.import_module(f"lightning_cxl.{module}").__all__ == names
-
-
-def test_options():
-    config = OffloadConfig()
-    assert {field.name: getattr(config, field.name) for field in fields(config)} == OPTIONS
-
-
-def test_policies():
-    assert set(POLICIES) == {"dram_only", "interleave", "latency_first", "bandwidth"}
 
 
 @pytest.mark.parametrize("kind", ARGUMENTS, ids=lambda kind: kind.__name__)

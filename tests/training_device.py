@@ -58,20 +58,15 @@ recorder._folder = lambda: _killed
 NAMES = ("apart", "cpu", "cuda")
 _OPTIMIZERS = ("adam", "sgd", "rmsprop", "adagrad", "nadam", "radam", "adamax", "adadelta")
 kernels_answer = disk_space.filesystem_of
-if (
-    kernels_answer(Path(tempfile.gettempdir())) == "tmpfs"
-):  # tests may take a folder in memory for a drive, users may not
+# tests may take a folder in memory for a drive, users may not
+if kernels_answer(Path(tempfile.gettempdir())) == "tmpfs":
     disk_space.filesystem_of = lambda folder: ""
 LATE = {
-    "nothing": {},
-    "copies": {"h2d": 1e-3, "d2h": 1e-3},
-    "to the device": {"h2d": 2e-3},
-    "to the device, much": {"h2d": 1e-2},
-    "to the host": {"d2h": 2e-3},
-    "to the host, much": {"d2h": 2e-2},
-    "kernels": {"kernel": 1e-4},
+    "nothing": {}, "copies": {"h2d": 1e-3, "d2h": 1e-3}, "kernels": {"kernel": 1e-4},
     "copies and kernels": {"h2d": 1e-3, "d2h": 1e-3, "kernel": 1e-4},
-}
+    "to the device": {"h2d": 2e-3}, "to the device, much": {"h2d": 1e-2},
+    "to the host": {"d2h": 2e-3}, "to the host, much": {"d2h": 2e-2},
+}  # fmt: skip
 """What `late` makes wait, in seconds for each copy or kernel."""
 LATE_CASES = others_full(["copies and kernels", "copies", "kernels"], ["copies and kernels"])
 """For ``parametrize``: races show where both are late; where only one is, nothing else may hide them."""
@@ -167,12 +162,9 @@ def on_chosen() -> Iterator[torch.device]:
 
 
 def _races() -> list[str]:
-    if chosen.type == "cpu":
-        return []
-    torch.accelerator.synchronize()
-    if chosen.type != "apart":
-        return []
-    return apart.violations()
+    if chosen.type != "cpu":
+        torch.accelerator.synchronize()
+    return apart.violations() if chosen.type == "apart" else []
 
 
 def forget_races() -> None:

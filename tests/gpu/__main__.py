@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILED = ("_numa", "_cpu", "_adam", "_grads", "_membench")
 TESTS = ("tests/contract", "tests/integration", "tests/unit/streaming", "tests/unit/transfer")
 """All that use the device under test, but for those of several ranks, which need a device each."""
-CHECKS = {"bit_identical": 60, "peak_of_depth": 60, "overlap": 40, "lengths": 40, "second_device": 30,
-          "out_of_memory": 60}  # fmt: skip
+CHECKS = {"environment": 60, "bit_identical": 60, "peak_of_depth": 60, "overlap": 40, "lengths": 40,
+          "second_device": 30, "out_of_memory": 60}  # fmt: skip
 """Seconds that each may take; see `tests.gpu.checks`."""
 TAIL_CHARS = 4000
 
@@ -42,14 +42,14 @@ def run(command: Sequence[str], limit_s: float, **environment: str) -> Part:
         command, cwd=ROOT, env={**own, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **environment},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
     )  # fmt: skip
-    timed_out = False
+    state = ""
     try:
         output, errors = process.communicate(timeout=max(1.0, limit_s))
     except subprocess.TimeoutExpired:
-        timed_out = True
+        state = "timeout"
         os.killpg(process.pid, signal.SIGKILL)
         output, errors = process.communicate()
-    state = "timeout" if timed_out else "passed" if process.returncode == 0 else "failed"
+    state = state or ("passed" if process.returncode == 0 else "failed")
     part = {"state": state, "seconds": round(time.monotonic() - start, 2), "output": output}
     if state != "passed":
         part["error"] = f"exit status {process.returncode}\n{output[-TAIL_CHARS:]}\n{errors[-TAIL_CHARS:]}"
@@ -58,11 +58,10 @@ def run(command: Sequence[str], limit_s: float, **environment: str) -> Part:
 
 def with_figures(part: Part) -> Part:
     """Take the figures from the last line of a part's output that is JSON."""
-    lines = [line for line in part.pop("output").splitlines() if line.startswith("{")]
+    lines = [line for line in part["output"].splitlines() if line.startswith("{")]
     if lines:
-        figures = json.loads(lines[-1])
-        part["state"] = figures.pop("state", part["state"])
-        part["figures"] = figures
+        part["figures"] = json.loads(lines[-1])
+        part["state"] = part["figures"].pop("state", part["state"])
     elif part["state"] == "passed":
         part |= {"state": "failed", "error": "printed no figures"}
     return part
@@ -71,19 +70,15 @@ def with_figures(part: Part) -> Part:
 def build(limit_s: float) -> Part:
     """Compile the native modules in place, with the setuptools and Cython that are there."""
     command = "from setuptools import setup; setup()"
-    jobs = str(min(len(COMPILED), os.cpu_count() or 1))
-    part = run([sys.executable, "-c", command, "build_ext", "--inplace", "--parallel", jobs], limit_s)
-    part.pop("output")
-    names = [f"lightning_cxl.native.{name}" for name in COMPILED]
+    part = run([sys.executable, "-c", command, "build_ext", "--inplace", "--parallel", str(len(COMPILED))], limit_s)
     # of this tree: another one that is installed here would be found, too
-    load = f"import importlib, sys; sys.exit(any(not importlib.import_module(n).__file__.startswith({str(ROOT)!r}) "
-    load += f"for n in {names}) and 'the compiled modules are not those of this tree')"
+    load = f"import sys; from lightning_cxl.native import {', '.join(COMPILED)} as last; "
+    load += f"sys.exit(not last.__file__.startswith({str(ROOT)!r}) and 'the modules are not of this tree')"
     loaded = run([sys.executable, "-c", load], 60)
-    loaded.pop("output")
-    if loaded["state"] == "passed":
-        return part  # the build says whether they are new
-    hint = "needs setuptools, Cython>=3.1 and a C compiler, each as it is installed here"
-    return {**part, "state": "failed", "error": f"{hint}\n{part.get('error', '')}\n{loaded['error']}"}
+    if loaded["state"] != "passed":  # the build says whether they are new
+        hint = "needs setuptools, Cython>=3.1 and a C compiler, each as it is installed here"
+        part |= {"state": "failed", "error": f"{hint}\n{part.get('error', '')}\n{loaded['error']}"}
+    return part
 
 
 def pytest(paths: Sequence[str], device: str, limit_s: float) -> Part:
@@ -97,7 +92,6 @@ def pytest(paths: Sequence[str], device: str, limit_s: float) -> Part:
             command += ["-n", str(max(1, (os.cpu_count() or 1) - 2)), "--dist", "load"]
         part = run(command, limit_s, LIGHTNING_CXL_TEST_LOG=str(log))
         tests = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    part.pop("output")
     counts = {state: sum(each["state"] == state for each in tests) for state in ("passed", "failed", "skipped")}
     part["figures"] = {
         **counts,
@@ -119,7 +113,6 @@ def bench(device: str, limit_s: float) -> Part:
         command = [sys.executable, "examples/bench/gpu.py", *job, "--only", "cxl_offload", "--json", str(path)]
         part = run(command, limit_s)
         part["command"] = " ".join(command[1:-2])
-        part.pop("output")
         if path.exists():
             part["figures"] = json.loads(path.read_text())
     return part
@@ -140,13 +133,11 @@ def main() -> None:
 
     parts: dict[str, tuple[float, Any]] = {
         "build": (240, build),
-        "environment": (60, lambda limit_s: checked("environment", limit_s)),
         **{name: (limit, lambda limit_s, name=name: checked(name, limit_s)) for name, limit in CHECKS.items()},
         "benchmark": (150, lambda limit_s: bench(args.device, limit_s)),
         "tests": (300, lambda limit_s: pytest(TESTS, args.device, limit_s)),
     }
-    unknown = set(args.only or ()) - set(parts)
-    if unknown:
+    if unknown := set(args.only or ()) - set(parts):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are: {', '.join(parts)}")
     report: dict[str, Any] = {"device": args.device, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "parts": {}}
     for name, (limit_s, action) in parts.items():
@@ -157,6 +148,7 @@ def main() -> None:
             part = action(min(limit_s * slower, left)) if left > 5 else {"state": "no time"}
         except Exception as error:  # the others still run
             part = {"state": "failed", "error": f"{type(error).__name__}: {error}"}
+        part.pop("output", None)
         report["parts"][name] = part
         report["seconds"] = round(time.monotonic() - start, 1)
         report["states"] = {key: each["state"] for key, each in report["parts"].items()}

@@ -4,11 +4,8 @@ A check returns its figures; an assertion that fails, or any other error, makes 
 """
 
 import importlib.metadata
-import importlib.util
 import json
-import os
 import platform
-import resource
 import sys
 import traceback
 import warnings
@@ -16,37 +13,24 @@ from typing import Any
 
 import torch
 
+import lightning_cxl
+from lightning_cxl.commands.env import environment_report
 from tests import training_device
 from tests.gpu import jobs
 
 Figures = dict[str, Any]
-PACKAGES = ("torch", "lightning", "pytorch-lightning", "transformers", "peft", "datasets", "jsonargparse",
-            "bitsandbytes", "Cython", "setuptools", "pytest", "pytest-timeout", "hypothesis", "triton")  # fmt: skip
+PACKAGES = ("peft", "datasets", "jsonargparse", "bitsandbytes", "Cython", "setuptools", "pytest", "triton")
 
 
 def environment() -> Figures:
     """Return what the figures were taken on."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    import lightning_cxl
-    from lightning_cxl.native import _cpu
-
-    device = training_device.chosen
-    found: Figures = {
-        "python": platform.python_version(), "platform": platform.platform(), "packages": versions,
-        "package": lightning_cxl.__file__, "cuda": torch.version.cuda, "cpus": os.cpu_count(),
-        "threads": _cpu.available_threads(), "isa": _cpu.best_isa(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "memlock_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], "devices": torch.accelerator.device_count(),
-    }  # fmt: skip
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    found = {**environment_report(), "packages": {name: installed.get(name) for name in PACKAGES}}
+    found |= {"package": lightning_cxl.__file__, "platform": platform.platform()}
+    if training_device.chosen.type == "cuda":
+        properties = torch.cuda.get_device_properties(training_device.chosen)
         found |= {"name": properties.name, "device_bytes": properties.total_memory,
-                  "capability": torch.cuda.get_device_capability(device)}  # fmt: skip
+                  "capability": torch.cuda.get_device_capability(training_device.chosen)}  # fmt: skip
     return found
 
 
@@ -68,34 +52,20 @@ def _compared(precision: str) -> Figures:
         plain, resident, again, ours = (jobs.train(options, precision) for options in runs)
     except Exception as error:  # the other precisions are compared, too
         return {"error": f"{type(error).__name__}: {error}"}
-    return {
-        "losses": ours.losses,
-        "resident_repeats_itself": _equal(resident, again),
-        "streamed_equals_resident": _equal(resident, ours),
-        "largest_difference": _largest_difference(resident, ours),
-        "largest_difference_to_plain_lightning": _largest_difference(plain, ours),
-    }
-
-
-def _largest_difference(one: jobs.Run, other: jobs.Run) -> float:
-    pairs = ((one.weights[name].double(), other.weights[name].double()) for name in one.weights)
-    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
-
-
-def _equal(one: jobs.Run, other: jobs.Run) -> bool:
-    return one.losses == other.losses and all(
-        torch.equal(one.weights[name], other.weights[name]) for name in one.weights
-    )
+    found = {"losses": ours[0]}
+    for name, one, other in (("to itself", resident, again), ("", resident, ours), ("to plain Lightning", plain, ours)):
+        pairs = ((value.double(), other[1][name].double()) for name, value in one[1].items())
+        found[f"largest difference {name}"] = max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+    equal = all(torch.equal(value, ours[1][name]) for name, value in resident[1].items())
+    return {**found, "streamed_equals_resident": equal and resident[0] == ours[0]}
 
 
 def peak_of_depth() -> Figures:
     """Train 8, 16 and 32 units with the host far ahead: the device's peak does not grow with them."""
     found: Figures = {}
     for depth in (8, 16, 32):
-        statistics = jobs.peak(depth)
-        statistics["unit_bytes"] = jobs.unit_bytes()
-        statistics["reserved_in_units"] = statistics["reserved"] / statistics["unit_bytes"]
-        found[str(depth)] = statistics
+        found[str(depth)] = statistics = jobs.peak(depth)
+        statistics["reserved_in_units"] = statistics["reserved"] / jobs.unit_bytes()
     growth = found["32"]["reserved"] / found["8"]["reserved"]
     assert found["32"]["retries"] == 0, found
     assert growth < 1.15, f"from 8 to 32 units the reserved peak grew {growth:.2f} times: {found}"
@@ -134,13 +104,13 @@ def second_device() -> Figures:
 
 def out_of_memory() -> Figures:
     """Run out of memory in forward, recompute and update; then fit again in the same process, and train as usual."""
-    expected = jobs.train(jobs.STREAMED, "32-true").losses
+    expected, _ = jobs.train(jobs.STREAMED, "32-true")
     found: Figures = {}
     for where in ("forward", "recompute", "update"):
         error = jobs.fail_in(where)
-        run = jobs.train(jobs.STREAMED, "32-true")
+        losses, _ = jobs.train(jobs.STREAMED, "32-true")
         left = jobs.bytes_left()
-        found[where] = {"error": error, "losses_as_before": run.losses == expected, "device_bytes_left": left}
+        found[where] = {"error": error, "losses_as_before": losses == expected, "device_bytes_left": left}
     assert all(each["losses_as_before"] for each in found.values()), found
     assert found["update"]["device_bytes_left"] <= found["forward"]["device_bytes_left"], found
     return found

@@ -29,18 +29,13 @@ def pytest_collectreport(report):
 
 
 def pytest_runtest_logreport(report):
-    if report.failed:
-        _note(f"{report.nodeid} ({report.when})", "failed", report.duration, report.longreprtext)
-    elif report.skipped:
-        text = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-        _note(report.nodeid, "skipped", report.duration, text)
-    elif report.when == "call":
-        _note(report.nodeid, "passed", report.duration, "")
+    if report.outcome != "passed" or report.when == "call":
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+        _note(f"{report.nodeid} ({report.when})", report.outcome, report.duration, reason)
 
 
 def _note(test, state, seconds, text):
-    if WORKER:
-        return  # the process that gave it the test notes it
-    with open(LOG, "a") as log:
-        line = {"test": test, "state": state, "seconds": round(seconds, 3), "error": text[-TAIL_CHARS:]}
-        log.write(json.dumps(line) + "\n")
+    if not WORKER:  # the process that gave it the test notes it
+        with open(LOG, "a") as log:
+            line = {"test": test, "state": state, "seconds": round(seconds, 3), "error": text[-TAIL_CHARS:]}
+            log.write(json.dumps(line) + "\n")
