@@ -1,13 +1,18 @@
-"""Shards on the host train as FSDP2's own offloading does, and nothing of them stays on the device."""
+import io
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
 
+from lightning_cxl.sharding.host_shard import HostShard
 from tests import apart
-from tests.apart import fsdp_runs
 from tests.distributed.ranks import ranks_apart
-from tests.training_device import LATE
-from tests.unit.sharding import shard_runs
+from tests.distributed.training import Job, Training, cut_model, loss_of, make_model, mesh_of, whole
+
+UNEVEN = Job(sizes={"vocab_size": 63, "intermediate_size": 47})
 
 
 @pytest.fixture(scope="module")
@@ -18,70 +23,146 @@ def ranks():
         yield started
 
 
-def check(ranks, case, delays):
-    expected = ranks.run(fsdp_runs.plain, case, "apart", "pinned")
-    for found, (losses, weights) in zip(ranks.run(shard_runs.train, case, delays), expected, strict=True):
-        assert found.losses == losses
-        assert found.weights.keys() == weights.keys()
-        assert all(torch.equal(found.weights[name], weights[name]) for name in weights)
-        assert found.on_host
-        assert found.bytes_after == found.bytes_before
+def made():
+    """Return a model of which one parameter has no rows on rank 1."""
+    model = make_model(UNEVEN)
+    model.scale = nn.Parameter(torch.full((1,), 1.5))
+    return model
 
 
-@pytest.mark.parametrize("case", fsdp_runs.CASES)
-def test_training_equals_offloading_by_fsdp(ranks, case):
-    check(ranks, case, {})
+def wholes(model):
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("late", ["copies and kernels", "to the host, much"])
-def test_nothing_overtakes_a_late_copy_or_kernel(ranks, late):
-    check(ranks, "fetched ahead", LATE[late])
+class Cut:
+    def __init__(self, *, zeroed=False):
+        self.model = made()
+        self.session = cut_model(self.model)
+        self._addresses = [shard.host.data_ptr() for shard in self.shards()]
+        for shard in self.shards() if zeroed else ():
+            shard.zero_()
+
+    def shards(self):
+        shards = [parameter.detach().to_local() for parameter in self.model.parameters()]
+        assert all(isinstance(shard, HostShard) for shard in shards)
+        return shards
+
+    def whole(self):
+        """Return the weights, which must be in the memory that they were in, and end its session."""
+        assert [shard.host.data_ptr() for shard in self.shards()] == self._addresses
+        self.session.close()
+        return wholes(self.model)
 
 
-def test_the_device_computes_while_shards_come_and_gradients_go(ranks):
-    for seen in ranks.run(shard_runs.one_step, "fetched ahead", {"kernel": 2e-3, "h2d": 4e-3, "d2h": 4e-3}):
-        assert seen.hidden["h2d"] > 0.5  # of all but the first unit's
-        assert seen.hidden["d2h"] > 0.2  # of all but the last units': the root has the embedding
-        assert seen.host_share < 0.7  # it has not waited for the device
+def checkpoint(folder, asynchronous):
+    """Return what is loaded again with DCP, and how many bytes went to the device for it."""
+    saved, loaded = Cut(), Cut(zeroed=True)
+    before = apart.counters()["h2d_bytes"]
+    state = {"model": saved.model.state_dict()}
+    if asynchronous:
+        dcp.async_save(state, checkpoint_id=folder).result()
+    else:
+        dcp.save(state, checkpoint_id=folder)
+    dcp.load({"model": loaded.model.state_dict()}, checkpoint_id=folder)
+    moved = apart.counters()["h2d_bytes"] - before
+    saved.session.close()
+    return loaded.whole(), moved
 
 
-@pytest.fixture(scope="module")
-def weights(ranks):
-    return ranks.run(shard_runs.weights)
+def sharded_state():
+    saved, loaded = Cut(), Cut(zeroed=True)
+    loaded.model.load_state_dict(saved.model.state_dict())
+    saved.session.close()
+    return loaded.whole()
 
 
-def equal(found, expected):
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+def whole_state(broadcast):
+    saved, loaded = Cut(), Cut(zeroed=True)
+    state = wholes(saved.model)
+    if broadcast:
+        state = get_model_state_dict(saved.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(loaded.model, state, options=options)
+    saved.session.close()
+    return loaded.whole()
+
+
+def pickled():
+    saved, file = Cut(), io.BytesIO()
+    torch.save(saved.model.state_dict(), file)
+    file.seek(0)
+    saved.session.close()
+    return {
+        name: whole(value) for name, value in torch.load(file, weights_only=False).items() if name != "lm_head.weight"
+    }
+
+
+def moved_to_its_device():
+    moved = Cut()
+    moved.model.to("apart")
+    return moved.whole()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_checkpoints_of_dcp_need_no_device(ranks, weights, tmp_path, asynchronous):
-    for (found, moved), expected in zip(
-        ranks.run(shard_runs.checkpoint, str(tmp_path), asynchronous), weights, strict=True
-    ):
-        assert equal(found, expected)
+def test_checkpoints_of_dcp_need_no_device(ranks, tmp_path, asynchronous):
+    for found, moved in ranks.run(checkpoint, str(tmp_path), asynchronous):
+        check(found)
         assert moved == 0
+
+
+def check(found):
+    expected = dict(made().named_parameters())
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(
     ("run", "options"),
-    [
-        (shard_runs.sharded_state, ()),
-        (shard_runs.whole_state, (False,)),
-        (shard_runs.whole_state, (True,)),
-        (shard_runs.pickled, ()),
-        (shard_runs.moved_to_its_device, ()),
-    ],
+    [(sharded_state, ()), (whole_state, (False,)), (whole_state, (True,)), (pickled, ()), (moved_to_its_device, ())],
 )
-def test_state_comes_and_goes_as_with_any_tensor(ranks, weights, run, options):
-    assert all(map(equal, ranks.run(run, *options), weights))
+def test_state_comes_and_goes_as_with_any_tensor(ranks, run, options):
+    for found in ranks.run(run, *options):
+        check(found)
+
+
+def drawn():
+    """Return weights that DTensor draws, other ones on every rank: of shards on the host, and on the device."""
+    ours, model = Cut(), made().to("apart")
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh_of(UNEVEN, 2))
+    fully_shard(model, mesh=mesh_of(UNEVEN, 2))
+    for each in ours.model, model:
+        torch.manual_seed(7)
+        for parameter in each.parameters():
+            nn.init.normal_(parameter)
+    return ours.whole(), wholes(model)
 
 
 def test_weights_are_drawn_as_on_the_device(ranks):
-    assert all(map(equal, ranks.run(shard_runs.drawn, True), ranks.run(shard_runs.drawn, False)))
+    for ours, expected in ranks.run(drawn):
+        assert ours.keys() == expected.keys() and all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
-def test_a_model_without_memory_gets_its_weights_on_the_host(ranks, weights):
-    for (found, same), expected in zip(ranks.run(shard_runs.from_meta), weights, strict=True):
-        assert equal(found, expected)
-        assert all(same)
+def one_step():
+    """Return which parts of the time of copies of a kind the device computed, and how early the host was done."""
+    with Training(Job(sizes={"num_hidden_layers": 4})) as ours:
+        ours.steps(0, 1)  # makes streams and memory
+        tokens = ours.first()
+        apart.set_delay(kernel=2e-3, h2d=4e-3, d2h=4e-3)
+        with apart.timeline() as entries, ours.loop.backward():
+            loss_of(ours.model, tokens).backward()
+        apart.set_delay()
+    compute = [entry for entry in entries if entry.kind == "kernel" and entry.stream == 0]
+    hidden = {}
+    for kind in ("h2d", "d2h"):
+        copies = [entry for entry in entries if entry.kind == kind]
+        meanwhile = sum(apart.overlap(copy, kernel) for copy in copies for kernel in compute)
+        hidden[kind] = meanwhile / sum(copy.end - copy.start for copy in copies)
+    begin, end = entries[0].start, max(entry.end for entry in entries)
+    return hidden, (max(entry.queued for entry in entries) - begin) / (end - begin)
+
+
+def test_the_device_computes_while_shards_come_and_gradients_go(ranks):
+    for hidden, host_share in ranks.run(one_step):
+        assert hidden["h2d"] > 0.5  # of all but the first unit's
+        assert hidden["d2h"] > 0.2  # of all but the last units': the root has the embedding
+        assert host_share < 0.7  # it has not waited for the device

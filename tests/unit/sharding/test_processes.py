@@ -1,5 +1,3 @@
-"""Process groups and machines of a job, what ends with a process, and what of FSDP2 is refused."""
-
 import os
 import subprocess
 import sys
@@ -73,13 +71,10 @@ def test_no_thread_of_gloo_aborts_a_process_that_ends(tmp_path):
     assert ended.stdout.split("\n") == ["[0, 0]"] * 2 + [""], ended.stderr
 
 
-def test_containers_count_as_machines(monkeypatch):
+def test_machines_of_ranks_and_containers_count_and_must_have_as_many_ranks(monkeypatch):
     names = [("a", "host"), ("b", "host"), ("a", "host"), ("a", "container")]
     monkeypatch.setattr(processes, "on_all_ranks", lambda own: names)
     assert processes.find_machines() == [0, 1, 0, 2]
-
-
-def test_a_mesh_of_machines_needs_as_many_ranks_on_each_one_after_the_other():
     assert [ranks_of_each(each) for each in ([0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 2, 3])] == [4, 2, 1]
     for machines in ([0, 0, 0, 1], [0, 1, 0, 1], [0, 0, 1]):
         with pytest.raises(UnsupportedError, match=r"numbered one after the other.*\[0, "):
