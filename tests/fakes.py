@@ -94,3 +94,16 @@ def fake_topology(dram=("64GiB",), cxl=("256GiB", "256GiB")):
     sizes = [(True, size) for size in dram] + [(False, size) for size in cxl]
     nodes = [Node(node, cpus, parse_bytes(size), 10 if cpus else 24) for node, (cpus, size) in enumerate(sizes)]
     return Topology(topology._group(nodes), backs_cxl=True)
+
+
+def failing(monkeypatch, owner, name, number, error):
+    """Let the call with this number fail: a function of a module or a method of a class."""
+    function, calls = getattr(owner, name), []
+
+    def fail(*args):
+        calls.append(args)
+        if len(calls) == number:
+            raise error
+        return function(*args)
+
+    monkeypatch.setattr(owner, name, fail)

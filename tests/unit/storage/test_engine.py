@@ -1,15 +1,15 @@
-"""`Engine`: pieces in one transfer, memory that lives just as long as it must, order, and the end."""
-
 import errno
 import threading
 import time
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import xxhash
 
 from lightning_cxl.errors import StorageError
 from lightning_cxl.storage.drive import HEAD_BYTES, Drive, Engine, Piece, System
+from tests.fakes import failing
 from tests.storage_cases import BLOCK, CHUNK, bytes_of, fill, memory_of
 from tests.unit.memory.host import ends_in_child
 
@@ -65,7 +65,7 @@ def pieces(memories, drive=0, start=0):
     return found
 
 
-def test_pieces_are_read_and_written_in_chunks(engine, system):
+def test_pieces_are_read_and_written_in_chunks_and_short_transfers_go_on_where_they_stopped(engine, system):
     memories = [memory_of(BLOCK), memory_of(CHUNK + BLOCK)]
     contents = [fill(memory, seed) for seed, memory in enumerate(memories)]
     engine.write(pieces(memories)).wait_host()
@@ -73,9 +73,6 @@ def test_pieces_are_read_and_written_in_chunks(engine, system):
     other = memory_of(CHUNK + 2 * BLOCK)
     engine.read(pieces([other])).wait_host()
     assert bytes_of(other) == b"".join(contents)
-
-
-def test_short_transfers_go_on_where_they_stopped(engine, system):
     system.most = BLOCK
     memory, others = memory_of(3 * CHUNK), [memory_of(2 * BLOCK), memory_of(3 * CHUNK - 2 * BLOCK)]
     contents = fill(memory, 1)
@@ -111,7 +108,7 @@ def test_memory_lives_until_the_transfer_is_done_and_not_longer(engine, system, 
 
 @pytest.mark.parametrize("code", [0, errno.EIO])
 def test_memory_of_a_transfer_that_failed_is_let_go(engine, system, monkeypatch, code):
-    def fails(*args):
+    def fails(*args):  # a Mock would keep the memory
         raise OSError(code, "")
 
     if code:
@@ -133,7 +130,7 @@ def eventually(is_so):
         time.sleep(0.001)
 
 
-def test_a_transfer_begins_after_others_also_when_they_failed(engine, system):
+def test_a_transfer_begins_after_others_also_when_they_failed_or_closing_was_interrupted(engine, system, monkeypatch):
     system.shut()
     memory = memory_of(BLOCK)
     first = engine.write(pieces([memory]))
@@ -148,6 +145,16 @@ def test_a_transfer_begins_after_others_also_when_they_failed(engine, system):
     with pytest.raises(StorageError):
         engine.wait()
     engine.wait()
+    system.shut()
+    first = engine.write(pieces([memory_of(BLOCK)]))
+    second = engine.write(pieces([memory_of(BLOCK)]), after=[first])
+    opener = threading.Timer(0.1, system.opens.release, [1000])
+    opener.start()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine, "wait", Mock(side_effect=KeyboardInterrupt))
+        engine.close()
+    opener.join()
+    assert first.done() and second.done()
 
 
 def test_a_read_does_not_wait_for_writes_of_the_same_drive(engine, system, monkeypatch):
@@ -178,28 +185,15 @@ def test_finish_comes_before_done_and_its_error_is_the_transfers(engine):
     assert seen == [False]
 
 
-def test_nothing_starts_after_close(engine):
-    engine.close()
-    with pytest.raises(StorageError, match="closed"):
-        engine.read(pieces([memory_of(BLOCK)]))
-
-
 def test_threads_that_cannot_be_started_are_an_error_and_no_hang(engine, monkeypatch):
-    start, count = threading.Thread.start, []
-
-    def fails_at_the_sixth(thread):
-        count.append(thread)
-        if len(count) == 6:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", fails_at_the_sixth)
+    before = threading.active_count()
+    failing(monkeypatch, threading.Thread, "start", 6, RuntimeError("can't start new thread"))
     with pytest.raises(StorageError, match="can't start new thread"):
         engine.read(pieces([memory_of(BLOCK)], drive=1))
     with pytest.raises(StorageError, match="closed"):
         engine.read(pieces([memory_of(BLOCK)], drive=1))
     engine.close()
-    assert not any(thread.is_alive() for thread in count)
+    assert threading.active_count() == before
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -212,19 +206,3 @@ def test_a_forked_child_which_has_no_threads_is_told_so(engine):
 
     engine.read(pieces([memory_of(BLOCK)])).wait_host()
     assert ends_in_child(is_told) == 0
-
-
-def test_what_follows_another_transfer_is_done_where_closing_was_interrupted(engine, system, monkeypatch):
-    def interrupted():
-        raise KeyboardInterrupt
-
-    system.shut()
-    first = engine.write(pieces([memory_of(BLOCK)]))
-    second = engine.write(pieces([memory_of(BLOCK)]), after=[first])
-    opener = threading.Timer(0.1, system.opens.release, [1000])
-    opener.start()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine, "wait", interrupted)
-        engine.close()
-    opener.join()
-    assert first.done() and second.done()
