@@ -1,5 +1,3 @@
-"""What every memory resource promises."""
-
 import gc
 import threading
 from collections.abc import Callable, Iterator, Set

@@ -1,5 +1,3 @@
-"""What every TransferEngine promises, for each implementation."""
-
 import gc
 import weakref
 
@@ -67,7 +65,6 @@ def test_the_source_may_change_after_wait_and_be_dropped_at_once(sides):
     source.fill_(7.0)
     transfer.wait_host()
     assert torch.equal(on_host, torch.ones(1000))
-
     transfer = engine.d2h(device(torch.full((1000,), 2.0)), on_host)
     device(torch.full((1000,), 3.0))  # would take over the memory of the dropped source
     transfer.wait_host()
@@ -125,7 +122,7 @@ def test_synchronize_finishes_everything_and_buffers_are_let_go_after_close(side
     assert [reference() for reference in references] == [None, None]
 
 
-def test_copies_that_would_convert_broadcast_or_go_from_elsewhere_are_refused(sides):
+def test_what_cannot_be_copied_is_refused(sides):
     engine, host, device = sides
     with pytest.raises(ValueError, match="same shape and dtype"):
         engine.d2h(device(torch.zeros(3)), host(torch.zeros(4)))
@@ -133,9 +130,6 @@ def test_copies_that_would_convert_broadcast_or_go_from_elsewhere_are_refused(si
         engine.h2d(host(torch.zeros(3)), device(torch.zeros(3, dtype=torch.float64)))
     with pytest.raises(ValueError, match="goes from"):
         engine.d2h(torch.zeros(3, device="meta"), host(torch.zeros(3)))
-
-
-def test_make_engine_knows_its_devices():
     assert isinstance(make_engine("cpu"), HostEngine)
     with pytest.raises(UnsupportedError, match="cannot be offloaded from `meta`"):
         make_engine("meta")

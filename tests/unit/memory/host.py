@@ -40,7 +40,6 @@ class Host:
     def __init__(self, **options) -> None:
         self.topology = Topology.detect()
         self.pinned: dict[int, int] = {}
-        """Bytes by address, of what is registered."""
         options = {"budgets": {"dram": LIMIT, "cxl": LIMIT}, "pin": True, **options}
         self.memory = HostMemory(self.topology, pinner=self.pinner, **options)
         self.placer = Placer(self.topology, self.memory.free_bytes)

@@ -1,11 +1,10 @@
-"""Mappings, pages of nodes, stripes, page-locked memory, free blocks and pools."""
-
 import mmap
 import os
 import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -67,14 +66,11 @@ def test_a_part_shows_a_file_and_what_is_written_there_stays_private(file):
     assert not any(shown[PAGE:]) and shown[0] == 9, "what cannot show a file reads as zeros"
 
 
-@pytest.mark.parametrize(
-    ("offset", "nbytes"), [(1, PAGE), (0, PAGE - 1), (0, 0), (PAGE, PAGE), (0, 2 * PAGE), (2**63, PAGE)]
-)
+@pytest.mark.parametrize(("offset", "nbytes"), [(1, PAGE), (PAGE, PAGE), (0, 2 * PAGE), (2**63, PAGE)])
 def test_only_whole_pages_inside_the_mapping_and_of_a_file(file, offset, nbytes):
     mapping = Mapping(PAGE)
-    methods = [mapping.hide, lambda *part: mapping.show(*part, file[1], 0)]
-    methods += [mapping.populate, mapping.discard, mapping.advise_huge] if nbytes and nbytes % PAGE == 0 else []
-    for method in methods:
+    show = lambda *part: mapping.show(*part, file[1], 0)  # noqa: E731
+    for method in (mapping.hide, show, mapping.populate, mapping.discard, mapping.advise_huge):
         with pytest.raises(ValueError, match="page"):
             method(offset, nbytes)
     for file_offset in (1, -PAGE):
@@ -92,20 +88,25 @@ def test_mapping_is_backed_only_where_populated() -> None:
     assert page_nodes(mapping.address + MIB + 100, 4096) == {NOWHERE: 3996, 0: 100}
 
 
-# -- pages of one node ---------------------------------------------------------------------------------------------
-
-
 def node(where=None, **options) -> NumaResource:
     return NumaResource("dram", 0, Topology.detect(), where=where, **options)
 
 
-def test_a_full_node_is_refused_before_anything_is_touched() -> None:
+def test_a_full_node_is_refused_before_anything_is_touched_and_no_more_is_held_than_asked() -> None:
     asked = []
     resource = node(lambda *part: asked.append(part) or page_nodes(*part), free_bytes=lambda: 10 * MIB)
     with pytest.raises(TierFullError, match=r"11\.0 MiB on node 0 of tier `dram`: 10\.0 MiB free"):
         resource.allocate(11 * MIB)
     assert asked == []
     assert resource.allocate(10 * MIB).nbytes == 10 * MIB
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident()
+    buffer = node().allocate(33 * MIB + 1)  # a power of two would be 64
+    assert 33 * MIB <= resident() - before < 36 * MIB
+    assert buffer.tensor((33, MIB), torch.uint8).fill_(1).sum().item() == 33 * MIB
 
 
 @pytest.mark.parametrize("discards", [False, True])
@@ -132,28 +133,12 @@ def test_pages_that_stay_elsewhere_or_unbacked_are_given_back(elsewhere, text) -
 
 
 def test_a_kernel_that_refuses_is_an_error_where_there_are_several_nodes() -> None:
-    def refuse(address: int, nbytes: int) -> dict[int, int]:
-        raise PermissionError(1, "Operation not permitted")
-
     with pytest.raises(PlacementError, match="allow the system call move_pages"):
-        node(refuse).allocate(4096)
+        node(Mock(side_effect=PermissionError(1, "Operation not permitted"))).allocate(4096)
     with pytest.raises(PlacementError, match=r"node 1 of tier `cxl`.*CAP_SYS_NICE"):  # which does not exist here
         NumaResource("cxl", 1, fake_topology(dram=("1GiB",), cxl=("1GiB",))).allocate(4096)
     single = NumaResource("dram", 900, fake_topology(dram=("1GiB",), cxl=()), free_bytes=lambda: MIB)
     assert single.allocate(4096).nbytes == 4096
-
-
-def test_only_as_many_bytes_as_asked_are_held() -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-    before = resident()
-    buffer = node().allocate(33 * MIB + 1)  # a power of two would be 64
-    assert 33 * MIB <= resident() - before < 36 * MIB
-    assert buffer.tensor((33, MIB), torch.uint8).fill_(1).sum().item() == 33 * MIB
-
-
-# -- stripes over several nodes ------------------------------------------------------------------------------------
 
 
 def bytes_by_label(buffer: Buffer) -> Counter[int]:
@@ -170,19 +155,14 @@ def test_stripes_follow_the_weights() -> None:
     assert page_nodes(buffer.address, buffer.nbytes) == {0: 64 * MIB}
     nearly_full = [(Leaf("cxl", 1, free=5 * MIB), 1.0), (Leaf("cxl", 2), 1.0)]
     assert bytes_by_label(StripedResource(nearly_full).allocate(32 * MIB)) == {1: 4 * MIB, 2: 28 * MIB}
-
-
-def test_when_all_are_full_nothing_stays_backed() -> None:
-    resource = StripedResource([(Leaf("cxl", 1, full=True), 1.0), (Leaf("cxl", 2, full=True), 1.0)])
+    full = StripedResource([(Leaf("cxl", 1, full=True), 1.0), (Leaf("cxl", 2, full=True), 1.0)])
     mapping = Mapping(8 * MIB)
     with pytest.raises(TierFullError, match=r"cannot place 8\.0 MiB on tier `cxl`"):
-        resource.back(mapping, [(0, 8 * MIB)])
-    assert page_nodes(mapping.address, mapping.nbytes) == {NOWHERE: 8 * MIB}
-
-
-@pytest.mark.parametrize("capacity, expected", [(0, 2), (2**30, 2), (64 * 2**30, 2), (2**40, 32), (2**40 + 1, 34)])
-def test_stripes_grow_with_the_tier_so_that_the_kernel_can_count_them(capacity: int, expected: int) -> None:
-    assert stripe_bytes_for(capacity) == expected * MIB
+        full.back(mapping, [(0, 8 * MIB)])
+    assert page_nodes(mapping.address, mapping.nbytes) == {NOWHERE: 8 * MIB}, "nothing stays backed"
+    # they grow with the tiers, so that the kernel can count them
+    capacities = (0, 64 * 2**30, 2**40, 2**40 + 1)
+    assert [stripe_bytes_for(capacity) // MIB for capacity in capacities] == [2, 2, 32, 34]
 
 
 def test_a_turn_comes_when_all_before_it_are_full() -> None:
@@ -194,9 +174,6 @@ def test_a_turn_comes_when_all_before_it_are_full() -> None:
     assert buffer.spans[-1].node_id == 3
     unexpected = StripedResource([(Leaf("cxl", 1, full=True), 1.0), (Leaf("cxl", 2), 1.0)], turns=[10, 21])
     assert bytes_by_label(unexpected.allocate(8 * MIB)) == {2: 8 * MIB}
-
-
-# -- page-locked memory --------------------------------------------------------------------------------------------
 
 
 class Driver(dict[int, int]):
@@ -221,7 +198,9 @@ def budget() -> Budget:
     return Budget("dram", 64 * MIB)
 
 
-def test_memory_is_registered_as_a_whole_and_unregistered_before_it_goes_back(budget) -> None:
+def test_memory_is_registered_as_a_whole_and_unregistered_before_it_goes_back_by_its_own_process(
+    budget, monkeypatch
+) -> None:
     driver, order = Driver(), []
     resource = driver.resource(
         budget, unregister=lambda address: order.append((driver.pop(address), budget.held_bytes))
@@ -231,9 +210,6 @@ def test_memory_is_registered_as_a_whole_and_unregistered_before_it_goes_back(bu
     del buffer
     assert driver == {} and order == [(10 * MIB, 10 * MIB)], "still held while it was unregistered"
     assert budget.held_bytes == 0
-
-
-def test_a_forked_child_leaves_registrations_to_its_parent(budget, monkeypatch) -> None:
     driver = Driver()
     buffer = driver.resource(budget).allocate(MIB)
     monkeypatch.setattr("os.getpid", lambda: 1)
@@ -256,9 +232,6 @@ def test_failure_falls_back_to_pageable_with_one_warning_or_is_raised_when_pinni
     assert buffers[0].tensor((MIB,), torch.uint8).fill_(1).sum().item() == MIB
     buffers.clear()
     assert budget.held_bytes == 0
-
-
-def test_pages_that_the_pin_moved_off_the_card_are_noticed(budget) -> None:
     driver, moved = Driver(), lambda address, nbytes: {0: nbytes - MIB, 3: MIB}
     text = r"moved 1\.0 MiB of 8\.0 MiB on nodes \[0\] to nodes \[3\].*--no-movable"
     with pytest.raises(PinnedMemoryError, match=text):
@@ -275,8 +248,6 @@ def test_torch_sees_the_memory_as_pinned() -> None:
     assert tensor.is_pinned()
     assert tensor.fill_(2.0).to("cuda", non_blocking=True).sum().item() == 2.0 * MIB
 
-
-# -- free blocks, and pools ----------------------------------------------------------------------------------------
 
 RANGES = {0: 4096, 4096: 8192, 20480: 1 << 16}  # the first two touch
 
@@ -322,20 +293,13 @@ class Blocks(RuleBasedStateMachine):
     def ranges_are_free_exactly_when_nothing_lives_in_them(self) -> None:
         expected = [start for start, size in RANGES.items() if not any(start <= o < start + size for o in self.live)]
         assert self.blocks.free_ranges() == expected
+        for start in RANGES.keys() - expected:
+            with pytest.raises(ValueError, match="in use"):
+                self.blocks.drop_range(start)
 
 
 Blocks.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestBlocks = Blocks.TestCase
-
-
-def test_a_range_in_use_cannot_be_dropped() -> None:
-    blocks = BlockList()
-    blocks.add_range(0, 4096)
-    offset = blocks.allocate(64, 64)
-    with pytest.raises(ValueError, match="in use"):
-        blocks.drop_range(0)
-    blocks.free(offset)
-    assert blocks.drop_range(0) == 4096 and blocks.allocate(1, 1) is None
 
 
 def usage(pool: PoolResource) -> tuple[int, int]:
@@ -343,15 +307,12 @@ def usage(pool: PoolResource) -> tuple[int, int]:
     return pool._used_bytes, pool._held_bytes
 
 
-def test_small_requests_share_a_slab_and_large_ones_get_their_own() -> None:
+def test_small_requests_share_a_slab_and_large_ones_get_their_own_which_serve_any_size_that_fits_later() -> None:
     upstream = Leaf()
     pool = PoolResource(upstream, slab_bytes=4 * MIB)
     kept = [pool.allocate(size) for size in (100, 200_000, 300_000, MIB, 3 * MIB + 5)]
     assert upstream.sizes == [4 * MIB, MIB, 3 * MIB + 4096]
     assert usage(pool) == (sum(b.nbytes for b in kept), 8 * MIB + 4096)
-
-
-def test_what_large_buffers_leave_behind_serves_any_size_that_fits() -> None:
     upstream = Leaf()
     pool = PoolResource(upstream, slab_bytes=MIB)
     address = pool.allocate(8 * MIB).address
@@ -388,15 +349,12 @@ def test_lengths_that_change_beside_gradients_settle(seed: int) -> None:
     assert usage(pool)[1] <= 1.5 * peak + MIB // 16
 
 
-def test_free_slabs_do_not_pile_up_beyond_the_peak() -> None:
+def test_free_slabs_do_not_pile_up_beyond_the_peak_and_a_full_upstream_gets_them_back_first() -> None:
     pool = PoolResource(Leaf(), slab_bytes=MIB)
     for size in range(1, 40):  # every size is new, so nothing can be reused
         pool.allocate(size * 5 * MIB // 4 + 4096)
     used, held = usage(pool)
     assert used == 0 and held <= 1.125 * (39 * 5 * MIB // 4 + 4096) + MIB
-
-
-def test_a_full_upstream_makes_the_pool_give_free_slabs_back_first() -> None:
     budget = Budget("dram", 20 * MIB)
     pool = PoolResource(BudgetResource(Leaf(), budget), slab_bytes=MIB)
     both = [pool.allocate(9 * MIB), pool.allocate(9 * MIB)]
