@@ -1,5 +1,3 @@
-"""What each of several processes of a machine gets: CPUs, the tiers as it sees them, threads, budgets and folders."""
-
 import multiprocessing
 import os
 import threading
@@ -83,9 +81,6 @@ def cpus_of(places):
     return [place.cpus for place in places]
 
 
-# -- which CPUs ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("device_nodes", "cpus", "node_ids"),
     [
@@ -111,7 +106,7 @@ def test_ranks_get_cores_of_the_socket_of_their_device(host, device_nodes, cpus,
     assert ({len(place.cpus) for place in places} == {2} and given == list(EVERY)) or len(device_nodes) < 8
 
 
-def test_without_binding_and_where_torch_has_bound_cpus_stay(host):
+def test_cpus_stay_where_a_launcher_or_torch_has_bound_them_and_without_binding(host):
     off = decide(host, [0, 1], False)
     assert [(place.cpus, place.is_bound, place.num_sharers) for place in off] == [(EVERY, False, 2)] * 2
     facts = [RankFacts(0, (0, 1)), RankFacts(0, (0, 1)), RankFacts(1, (4, 5))]
@@ -119,6 +114,16 @@ def test_without_binding_and_where_torch_has_bound_cpus_stay(host):
     assert [place.cpus for place in node] == [(0, 1), (0, 1), (4, 5)]
     assert [(place.node_ids, place.num_sharers) for place in node] == [((0,), 2), ((0,), 2), ((1,), 1)]
     assert all(place.is_bound and not place.notes for place in node)
+    first, second = decide_places([RankFacts(0, (4, 5)), RankFacts(1, (6, 7))], "auto", host)
+    assert (first.cpus, first.node_ids) == ((4, 5), (1,)) and second.cpus == (6, 7)
+    assert "CPUs 4-5 were chosen before" in first.notes[0] and len(second.notes) == 1
+    assert "the device is at node 0, and the CPUs are of node 1" in first.notes[1]
+    # CPUs of one socket for all
+    places = decide(host, [0, 0, 1], allowed=(4, 5, 12))
+    assert cpus_of(places) == [(4, 5, 12)] * 3 and all(place.num_sharers == 3 for place in places)
+    # cyclic SLURM: other CPUs for each, of both sockets
+    spread = decide_places([RankFacts(0, (0, 4)), RankFacts(1, (1, 5))], "auto", host)
+    assert cpus_of(spread) == [(0, 4), (1, 5)] and spread[0].node_ids == (0, 1)
 
 
 def test_auto_leaves_one_process_and_one_socket_and_a_kernel_without_numa_as_they_are(host, tmp_path):
@@ -141,21 +146,6 @@ def test_cores_that_are_offline_or_forbidden_are_not_given(tmp_path):
     # a container with CPUs of both sockets leaves the choice
     assert cpus_of(decide(host, [0, 1], allowed=(1, 3, 4))) == [(1, 3), (4,)]
 
-
-def test_what_a_launcher_has_bound_stays(host):
-    first, second = decide_places([RankFacts(0, (4, 5)), RankFacts(1, (6, 7))], "auto", host)
-    assert (first.cpus, first.node_ids) == ((4, 5), (1,)) and second.cpus == (6, 7)
-    assert "CPUs 4-5 were chosen before" in first.notes[0] and len(second.notes) == 1
-    assert "the device is at node 0, and the CPUs are of node 1" in first.notes[1]
-    # CPUs of one socket for all
-    places = decide(host, [0, 0, 1], allowed=(4, 5, 12))
-    assert cpus_of(places) == [(4, 5, 12)] * 3 and all(place.num_sharers == 3 for place in places)
-    # cyclic SLURM: other CPUs for each, of both sockets
-    spread = decide_places([RankFacts(0, (0, 4)), RankFacts(1, (1, 5))], "auto", host)
-    assert cpus_of(spread) == [(0, 4), (1, 5)] and spread[0].node_ids == (0, 1)
-
-
-# -- the tiers as one process sees them, and what all may take ---------------------------------------------------------
 
 GPUS = {"0000:1b:00.0": 0, "0000:dc:00.0": 1, "0001:02:00.0": -1}
 CPU = torch.device("cpu")
@@ -190,12 +180,8 @@ def test_each_socket_s_memory_and_card_come_first(root):
     assert describe_machine(seen) == describe_machine(whole), "a calibration of the whole machine is found"
 
 
-# -- what a process asks, tells the others, and changes in itself ------------------------------------------------------
-
-
 @pytest.fixture
 def process(monkeypatch):
-    """This process, without its CPUs being touched."""
     process = SimpleNamespace(cpus=set(range(8)), moved=None, quota=8, threads=None)
     fake_os = SimpleNamespace(**{name: getattr(os, name) for name in ("environ", "listdir")})
     fake_os.sched_getaffinity = lambda thread: set(process.cpus)
