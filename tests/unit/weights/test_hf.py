@@ -1,5 +1,3 @@
-"""`from_pretrained` and `save_pretrained` against transformers' own; names of models, on the hub and elsewhere."""
-
 import json
 import re
 
@@ -25,6 +23,7 @@ ROPE = {"rope_type": "llama3", "original_max_position_embeddings": 32, **SCALING
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1}
 T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 TIED = {**TINY_LLAMA, "tie_word_embeddings": True}
+BF16 = {"dtype": torch.bfloat16}
 
 
 def llama(**fields):
@@ -81,19 +80,12 @@ def names_in(folder):
     return {name for path in folder.glob("*.safetensors") for name in load_file(path)}
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_the_model_is_the_one_that_transformers_loads(tmp_path, case, dtype):
+def test_the_model_is_the_one_that_transformers_loads_and_loads_what_we_save(tmp_path, case):
     model, auto = CASES[case]()
-    save(model, tmp_path)
-    options = {} if dtype is None else {"dtype": dtype}
-    assert_equal_models(from_pretrained(auto, tmp_path, dtype), auto.from_pretrained(tmp_path, **options))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_transformers_loads_what_we_save_and_so_do_we(tmp_path, case):
-    model, auto = CASES[case]()
-    save(model, tmp_path / "theirs")
+    folder = save(model, tmp_path / "theirs")
+    for options in ({}, BF16, {"dtype": torch.float16}):
+        assert_equal_models(from_pretrained(auto, folder, **options), auto.from_pretrained(folder, **options))
     save_pretrained(model, tmp_path / "ours", max_shard_bytes=30_000)
     assert names_in(tmp_path / "ours") == names_in(tmp_path / "theirs"), "also where transformers has others in memory"
     ours, theirs = (json.loads((tmp_path / who / "config.json").read_text()) for who in ("ours", "theirs"))
@@ -103,7 +95,7 @@ def test_transformers_loads_what_we_save_and_so_do_we(tmp_path, case):
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
 
 
-def test_a_model_is_saved_under_the_names_it_was_loaded_with(tmp_path):
+def test_models_are_saved_under_the_names_they_were_loaded_with_and_old_names_translated(tmp_path):
     model, auto = CASES["ViT"]()
     save(model, tmp_path)
     ours, theirs = from_pretrained(auto, tmp_path), auto.from_pretrained(tmp_path)
@@ -111,6 +103,11 @@ def test_a_model_is_saved_under_the_names_it_was_loaded_with(tmp_path):
     ours.save_pretrained(tmp_path / "again")
     save_pretrained(ours, tmp_path / "ours")
     assert names_in(tmp_path / "again") == names_in(tmp_path / "ours") != ours.state_dict().keys()
+    tf.BertForMaskedLM(tf.BertConfig(**BERT)).save_pretrained(tmp_path)
+    old_name = lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma")  # noqa: E731
+    rewrite(tmp_path / "model.safetensors", lambda state: {old_name(name): each for name, each in state.items()})
+    assert "LayerNorm.gamma" in str(names_in(tmp_path))
+    assert_equal_models(from_pretrained(tf.BertForMaskedLM, tmp_path), tf.BertForMaskedLM.from_pretrained(tmp_path))
 
 
 def rewrite(path, change):
@@ -118,14 +115,6 @@ def rewrite(path, change):
     state = load_file(path)
     changed = change(state)
     save_file(changed if isinstance(changed, dict) else state, path, metadata={"format": "pt"})
-
-
-def test_names_of_old_files_are_translated(tmp_path):
-    tf.BertForMaskedLM(tf.BertConfig(**BERT)).save_pretrained(tmp_path)
-    old_name = lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma")  # noqa: E731
-    rewrite(tmp_path / "model.safetensors", lambda state: {old_name(name): each for name, each in state.items()})
-    assert "LayerNorm.gamma" in str(names_in(tmp_path))
-    assert_equal_models(from_pretrained(tf.BertForMaskedLM, tmp_path), tf.BertForMaskedLM.from_pretrained(tmp_path))
 
 
 def test_a_base_model_loads_into_one_with_a_new_head(tmp_path):
@@ -146,11 +135,10 @@ def mixture():
     return tf.MixtralForCausalLM(tf.MixtralConfig(**TINY_LLAMA, num_local_experts=12))
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-def test_experts_are_merged_in_the_order_of_their_numbers(tmp_path, dtype):
+@pytest.mark.parametrize("options", [{}, BF16], ids=str)
+def test_experts_are_merged_in_the_order_of_their_numbers(tmp_path, options):
     save(mixture(), tmp_path)
-    options = {} if dtype is None else {"dtype": dtype}
-    ours = from_pretrained(tf.AutoModelForCausalLM, tmp_path, dtype)
+    ours = from_pretrained(tf.AutoModelForCausalLM, tmp_path, **options)
     assert_equal_models(ours, tf.AutoModelForCausalLM.from_pretrained(tmp_path, **options))
     ours.save_pretrained(tmp_path / "apart")
     assert names_in(tmp_path / "apart") == names_in(tmp_path)
@@ -192,9 +180,6 @@ def test_code_of_a_model_is_neither_run_nor_asked_about(tmp_path, monkeypatch, k
     with pytest.raises(ConfigError, match=r"code of its own.*trust_remote_code=False.*lightning_cxl\.from_pretrained"):
         load()
     assert not (tmp_path / "ran").exists()
-
-
-# -- names of models ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,19 +1,21 @@
-"""`empty_weights` and `load_weights`: what a model gets, what does not fit, failures, and where weights go."""
-
+import json
 import os
+import resource
 from contextlib import nullcontext
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import lightning_cxl
-from lightning_cxl.errors import CheckpointError, ConfigError, TierFullError
+from lightning_cxl.errors import CheckpointError, ConfigError, LightningCXLWarning, TierFullError
 from lightning_cxl.memory import hook as scope
 from lightning_cxl.memory.placement import Placer, TensorRole
-from lightning_cxl.weights.files import FileTensor
-from lightning_cxl.weights.models import empty_weights, load_weights, refuse_unready
+from lightning_cxl.weights import models as saving
+from lightning_cxl.weights.files import FileTensor, NamedTensor
+from lightning_cxl.weights.models import empty_weights, load_weights, refuse_unready, save_weights
+from tests.fakes import failing
 from tests.models import TinyConvNet, TinyTransformer
 from tests.unit.memory.host import Host
 
@@ -50,14 +52,7 @@ def loaded(model, path, **options):
     return model
 
 
-def existing(make, *args, **kwargs):
-    return make(*args, **kwargs)
-
-
-BUILDS = pytest.mark.parametrize("build", [built_empty, existing])
-
-
-# -- models without weights --------------------------------------------------------------------------------------------
+BUILDS = pytest.mark.parametrize("build", [built_empty, lambda make, **options: make(**options)])
 
 
 class Rotary(nn.Module):
@@ -117,9 +112,6 @@ def test_tensors_on_meta_are_refused_by_name():
         refuse_unready(norm)
 
 
-# -- what is loaded --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", [TinyTransformer, TinyConvNet])
 @BUILDS
 def test_a_model_gets_the_values_of_the_files(path, make, build):
@@ -162,9 +154,6 @@ def test_dtypes_are_the_models_or_the_one_asked_for(path):
     assert existing.head.weight.dtype == torch.float32, "what has memory keeps its dtype"
 
 
-# -- what does not fit -------------------------------------------------------------------------------------------------
-
-
 def test_missing_and_unexpected_are_one_error_or_reported(path):
     state = saved(TinyTransformer(), path, drop=["norm.weight", "embed.weight"], extra=["norm.wieght", "other.thing"])
     model = built_empty(TinyTransformer)
@@ -195,9 +184,6 @@ def test_other_shapes_and_kinds_are_always_an_error(path, strict):
     assert torch.equal(model.stem.weight, before)
 
 
-# -- in the middle -----------------------------------------------------------------------------------------------------
-
-
 def test_computed_buffers_lost_on_meta_are_refused_and_in_an_old_file_not_unexpected(path):
     saved(Rotary(), path)
     with torch.device("meta"):
@@ -210,22 +196,9 @@ def test_computed_buffers_lost_on_meta_are_refused_and_in_an_old_file_not_unexpe
     assert load_weights(Rotary(), path).unexpected_keys == [] and "frequencies" in state
 
 
-@pytest.fixture
-def fails_at_the_fifth(monkeypatch):
-    read, calls = FileTensor.read_into, []
-
-    def read_into(self, *args):
-        calls.append(args)
-        if len(calls) == 5:
-            raise CheckpointError("the disk is gone")
-        read(self, *args)
-
-    monkeypatch.setattr(FileTensor, "read_into", read_into)
-    return calls
-
-
-def test_after_an_error_in_the_middle_nothing_is_half_loaded_or_it_is_said_what_is(path, fails_at_the_fifth):
+def test_after_an_error_in_the_middle_nothing_is_half_loaded_or_it_is_said_what_is(path, monkeypatch):
     saved(TinyTransformer(), path)
+    failing(monkeypatch, FileTensor, "read_into", 5, CheckpointError("the disk is gone"))
     model = built_empty(TinyTransformer)
     before = dict(model.named_parameters())
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -234,13 +207,10 @@ def test_after_an_error_in_the_middle_nothing_is_half_loaded_or_it_is_said_what_
     assert all(p.is_meta and p is before[name] for name, p in model.named_parameters())
     assert not getattr(caught.value, "__notes__", [])
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    fails_at_the_fifth.clear()
+    failing(monkeypatch, FileTensor, "read_into", 5, CheckpointError("the disk is gone"))
     with pytest.raises(CheckpointError, match="the disk is gone") as caught:
         load_weights(TinyTransformer(), path)
     assert "5 weights of the model have been overwritten" in caught.value.__notes__[0]
-
-
-# -- where it goes -----------------------------------------------------------------------------------------------------
 
 
 @lightning_cxl.tier("dram")
@@ -293,3 +263,148 @@ def test_a_full_tier_leaves_the_model_as_it_was(path):
         load_weights(model, path)
     assert all(p.is_meta for p in model.parameters())
     assert sum(host.memory.stats()["roles"]["compute_weights"].values()) == 0
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def written(folder):
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize("make", [TinyTransformer, TinyConvNet])
+def test_one_file_with_every_parameter_and_persistent_buffer(tmp_path, make):
+    model, folder, mine = make(), tmp_path / "new" / "folder", tmp_path / "mine.safetensors"
+    assert save_weights(model, folder) == [folder / "model.safetensors"]
+    assert files(folder) == ["model.safetensors"]
+    assert save_weights(model, mine, max_shard_bytes=1) == [mine]
+    for state in (written(folder), load_file(mine)):
+        assert state.keys() == model.state_dict().keys()
+        assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    save_weights(model, folder, dtype=torch.bfloat16)
+    parameters = dict(model.named_parameters())
+    for name, value in written(folder).items():
+        expected = model.state_dict()[name]
+        assert value.dtype == (torch.bfloat16 if name in parameters else expected.dtype)
+        assert torch.equal(value, expected.to(value.dtype)) and expected.dtype != torch.bfloat16
+
+
+def test_shards_with_an_index_in_the_format_of_hugging_face(tmp_path):
+    model = TinyTransformer()
+    paths = save_weights(model, tmp_path, max_shard_bytes="20KB")
+    largest = max(value.nbytes for value in model.state_dict().values())
+    for path in paths:
+        state = load_file(path)
+        nbytes = sum(value.nbytes for value in state.values())
+        assert nbytes <= 20_000 or (len(state) == 1 and nbytes == largest)
+    names = [f"model-{i:05}-of-{len(paths):05}.safetensors" for i in range(1, 1 + len(paths))]
+    assert [path.name for path in paths] == names
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in model.state_dict().values())
+    assert index["metadata"]["total_parameters"] == sum(p.numel() for p in model.parameters())
+    assert index["weight_map"] == {name: path.name for path in paths for name in load_file(path)}
+    assert written(tmp_path).keys() == model.state_dict().keys()
+
+
+def test_a_later_save_replaces_an_earlier_one_whatever_its_shards(tmp_path):
+    (tmp_path / "config.json").touch()
+    save_weights(TinyTransformer(), tmp_path, max_shard_bytes=20_000)
+    for _ in range(2):
+        model = TinyTransformer()
+        save_weights(model, tmp_path, max_shard_bytes=50_000)
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        assert files(tmp_path) == sorted({*index["weight_map"].values(), "config.json", "model.safetensors.index.json"})
+        assert torch.equal(written(tmp_path)["embed.weight"], model.embed.weight)
+        save_weights(TinyTransformer(), tmp_path)
+        assert files(tmp_path) == ["config.json", "model.safetensors"]
+
+
+def test_tied_weights_are_written_once_under_the_name_that_is_not_declared_tied(tmp_path):
+    save_weights(TinyTransformer(tied=True), tmp_path / "a")
+    assert "embed.weight" in written(tmp_path / "a") and "head.weight" not in written(tmp_path / "a")
+    model = TinyTransformer(tied=True)
+    model._tied_weights_keys = {"embed.weight": "head.weight"}
+    model._keys_to_ignore_on_save = {"norm.bias"}
+    save_weights(model, tmp_path / "b")
+    state = written(tmp_path / "b")
+    assert "head.weight" in state and "embed.weight" not in state and "norm.bias" not in state
+
+
+class OwnState(nn.Linear):
+    def get_extra_state(self):
+        return {"scale": 1.0}
+
+
+def test_views_of_one_storage_are_written_as_what_they_are_and_other_state_is_named(tmp_path):
+    both, model = torch.randn(2, 5), nn.Module()
+    model.a, model.b = nn.Parameter(both[0]), nn.Parameter(both[1])
+    save_weights(model, tmp_path)
+    state = written(tmp_path)
+    assert torch.equal(state["a"], both[0]) and torch.equal(state["b"], both[1])
+    assert (tmp_path / "model.safetensors").stat().st_size < 300
+    with pytest.warns(LightningCXLWarning, match="OwnState: 1 entries .* such as `_extra_state`") as told:
+        save_weights(OwnState(2, 2), tmp_path)
+    assert told[0].filename == __file__
+    assert written(tmp_path).keys() == {"weight", "bias"}
+    assert save_weights(nn.Identity(), tmp_path) == [tmp_path / "model.safetensors"] and written(tmp_path) == {}
+
+
+def test_what_cannot_be_written_is_named(tmp_path):
+    def with_buffer(value):
+        module = nn.Module()
+        module.register_buffer("s", value)
+        return module
+
+    with empty_weights():
+        on_meta = TinyTransformer()
+    for model, message in (
+        (on_meta, r"on the meta device .* `embed\.weight`: load them"),
+        (with_buffer(torch.eye(3).to_sparse()), "`s` is sparse or quantized"),
+        (with_buffer(torch.ones(2, dtype=torch.complex128)), "complex128"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            save_weights(model, tmp_path)
+    twins = [NamedTensor("a", torch.full((2,), float(number)), torch.float32) for number in range(2)]
+    with pytest.raises(CheckpointError, match="one name"):
+        saving.save_tensors(twins, tmp_path, 8)
+    assert files(tmp_path) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file: give a folder"):
+        save_weights(TinyTransformer(), tmp_path / "file")
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    """Return what checks that the folder is as an earlier save left it."""
+    save_weights(TinyTransformer(), tmp_path, max_shard_bytes=20_000)
+    content = lambda: {path.name: path.read_bytes() for path in tmp_path.iterdir()}  # noqa: E731
+    before = content()
+    return lambda: content() == before
+
+
+def test_when_the_file_system_refuses_the_earlier_save_is_as_it_was(tmp_path, earlier):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=rf"could not save .* KiB of weights to `{tmp_path}`: File too large"):
+            save_weights(TinyTransformer(), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert earlier()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt("No space left")])
+def test_an_error_at_the_third_shard_leaves_nothing(tmp_path, earlier, monkeypatch, error):
+    failing(monkeypatch, saving, "write_tensors", 3, error)
+    with pytest.raises((CheckpointError, KeyboardInterrupt), match="No space left"):
+        save_weights(TinyTransformer(), tmp_path, max_shard_bytes=20_000)
+    assert earlier()
+
+
+def test_a_crash_between_the_renames_leaves_no_mixture_that_loads(tmp_path, earlier, monkeypatch):
+    failing(monkeypatch, os, "replace", 2, OSError(5, "Input/output error"))
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save_weights(TinyTransformer(), tmp_path, max_shard_bytes=20_000)
+    assert not {"model.safetensors.index.json", "model.safetensors"}.intersection(files(tmp_path))
+    assert not [name for name in files(tmp_path) if name.startswith(".")]
