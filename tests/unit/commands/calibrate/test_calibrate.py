@@ -1,5 +1,3 @@
-"""calibrate: memory, sweeps, disks, devices, and the whole command on this machine."""
-
 import os
 import sys
 import threading
@@ -34,7 +32,6 @@ def _no_devices():
 
 
 def recorded(monkeypatch, name):
-    """Return the (buffer, offset) of every call."""
     calls, real, lock = [], getattr(os, name), threading.Lock()
 
     def access(file, buffers, offset):
@@ -68,7 +65,6 @@ def test_a_disk_that_fails_is_an_error_and_leaves_nothing(tmp_path, monkeypatch)
 
 @pytest.fixture
 def run(monkeypatch):
-    """Return a function that runs the command in short turns."""
     monkeypatch.setattr(calibrate, "QUICK", TINY)
 
     def run(*arguments):

@@ -1,5 +1,3 @@
-"""The memory loops touch every byte exactly once, on every instruction set and with any number of threads."""
-
 import shutil
 from array import array
 
@@ -35,7 +33,6 @@ class Memory:
         return group, self.room.ctypes.data + self.start, self.nbytes, access
 
     def expected(self, access: int) -> np.ndarray:
-        """The whole room afterwards."""
         result = self.before.copy()
         inside = result[self.start : self.start + self.nbytes]
         pattern = np.resize(np.frombuffer(PATTERN.to_bytes(8, "little"), dtype=np.uint8), self.nbytes)

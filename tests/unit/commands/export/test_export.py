@@ -1,5 +1,3 @@
-"""Exports of checkpoints of every front end, against transformers' and peft's own results."""
-
 import json
 
 import accelerate
@@ -33,7 +31,6 @@ def llama(*, tied=False, dtype=torch.float32, seed=0, **changed):
 
 @pytest.fixture
 def base(tmp_path):
-    """The folder of a model with a tokenizer."""
     llama().save_pretrained(tmp_path / "base")
     byte_tokenizer(CHATML).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
@@ -51,9 +48,6 @@ def assert_loads_as(folder, expected, dtype=None):
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
     assert torch.equal(logits(loaded), logits(expected))
-
-
-# -- layouts
 
 
 class Task(nn.Module):
@@ -122,9 +116,6 @@ def test_a_checkpoint_of_the_hugging_face_trainer_needs_no_base(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == CHATML
 
 
-# -- adapters
-
-
 def adapted(model, **options):
     torch.manual_seed(2)
     config = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "down_proj"], **options}, task_type="CAUSAL_LM")
@@ -146,34 +137,25 @@ KINDS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_adapters_folder_merges_as_peft_merges(base, tmp_path, kind, dtype):
+def test_an_adapters_folder_and_adapters_in_a_state_dict_merge_as_peft_merges(base, tmp_path, kind, dtype):
     llama(dtype=dtype).save_pretrained(base)
     model = adapted(AutoModelForCausalLM.from_pretrained(base, dtype=dtype), **KINDS[kind])
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.to(dtype)
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    fresh = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
-    expected = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload()
     exported = export_checkpoint(tmp_path / "adapter", tmp_path / "out")  # the base is named in the config
     assert any(note.startswith("merged an adapter into ") for note in exported.notes)
-    assert_loads_as(tmp_path / "out", expected)
-
-
-@pytest.mark.parametrize("only_lora", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapters_in_a_state_dict_merge_as_the_module_merges(base, tmp_path, kind, only_lora):
-    model = adapted(AutoModelForCausalLM.from_pretrained(base), **KINDS[kind])
-    model.peft_config["default"].save_pretrained(tmp_path)
     path = lightning_file(tmp_path / "last.ckpt", model)
-    if only_lora:
-        loaded = torch.load(path)
-        loaded["state_dict"] = {
-            name: value for name, value in loaded["state_dict"].items() if "lora_" in name or "modules_to_save" in name
-        }
-        torch.save(loaded, path)
-    export_checkpoint(path, tmp_path / "out", base=base, adapter_config=tmp_path / "adapter_config.json")
-    assert_loads_as(tmp_path / "out", model.merge_and_unload())
+    loaded = torch.load(path)
+    state = loaded["state_dict"]
+    loaded["state_dict"] = {name: state[name] for name in state if "lora_" in name or "modules_to_save" in name}
+    torch.save(loaded, tmp_path / "lora.ckpt")
+    for name in ("last", "lora"):
+        export_checkpoint(tmp_path / f"{name}.ckpt", tmp_path / name, base=base, adapter_config=tmp_path / "adapter")
+    expected = model.merge_and_unload()
+    for name in ("out", "last", "lora"):
+        assert_loads_as(tmp_path / name, expected)
 
 
 def test_an_adapter_alone_loads_in_peft_and_shares_no_folder_with_a_model(base, tmp_path):
@@ -195,9 +177,6 @@ def test_an_adapter_alone_loads_in_peft_and_shares_no_folder_with_a_model(base, 
         export_checkpoint(path, tmp_path / "model", **alone)
 
 
-# -- the command, and what it refuses
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -211,6 +190,7 @@ def test_an_adapter_alone_loads_in_peft_and_shares_no_folder_with_a_model(base, 
         ({"checkpoint": "tied_apart.pt", "base": "tied"}, "are tied in the model and differ"),
         ({"checkpoint": "twice.pt"}, "weights twice, under `(policy|reference).` and under"),
         ({"checkpoint": "on_tied", "base": "tied"}, "which the model ties to another weight"),
+        ({"checkpoint": "named_a_path.pt", "adapter_config": "adapter", "only_adapter": True}, "a path"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
@@ -234,6 +214,8 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(base, tmp
     lora = adapted(model)
     lora.save_pretrained(tmp_path / "adapter")
     torch.save(lora.state_dict(), tmp_path / "lora.pt")
+    named = {key.replace(".default", f".{tmp_path}/planted"): each for key, each in lora.state_dict().items()}
+    torch.save(named, tmp_path / "named_a_path.pt")
     lora.add_adapter("second", lora.peft_config["default"])
     torch.save(lora.state_dict(), tmp_path / "two_adapters.pt")
     on_embedding = adapted(AutoModelForCausalLM.from_pretrained(base), target_modules=["embed_tokens"])
@@ -243,7 +225,7 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(base, tmp
     checkpoint, folder = given.pop("checkpoint"), given.pop("folder")
     with pytest.raises(LightningCXLError, match=message):
         export_checkpoint(checkpoint, folder, **given)
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists() and not (tmp_path / "planted").exists()
 
 
 OUTSIDE = ["../../planted.json", "{}/planted.json", "..\\planted.json", "modeling_x.py", "a/config.json", ".."]
@@ -260,28 +242,6 @@ def test_only_config_and_tokenizer_are_written_whatever_a_checkpoint_names(base,
     assert new <= {"crafted.ckpt", "model.safetensors", "config.json", "generation_config.json", *TOKENIZER_FILES}
     assert (tmp_path / "deep" / "out" / "vocab.txt").read_text() == "kept"
     assert not any(path.read_bytes() == b"planted" for path in tmp_path.rglob("*.*") if path.is_file())
-
-
-def test_what_a_file_of_the_folder_links_to_stays(base, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "other").write_text("stays")
-    (tmp_path / "out" / "config.json").symlink_to(tmp_path / "other")
-    export_checkpoint(lightning_file(tmp_path / "last.ckpt", llama()), tmp_path / "out", base=base)
-    assert (tmp_path / "other").read_text() == "stays"
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
-
-
-@pytest.mark.parametrize("name", ["{}/planted", "a\\b"])
-def test_an_adapter_whose_name_is_a_path_is_refused(base, tmp_path, name):
-    model = adapted(AutoModelForCausalLM.from_pretrained(base))
-    model.peft_config["default"].save_pretrained(tmp_path)
-    name = name.format(tmp_path)
-    torch.save(
-        {key.replace(".default", f".{name}"): each for key, each in model.state_dict().items()}, tmp_path / "l.pt"
-    )
-    with pytest.raises(CheckpointError, match="a path"):
-        export_checkpoint(tmp_path / "l.pt", tmp_path / "out", base=base, adapter_config=tmp_path, only_adapter=True)
-    assert not (tmp_path / "planted").exists()
 
 
 def quantised(kind):
@@ -325,11 +285,15 @@ def test_bytes_without_scales_are_refused(tmp_path):
         export_checkpoint(tmp_path / "last.ckpt", tmp_path / "out", base=tmp_path / "base")
 
 
-def test_an_export_onto_an_earlier_one_is_as_in_a_new_folder(base, tmp_path):
+def test_an_export_onto_an_earlier_one_is_as_in_a_new_folder_and_what_its_files_link_to_stays(base, tmp_path):
     path = plain_file(tmp_path / "plain.pt", llama(seed=1))
     export_checkpoint(path, tmp_path / "out", base=base, max_shard_bytes=20_000)
     (base / "chat_template.jinja").unlink()
+    (tmp_path / "other").write_text("stays")
+    (tmp_path / "out" / "config.json").unlink()
+    (tmp_path / "out" / "config.json").symlink_to(tmp_path / "other")
     export_checkpoint(path, tmp_path / "out", base=base)
+    assert (tmp_path / "other").read_text() == "stays"
     export_checkpoint(path, tmp_path / "new", base=base)
     contents = [{each.name: each.read_bytes() for each in (tmp_path / name).iterdir()} for name in ("out", "new")]
     assert contents[0] == contents[1]
