@@ -65,7 +65,6 @@ def write_lines(tmp_path):
 
 @pytest.fixture
 def ask(write_lines):
-    """Return a function that writes a file of questions with answers, and returns its path."""
     return lambda count: str(
         write_lines(*({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(count)))
     )

@@ -1,5 +1,3 @@
-"""Conversations: lines of JSONL as messages, and labels against references put together by hand."""
-
 import json
 
 import pytest
@@ -72,14 +70,10 @@ def test_what_is_learned(case):
     assert found == [by_hand(tokenizer, *pieces) for pieces in expected]
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED, REWRITES])
-def test_all_tokens_are_learned_where_that_is_asked(template):
+@pytest.mark.parametrize("template", [REWRITES, OPENS_WITH_THOUGHT])
+def test_a_template_that_hides_where_answers_are_trains_on_all_or_is_refused(template):
     tokenizer, ((ids, labels),) = learned(template, train_on_all=True)
     assert ids == labels == tokenizer.apply_chat_template(TWO_TURNS)["input_ids"]
-
-
-@pytest.mark.parametrize("template", [REWRITES, OPENS_WITH_THOUGHT])
-def test_a_template_that_hides_where_answers_are_is_refused(template):
     with pytest.raises(ValueError, match=r"mark it in the template .* or train on all"):
         learned(template)
 
@@ -125,38 +119,33 @@ def test_every_form_becomes_messages(row, said):
     assert read_record(json.dumps(row)) == (expected, None)
 
 
-def test_tools_and_calls_are_kept_for_the_template():
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
-    tools = [{"type": "function", "function": {"name": "now"}}]
-    row = {"messages": [MESSAGES[0], call, {"role": "tool", "content": "12:00"}, MESSAGES[1]], "tools": tools}
-    assert read_record(json.dumps(row)) == (row["messages"], tools)
-
-
-def test_arguments_of_calls_as_text_are_read():
-    """OpenAI has them so; a template would put them into quotes once more."""
+@pytest.mark.parametrize(("arguments", "read"), [({}, {}), ('{"zone": "UTC"}', {"zone": "UTC"}), ("UTC", "UTC")])
+def test_tools_and_calls_are_kept_for_the_template(arguments, read):
+    """OpenAI has arguments as text; a template would put them into quotes once more."""
 
     def row(arguments):
-        call = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "now", "arguments": arguments}}]}
-        return json.dumps({"messages": [*MESSAGES[:1], call]})
+        call = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "now", "arguments": arguments}}],
+        }
+        return [MESSAGES[0], call, {"role": "tool", "content": "12:00"}, MESSAGES[1]]
 
-    assert read_record(row('{"zone": "UTC"}')) == read_record(row({"zone": "UTC"}))
-    assert read_record(row("UTC"))[0][1]["tool_calls"][0]["function"]["arguments"] == "UTC"
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    assert read_record(json.dumps({"messages": row(arguments), "tools": tools})) == (row(read), tools)
 
 
 @pytest.mark.parametrize(
     "line",
     [
         "{",
-        "[1]",
         '{"question": "Hi"}',
         '{"prompt": "Hi", "completion": 7}',
         '{"instruction": "Hi", "input": 7, "output": "Hello"}',
         '{"messages": "Hi", "text": "Hi"}',
         '{"messages": [{"role": "assistant", "content": "Hi"}], "tools": {"a": 1}}',
         '{"messages": [{"role": "user", "content": "Hi"}]}',
-        '{"messages": [{"role": "assistant"}]}',
         '{"messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "Hi"}]}',
-        '{"messages": [{"role": "user", "tool_calls": [1]}, {"role": "assistant", "content": "Hi"}]}',
         '{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}',
         '{"messages": [{"role": "assistant", "content": "Hi", "weight": 0}]}',
     ],
@@ -166,18 +155,13 @@ def test_what_is_no_conversation_is_refused_with_what_is_expected(line):
         read_record(line)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "is_json"),
-    [
+def test_a_files_name_or_its_first_line_says_what_it_holds(tmp_path):
+    for name, content, is_json in (
         ("a.jsonl", '\n  \n{"messages": []}\n', True),  # is refused when it is read
-        ("a.txt", '{"prompt": "", "completion": ""}\n', True),
         ("a.txt", '\ufeff{"text": "", "id": 3}', True),
-        ("a.txt", "some text", False),
         ("a.txt", "", False),
         ("a.py", '{"name": "a dictionary in a text"}', False),
         ("a.txt", "[1, 2]", False),
-    ],
-)
-def test_a_files_name_or_its_first_line_says_what_it_holds(tmp_path, name, content, is_json):
-    (tmp_path / name).write_text(content)
-    assert has_records(tmp_path / name) is is_json
+    ):
+        (tmp_path / name).write_text(content)
+        assert has_records(tmp_path / name) is is_json

@@ -1,5 +1,3 @@
-"""The command line, in this process: what a user types, with a tiny model."""
-
 import csv
 import json
 import sys
@@ -62,12 +60,10 @@ def test_the_example_trains_logs_exports_resumes_and_reports(command, tmp_path, 
     config = AutoModelForCausalLM.from_pretrained(version / "export").config
     assert config.vocab_size == 300  # the data's, through the link
     assert yaml.safe_load((version / "config.yaml").read_text())["data"]["vocab_size"] == 300
-
     with pytest.warns(UserWarning, match="dirpath has changed"):  # ModelCheckpoint: a new version folder
         command("fit", "--config", EXAMPLE, ckpt_path=version / "checkpoints" / "last.ckpt", **{"trainer.max_steps": 6})
     assert len(logged(runs / "csv" / "version_1", "train_loss")) == 2
     assert "before not measured, after " in capsys.readouterr().out
-
     with pytest.warns(UserWarning, match="dirpath has changed"):
         command("validate", "--config", EXAMPLE, ckpt_path=version / "checkpoints" / "last.ckpt")
     assert "val_loss" in capsys.readouterr().out
@@ -75,7 +71,6 @@ def test_the_example_trains_logs_exports_resumes_and_reports(command, tmp_path, 
     command("predict", "--config", EXAMPLE, return_predictions=False)
     shown = capsys.readouterr().out
     assert "test_loss" in shown and "row 2, text: " in shown and "row 2, predicted: " in shown
-
     command("fit", "--config", EXAMPLE, **{"model.name_or_path": version / "export", "trainer.max_steps": 1})
     assert "validation loss: before " in capsys.readouterr().out
 
@@ -160,25 +155,27 @@ def test_ctrl_c_says_what_is_saved_and_how_to_go_on(command, tmp_path, monkeypat
     assert "no checkpoint was saved yet" in capsys.readouterr().err
 
 
+IN_THE_FOLDER_OF_ANOTHER = "{class_path: TensorBoardLogger, init_args: {save_dir: ., name: logs, version: same}}"
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"data.text_files": "nothing/*.txt"}, "matches no file"),
-        ({"model.num_heads": 0}, "'num_heads': 0"),
-        ({"trainer.accumulate_grad_batches": 0}, "trainer.accumulate_grad_batches must be larger than 0"),
         ({"trainer.val_check_interval": 0}, "trainer.val_check_interval must be larger than 0"),
         ({"model.name_or_path": "./nowhere"}, "no model './nowhere'"),
         ({"model.name_or_path": "qwen2.5-0.5b"}, "without weights: use Qwen/Qwen2.5-0.5B"),
         ({"trainer.strategy": "nothing"}, "invalid strategy name"),
-        ({"trainer.accelerator": "nothing"}, "invalid accelerator name"),
-        ({"trainer.devices": "-3"}, "should be an int > 0"),
         ({"ckpt_path": "nowhere.ckpt"}, "nowhere.ckpt"),
-        ({"model.quantization": "4bit"}, "quantised weights cannot be trained: give model.lora"),
         ({"ckpt_path": "other.ckpt"}, "Error: "),
+        ({"trainer.logger": IN_THE_FOLDER_OF_ANOTHER, "trainer.callbacks": "null"}, "config.yaml to NOT exist"),
     ],
 )
-def test_what_cannot_be_done_ends_in_one_message(command, changed, message, hub_is_off, tmp_path):
+def test_what_cannot_be_done_ends_in_one_message(command, changed, message, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "other.ckpt").write_text("no checkpoint")
+    (tmp_path / "logs" / "same").mkdir(parents=True)
+    (tmp_path / "logs" / "same" / "config.yaml").touch()
     with pytest.raises(SystemExit, match=message) as caught:
         command("fit", "--config", EXAMPLE, **changed)
     assert str(caught.value.code).partition(":")[0] in ("ConfigError", "CheckpointError")
@@ -190,14 +187,6 @@ def test_without_a_logger_a_run_leaves_no_config_and_can_be_repeated(command, tm
     for logger in (False, "[]"):
         command("fit", "--config", "config.yaml", **quiet, **{"trainer.logger": logger})
     assert (tmp_path / "config.yaml").read_text() == "model: {lr: 0.01}\n"
-
-
-def test_a_run_in_the_folder_of_another_one_is_refused_in_one_message(command, tmp_path):
-    (tmp_path / "logs" / "same").mkdir(parents=True)
-    (tmp_path / "logs" / "same" / "config.yaml").touch()
-    logger = "{class_path: TensorBoardLogger, init_args: {save_dir: ., name: logs, version: same}}"
-    with pytest.raises(SystemExit, match=r"ConfigError: .*config.yaml to NOT exist"):
-        command("fit", "--config", EXAMPLE, **{"trainer.logger": logger, "trainer.callbacks": "null"})
 
 
 class BrokenCallback(Callback):
@@ -218,8 +207,3 @@ def test_a_misspelled_option_gets_the_nearest_name(command, tmp_path, capsys):
             command("fit", *arguments, tiny=False)
         said = capsys.readouterr().err
         assert "did you mean `--model.num_layers`?" in said and len(said.splitlines()) < 8, said
-
-
-@pytest.fixture
-def hub_is_off(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -1,5 +1,3 @@
-"""TextData: files, tokenizer, packing, and batches."""
-
 import os
 import socket
 from itertools import chain
@@ -39,7 +37,8 @@ def test_long_documents_are_pieces_with_the_special_tokens_of_their_tokenizer_an
     assert samples["labels"] == samples["input_ids"] and samples["length"] == [4, 4, 4, 4]
 
 
-def test_split_is_disjoint_stable_and_as_large_as_asked(data, text_folder):
+def test_split_is_disjoint_stable_and_as_large_as_asked_and_needs_no_network(data, text_folder, monkeypatch):
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("used the network"))
     data.setup()
     train, val = (data._split[part]["input_ids"][:] for part in ("train", "test"))
     assert len(val) == round(0.2 * (len(train) + len(val)))
@@ -57,7 +56,6 @@ def test_prepared_data_is_opened_from_the_cache_until_something_changes(data, te
     data.setup()
     assert len(data.train_dataloader()) > 1
     assert files() == prepared
-
     options = {"batch_size": 2, "vocab_size": 300}
     for changed in ({"seq_len": 8}, {"seq_len": 8, "train_on": "all"}):
         before = files()
@@ -84,31 +82,23 @@ def pairs(loader):
 
 
 def test_conversations_are_batches_with_labels_where_the_assistant_speaks(write_lines, chat_tokenizer):
-    rows = [turns(number) for number in range(10)]
+    rows, longest = [turns(number) for number in range(12)], {}
     path = write_lines(*rows[:3], "", *rows[3:])
-    data = TextData(str(path), seq_len=100, batch_size=2, val_fraction=0.2, tokenizer_name_or_path=chat_tokenizer)
-    data.setup()
-    expected = set()
-    for row in rows:
-        asked = f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
-        ids, labels = by_hand(data.tokenizer, asked, (row["completion"] + "<|im_end|>",))
-        expected.add((tuple(ids), tuple(labels)))
-    train, val = pairs(data.train_dataloader()), pairs(data.val_dataloader())
-    assert (len(train), len(val)) == (8, 2)
-    assert set(train) | set(val) == expected
-
-
-def test_few_conversations_have_a_row_each_and_many_share_rows(write_lines, chat_tokenizer):
-    path = write_lines(*(turns(number) for number in range(12)))
-    kept = {}
-    for batch_size in (1, 6):
+    for batch_size in (1, 6):  # few have a row each, and many share rows
         options = {"seq_len": 128, "val_fraction": 0.34, "tokenizer_name_or_path": chat_tokenizer}
         data = TextData(str(path), batch_size=batch_size, **options)
         data.setup()
+        expected = set()
+        for row in rows:
+            asked = f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+            ids, labels = by_hand(data.tokenizer, asked, (row["completion"] + "<|im_end|>",))
+            expected.add((tuple(ids), tuple(labels)))
+        train, val = pairs(data.train_dataloader()), pairs(data.val_dataloader())
+        assert (len(train), len(val)) == (8, 4)
+        assert set(train) | set(val) == expected
         batches = [*data.train_dataloader(), *data.val_dataloader()]
-        kept[batch_size] = max(batch["input_ids"].shape[1] for batch in batches)
-        assert len(set(pairs(data.train_dataloader()) + pairs(data.val_dataloader()))) == 12
-    assert kept[6] < 64 < kept[1] <= 128
+        longest[batch_size] = max(batch["input_ids"].shape[1] for batch in batches)
+    assert longest[6] < 64 < longest[1] <= 128
 
 
 def test_long_conversations_lose_their_end_and_those_without_an_answer_are_left_out(write_lines, chat_tokenizer):
@@ -176,17 +166,14 @@ def test_text_and_conversations_are_not_mixed(write_lines, text_folder):
         TextData([str(path), f"{text_folder}/00.txt"]).setup()
 
 
-def test_a_held_out_sample_that_begins_with_its_answer_has_a_prompt(data):
+def test_a_held_out_sample_has_a_prompt_and_a_label_that_nothing_predicts_is_no_answer(data):
     """Nothing can be generated from no token."""
     ids = list(range(20))
     labels = [ids[:end] + [IGNORED] * (20 - end) for end in (18, 4)]
     data._split = {"test": Dataset.from_dict({"input_ids": [ids, ids], "labels": labels}).with_format("torch")}
     found = [(prompt.tolist(), expected.tolist()) for prompt, expected in data.held_out(2)]
     assert found == [(ids[:16], ids[16:18]), (ids[:16], [])]
-
-
-def test_a_label_that_nothing_predicts_is_no_answer():
-    """An answer of one token at the beginning of a text: the model has no token to predict it from."""
+    # an answer of one token at the beginning of a text: the model has no token to predict it from
     template = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
     lines = ['{"messages": [{"role": "assistant", "content": "a"}]}']
     samples = tokenize({"text": lines}, byte_tokenizer(template), 8, "answers", by_line=True)
@@ -194,7 +181,7 @@ def test_a_label_that_nothing_predicts_is_no_answer():
     assert samples["scored"] == [0]
 
 
-def test_stdlib_files_are_the_interpreters_sources_without_tests_packages_and_broken_links(tmp_path, monkeypatch):
+def test_files_are_paths_globs_or_the_interpreters_sources(tmp_path, monkeypatch, text_folder):
     files = find_files(None)
     assert os.__file__ in map(str, files) and len(files) > 100
     assert not any({"site-packages", "test", "tests", "__pycache__"} & set(path.parts[-4:-1]) for path in files)
@@ -202,9 +189,6 @@ def test_stdlib_files_are_the_interpreters_sources_without_tests_packages_and_br
     (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere.py")
     monkeypatch.setattr("sysconfig.get_path", lambda _: tmp_path)
     assert find_files(None) == [tmp_path / "good.py"]
-
-
-def test_files_are_paths_and_globs_each_once_and_one_that_is_no_text_is_named(text_folder):
     one = text_folder / "00.txt"
     assert find_files(str(one)) == [one]
     assert len(find_files([f"{text_folder}/*.txt"])) == 6
@@ -214,19 +198,9 @@ def test_files_are_paths_and_globs_each_once_and_one_that_is_no_text_is_named(te
         TextData(f"{text_folder}/*.txt").setup()
 
 
-def test_data_are_made_without_network(data, monkeypatch):
-    def refuse(*_):
-        raise AssertionError("used the network")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    data.setup()
-
-
-@pytest.mark.parametrize("exists", [False, True])
-def test_nobody_else_enters_the_cache_of_texts(tmp_path, exists):
+def test_nobody_else_enters_the_cache_of_texts(tmp_path):
     folder = cache_folder() / "datasets"
-    if exists:
-        folder.mkdir(mode=0o755, parents=True)
+    folder.mkdir(mode=0o755, parents=True)
     (tmp_path / "a.txt").write_text("a secret")
     TextData(str(tmp_path / "a.txt"), seq_len=2, batch_size=1, vocab_size=257).setup()
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -234,7 +208,6 @@ def test_nobody_else_enters_the_cache_of_texts(tmp_path, exists):
 
 
 def numbered(batch_size, **options):
-    """A loader of eleven samples, each a row."""
     samples = Dataset.from_dict({name: [[i, i + 100] for i in range(11)] for name in ("input_ids", "labels")})
     sampler = DistributedSampler([[i] for i in range(11)], **{"num_replicas": 1, "rank": 0, **options}, drop_last=True)
     return SampleLoader(samples.with_format("torch"), sampler, batch_size)
@@ -255,15 +228,7 @@ def test_an_epoch_has_whole_batches_and_processes_share_them():
     assert [len(share) for share in shares] == [4, 4] and not shares[0] & shares[1]
 
 
-def test_state_of_another_order_is_refused_in_the_middle_of_an_epoch_only():
-    loader, other = numbered(3, seed=1), numbered(3, seed=2)
-    other.load_state_dict(loader.state_dict())
-    next(iter(loader))
-    with pytest.raises(CheckpointError, match="batch 1 of an epoch"):
-        other.load_state_dict(loader.state_dict())
-
-
-def test_a_loaded_epoch_goes_on_and_the_next_one_is_whole():
+def test_a_loaded_epoch_goes_on_the_next_one_is_whole_and_another_order_is_refused_in_its_middle():
     loader, resumed = numbered(3, seed=1), numbered(3, seed=1)
     next(iter(loader))
     resumed.load_state_dict(loader.state_dict())
@@ -273,6 +238,11 @@ def test_a_loaded_epoch_goes_on_and_the_next_one_is_whole():
         each.sampler.set_epoch(1)
     assert resumed.state_dict()["next_batch"] == 0
     assert rows(resumed) == rows(loader) and len(rows(loader)) == 3
+    loader, other = numbered(3, seed=1), numbered(3, seed=2)
+    other.load_state_dict(loader.state_dict())
+    next(iter(loader))
+    with pytest.raises(CheckpointError, match="batch 1 of an epoch"):
+        other.load_state_dict(loader.state_dict())
 
 
 def test_a_row_has_its_samples_behind_each_other_and_padding_without_labels():
@@ -290,15 +260,13 @@ def test_a_row_has_its_samples_behind_each_other_and_padding_without_labels():
 TEXTS = ["def f(x):\n    return x + 1\n" * 20, "class A:\n    pass\n" * 20]
 
 
-def test_training_learns_merges_and_keeps_the_vocabulary_bound():
+def test_training_learns_merges_and_a_failed_save_leaves_nothing_behind(cache, monkeypatch):
     tokenizer, text = trained_tokenizer(TEXTS, 280, "key"), "  naïve 漢字 🙂\x00 "
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
     assert len(tokenizer) == 280
     assert len(tokenizer("def f(x)")["input_ids"]) < len("def f(x)")
     assert tokenizer.eos_token == "<|endoftext|>"
 
-
-def test_a_failed_save_leaves_nothing_behind(cache, monkeypatch):
     def save(self, path):
         Path(path).write_text("half")
         raise OSError(28, "no space left")

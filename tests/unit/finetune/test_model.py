@@ -1,12 +1,17 @@
 import math
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 
+from lightning_cxl import CXLOffloadStrategy
+from lightning_cxl.__main__ import main
 from lightning_cxl.errors import ConfigError
+from lightning_cxl.finetune.cli import Summary
 from lightning_cxl.finetune.data import TextData
+from lightning_cxl.finetune.export import ExportPretrained
 from lightning_cxl.finetune.model import CausalLM
 from lightning_cxl.integrations.lightning import Callback, seed_everything
 from tests.unit.finetune.conftest import SHAPE
@@ -44,12 +49,11 @@ def gpt2_folder(tmp_path, data):
 def test_the_model_has_the_shape_asked_for_or_that_of_the_main_job_and_is_built_once():
     module = CausalLM(**SHAPE, attn="eager")
     module.configure_model()
-    config = module.model.config
-    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (16, 2, 2)
-    assert (config.vocab_size, config.intermediate_size) == (300, 32)
-    assert config._attn_implementation == "eager"
-    assert module.model.lm_head.weight is module.model.model.embed_tokens.weight
-    built = module.model
+    built, config = module.model, module.model.config.to_dict()
+    assert (config["num_hidden_layers"], config["num_attention_heads"]) == (2, 2)
+    assert all(config[name] == SHAPE[name] for name in ("vocab_size", "hidden_size", "intermediate_size"))
+    assert built.config._attn_implementation == "eager"
+    assert built.lm_head.weight is built.model.embed_tokens.weight
     module.configure_model()
     assert module.model is built
     module = CausalLM()
@@ -70,20 +74,12 @@ def test_training_lowers_the_loss_and_logs_what_is_promised(tiny_model, data, ma
     assert losses.logged["lr"] == pytest.approx(1e-3)  # a tenth
 
 
-def test_evaluation_without_fit_uses_the_held_out_text(tiny_model, data, make_trainer):
-    trainer = make_trainer()
-    validated = trainer.validate(tiny_model, data, verbose=False)[0]["val_loss"]
-    assert trainer.test(tiny_model, data, verbose=False)[0]["test_loss"] == validated
-    tokens = trainer.predict(tiny_model, data)
-    assert sum(len(batch) for batch in tokens) == len(data.val_dataloader()) * 2
-    assert tokens[0].shape == (2, 16)
-
-
-def test_optimizer_decays_matrices_alone_and_leaves_out_frozen_parameters(data, make_trainer):
-    tiny_model = CausalLM(**SHAPE, weight_decay=0.25)
+def test_optimizer_decays_matrices_alone_leaves_out_frozen_parameters_and_its_rate_rises_and_falls(data, make_trainer):
+    tiny_model = CausalLM(**SHAPE, weight_decay=0.25, warmup_steps=4)
     tiny_model.configure_model()
     frozen = tiny_model.model.model.embed_tokens.weight.requires_grad_(False)
-    trainer = make_trainer(max_steps=1, limit_val_batches=0)
+    seen = Losses()
+    trainer = make_trainer(max_steps=20, limit_val_batches=0, callbacks=[seen])
     trainer.fit(tiny_model, data)
     optimizer = trainer.optimizers[0]
     assert type(optimizer) is torch.optim.AdamW
@@ -93,20 +89,10 @@ def test_optimizer_decays_matrices_alone_and_leaves_out_frozen_parameters(data, 
     assert {p.ndim for p in plain["params"]} == {1}
     every = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert every == {id(p) for p in tiny_model.parameters() if p is not frozen}
-
-
-def test_the_rate_rises_in_the_warm_up_and_falls_to_a_tenth(data, make_trainer):
-    seen = Losses()
-    make_trainer(max_steps=20, limit_val_batches=0, callbacks=[seen]).fit(CausalLM(**SHAPE, warmup_steps=4), data)
     assert seen.rates[:4] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
     assert seen.rates[3:] == sorted(seen.rates[3:], reverse=True)
     assert seen.rates[11] == pytest.approx(0.55e-3)
     assert seen.rates[-1] == pytest.approx(1e-4)
-
-
-def test_training_without_an_end_is_refused(tiny_model, data, make_trainer):
-    with pytest.raises(ConfigError, match="max_steps"):
-        make_trainer(max_steps=-1, max_epochs=-1).fit(tiny_model, data)
 
 
 def test_name_or_path_takes_that_models_weights_for_training(gpt2_folder, data, make_trainer):
@@ -114,6 +100,9 @@ def test_name_or_path_takes_that_models_weights_for_training(gpt2_folder, data, 
     module = CausalLM(str(gpt2_folder))
     trainer = make_trainer()
     validated = trainer.validate(module, data, verbose=False)[0]["val_loss"]
+    assert trainer.test(module, data, verbose=False)[0]["test_loss"] == validated
+    tokens = trainer.predict(module, data)
+    assert sum(len(batch) for batch in tokens) == len(data.val_dataloader()) * 2 and tokens[0].shape == (2, 16)
     with torch.no_grad():
         # without a cache the model keeps packed documents apart
         losses = [
@@ -159,22 +148,16 @@ def test_weights_stay_in_their_files_where_that_is_asked_for_or_several_processe
         assert all(value.equal(expected[name]) for name, value in module.model.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"hidden_size": 16, "num_heads": 3}, "num_heads 3"),  # must divide the width
-        ({"hidden_size": 16, "num_heads": 16}, "num_heads 16"),  # an even multiple
-        ({"mapped": True}, "mapped .* need a folder .*None"),
+def test_what_cannot_be_is_refused(gpt2_folder, data, text_folder, make_trainer):
+    for options, message in (
+        ({"hidden_size": 16, "num_heads": 16}, "num_heads 16"),  # must divide the width, an even number of times
         ({"name_or_path": "hub/id", "mapped": True}, "mapped .* need a folder .*hub/id"),
         ({"name_or_path": "/proc"}, "cannot load"),
-    ],
-)
-def test_options_of_a_model_that_cannot_be_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        CausalLM(**options).configure_model()
-
-
-def test_data_that_does_not_fit_the_model_is_refused(gpt2_folder, data, text_folder, make_trainer):
+    ):
+        with pytest.raises(ConfigError, match=message):
+            CausalLM(**options).configure_model()
+    with pytest.raises(ConfigError, match="max_steps"):
+        make_trainer(max_steps=-1, max_epochs=-1).fit(CausalLM(**SHAPE), data)
     with pytest.raises(ConfigError, match="embedding 260 rows"):
         make_trainer().fit(CausalLM(**{**SHAPE, "vocab_size": 260}), data)
     long = TextData(f"{text_folder}/**/*.txt", seq_len=17, batch_size=2, tokenizer_name_or_path=str(gpt2_folder))
@@ -192,7 +175,7 @@ class StopAt(Callback):
             trainer.should_stop = True
 
 
-@pytest.mark.parametrize(("stop", "pretrained"), [(3, True), (7, False), (9, False), (9, True)])  # an epoch has 7
+@pytest.mark.parametrize(("stop", "pretrained"), [(3, True), (7, False), (9, True)])  # an epoch has 7
 def test_a_resumed_run_is_bit_identical(stop, pretrained, gpt2_folder, text_folder, make_trainer, tmp_path):
     def run(callbacks, ckpt_path=None, seed=3):
         seed_everything(seed)
@@ -212,13 +195,86 @@ def test_a_resumed_run_is_bit_identical(stop, pretrained, gpt2_folder, text_fold
     assert all(torch.equal(straight_weights[name], resumed_weights[name]) for name in straight_weights)
 
 
-def test_generating_text_is_repeatable_and_disturbs_nothing(tiny_model, data, make_trainer):
-    make_trainer(max_steps=1, limit_val_batches=0).fit(tiny_model, data)
-    modes = [part.training for part in tiny_model.modules()]
-    state = torch.get_rng_state()
-    prompt = data.held_out(1)[0][0]
-    first = tiny_model.generate_tokens(prompt, max_new_tokens=12)
-    assert first[: len(prompt)].equal(prompt) and len(first) > len(prompt)
-    assert tiny_model.generate_tokens(prompt, max_new_tokens=12).equal(first)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [part.training for part in tiny_model.modules()] == modes
+def test_losses_are_those_of_the_whole_validation_set_before_and_after(tiny_model, data, make_trainer):
+    summary = Summary(max_new_tokens=8)
+    trainer = make_trainer(max_steps=6, num_sanity_val_steps=-1, val_check_interval=3, callbacks=[summary])
+    tiny_model.configure_model()
+    fresh = make_trainer().validate(tiny_model, data, verbose=False)[0]["val_loss"]
+    trainer.fit(tiny_model, data)
+    after = make_trainer().validate(tiny_model, data, verbose=False)[0]["val_loss"]
+    assert fresh > after
+    assert (summary.before, summary.after) == (f"{fresh:.4f}", f"{after:.4f} (step 6)")
+    assert summary.sample.startswith(data.tokenizer.decode(data.held_out(1)[0][0]))
+
+
+@pytest.fixture
+def chats(ask, chat_tokenizer):
+    return TextData(ask(10), seq_len=64, batch_size=2, val_fraction=0.2, tokenizer_name_or_path=chat_tokenizer)
+
+
+def test_held_out_conversations_are_cut_where_the_answer_begins(chats):
+    chats.setup()
+    held_out = chats.held_out(5)
+    assert len(held_out) == 2
+    for prompt, expected in held_out:
+        asked = chats.tokenizer.decode(prompt)
+        assert asked.endswith("<|im_end|>\n<|im_start|>assistant\n")
+        number = asked.split("What is ")[1].split("?")[0]
+        assert chats.tokenizer.decode(expected) == f"It is {number}.<|im_end|>"
+
+
+def test_a_sample_is_repeatable_disturbs_nothing_and_ends_where_the_models_own_settings_end_an_answer(tiny_model):
+    tiny_model.configure_model()
+    tiny_model.train()
+    prompt, state = torch.tensor([7]), torch.get_rng_state()
+    free = tiny_model.generate_tokens(prompt, max_new_tokens=4)
+    assert torch.equal(tiny_model.generate_tokens(prompt, max_new_tokens=4), free) and len(free) > 1
+    assert torch.equal(torch.get_rng_state(), state) and all(part.training for part in tiny_model.modules())
+    tiny_model.model.generation_config.eos_token_id = [299, int(free[2])]
+    assert tiny_model.generate_tokens(prompt, max_new_tokens=4).tolist() == free[:3].tolist()
+
+
+def test_the_held_out_loss_is_the_mean_over_all_tokens_of_answers(write_lines, chat_tokenizer, make_trainer):
+    """Samples with more answer count more; as one sum over transformers' logits of each has it."""
+    rows = [{"prompt": "?", "completion": "a" * (1 + 5 * (number % 5))} for number in range(10)]
+    options = {"val_fraction": 0.6, "tokenizer_name_or_path": chat_tokenizer}
+    data = TextData(str(write_lines(*rows)), seq_len=64, batch_size=2, **options)
+    model = CausalLM(**SHAPE)
+    found = make_trainer().validate(model, data, verbose=False)[0]["val_loss"]
+    total, count, means = 0.0, 0, []
+    for sample in data._split["test"]:  # one by one: batches have several in a row
+        tokens, labels = (torch.as_tensor(sample[name])[None] for name in ("input_ids", "labels"))
+        with torch.no_grad():
+            logits = model.model(input_ids=tokens).logits
+        loss = torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum")
+        total, count = total + float(loss), count + int((labels[0, 1:] != -100).sum())
+        means.append(float(loss) / int((labels[0, 1:] != -100).sum()))
+    assert found == pytest.approx(total / count, rel=1e-6)
+    assert abs(found - sum(means) / len(means)) > 1e-5
+
+
+REFERS = {"tiers": {"ssd": {"path": "ssd", "budget": "1GiB", "checkpoint": "reference"}}}
+REFERS["tier_rules"] = {"*": {"optimizer_state": "ssd"}}
+
+
+@pytest.mark.parametrize(("precision", "options"), [("32-true", {}), ("bf16-true", REFERS)])
+def test_a_run_and_its_checkpoint_by_itself_become_folders_of_transformers(
+    tiny_model, data, make_trainer, tmp_path, monkeypatch, precision, options
+):
+    monkeypatch.chdir(tmp_path)
+    given = {"strategy": CXLOffloadStrategy(**options), "callbacks": [ExportPretrained("of the run")]}
+    trainer = make_trainer(max_steps=2, accelerator="auto", precision=precision, **given)
+    trainer.fit(tiny_model, data)
+    trainer.save_checkpoint("last.ckpt")
+    monkeypatch.setattr(sys, "argv", ["lightning_cxl", "export", "last.ckpt", "of the checkpoint"])
+    main()
+    expected = torch.load("last.ckpt")["state_dict"]
+    for folder in ("of the run", "of the checkpoint"):
+        loaded, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        assert loaded.dtype == (torch.float32 if precision == "32-true" else torch.bfloat16)
+        assert {f"model.{name}" for name in loaded.state_dict()} == expected.keys()
+        assert all(torch.equal(value, expected[f"model.{name}"]) for name, value in loaded.state_dict().items())
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        assert tokenizer.get_vocab() == data.tokenizer.get_vocab()
+        assert loaded.config.eos_token_id == tokenizer.eos_token_id == data.tokenizer.eos_token_id
+    assert tokenizer("word1 word2")["input_ids"] == data.tokenizer("word1 word2")["input_ids"]
