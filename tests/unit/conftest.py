@@ -35,7 +35,6 @@ def machine(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """The folder of caches: empty."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("LIGHTNING_CXL_CACHE", str(folder))
     return folder

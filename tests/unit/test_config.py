@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import lightning_cxl
 from lightning_cxl.config import OffloadConfig, SsdOptions
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.integrations.accelerate import read_options
@@ -14,7 +13,7 @@ from lightning_cxl.integrations.accelerate import read_options
 NAMES = [field.name for field in dataclasses.fields(OffloadConfig)]
 
 
-def test_budgets_in_both_forms_and_the_tier_ssd_which_is_no_budget_of_memory(monkeypatch):
+def test_budgets_in_both_forms_and_the_tier_ssd_and_what_front_ends_without_a_command_line_take(monkeypatch):
     tiers = {"cxl": {"budget": "64GiB"}, "dram": "1.5 GiB", "near": 4096}
     config = OffloadConfig(tiers={**tiers, "ssd": {"path": "/nvme/run", "budget": "1TiB"}})
     assert config.budgets() == {"cxl": 64 << 30, "dram": 3 << 29, "near": 4096}
@@ -25,27 +24,29 @@ def test_budgets_in_both_forms_and_the_tier_ssd_which_is_no_budget_of_memory(mon
     options = OffloadConfig(tiers={"ssd": {"path": ["~/run", "other"], "checkpoint": "reference"}}).ssd()
     assert options == SsdOptions((Path("/home/me/run"), Path("/other")), None, "reference"), "absolute paths"
     assert options.versions == 2
+    config = OffloadConfig(state="bf16", tiers={"dram": "1GiB"}, replicate_machines=False)
+    found, origins = OffloadConfig.resolve(**read_options(config))
+    assert found == config == copy.deepcopy(config) == pickle.loads(pickle.dumps(config))
+    assert (origins["state"], origins["units"]) == ("argument", "default")
+    described = found.describe(origins)
+    assert list(described) == NAMES
+    assert described["tiers"] == {"value": {"dram": "1GiB"}, "origin": "argument"}
+    assert json.loads(json.dumps(described)) == described
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"tiers": "cxl"}, "tiers must map names to budgets.*got 'cxl'"),
-        ({"tiers": {"cxl": {"budge": 1}}}, r"one option, \"budget\", got \['budge'\]"),
         ({"tiers": {"cxl": "3 apples"}}, "budget of 'cxl': cannot read '3 apples'"),
-        ({"tiers": {"cxl": -1}}, "budget of 'cxl': .*non-negative"),
         ({"tiers": {"cxl": {"budget": 1, "path": "/nvme"}}}, 'Only "ssd" has a path'),
         ({"tiers": {"ssd": "1TiB"}}, "\"ssd\" needs a path.*got '1TiB'"),
-        ({"tiers": {"ssd": {"path": "/a", "size": 1}}}, "no option 'size'; its options are path, budget, checkpoint"),
         ({"tiers": {"ssd": {"path": "/a", "key": "$KEY"}}}, "does not encrypt.*LUKS.*fscrypt"),
         ({"tiers": {"ssd": {"path": "/a", "checkpoint": "move"}}}, 'must be "copy" or "reference", got \'move\''),
-        ({"tiers": {"ssd": {"path": 3}}}, "must be a folder, .*got 3"),
         ({"tiers": {"ssd": {"path": ["/a", "/b/../a"]}}}, "none twice"),
         ({"tier_rules": {"layers.*": 3}}, r"'layers\.\*': 3 must be a tier name"),
         ({"activation_offload": 1}, "activation_offload must be one of True, False, got 1"),
         ({"num_threads": 0}, "num_threads must be a positive"),
-        ({"on_missing_tier": "warn"}, "on_missing_tier must be one of 'fallback', 'error'"),
-        ({"budget": "1GiB"}, "unknown option 'budget'; the options are: tiers, tier_rules"),
         ({"stream_weight": True}, r"unknown option 'stream_weight': did you mean stream_weights\?"),
     ],
 )
@@ -58,10 +59,8 @@ def test_bad_values(options, message):
     ("name", "text", "value"),
     [
         ("tiers", "cxl=64GiB, dram=8GiB", {"cxl": "64GiB", "dram": "8GiB"}),
-        ("tiers", '{"cxl": {"budget": 4096}}', {"cxl": {"budget": 4096}}),
         ("tiers", '{"ssd": {"path": ["/a", "/b"]}}', {"ssd": {"path": ["/a", "/b"]}}),
         ("tier_rules", '{"layers.*": {"weights": "dram"}}', {"layers.*": {"weights": "dram"}}),
-        ("activation_offload", "0", False),
         ("cpu_adam", "No", False),
         ("units", "LlamaDecoderLayer", "LlamaDecoderLayer"),
         ("units", "Block, Head", ["Block", "Head"]),
@@ -81,9 +80,7 @@ def test_environment(monkeypatch, name, text, value):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("num_threads", "two", "LIGHTNING_CXL_NUM_THREADS='two' cannot be read"),
         ("tiers", "{broken", "LIGHTNING_CXL_TIERS='{broken' cannot be read"),
-        ("tiers", "cxl", "name=value,name=value or JSON"),
         ("cpu_adam", "perhaps", "cpu_adam must be one of True, False, got 'perhaps'"),
         ("states", "bf16", r"LIGHTNING_CXL_STATES is no option: did you mean LIGHTNING_CXL_STATE\?"),
     ],
@@ -106,18 +103,3 @@ def test_an_argument_beats_the_environment_unless_it_is_one_of_the_defaults_that
         assert (config.num_threads, origins["num_threads"]) == (given, "argument")
     config, origins = OffloadConfig.resolve(**{name: getattr(OffloadConfig(), name) for name in NAMES})
     assert (config.num_threads, origins["num_threads"], origins["units"]) == (3, "environment", "default")
-
-
-def test_dir_of_the_package_is_what_is_public():
-    assert dir(lightning_cxl) == sorted([*lightning_cxl.__all__, "__version__"])
-
-
-def test_front_ends_without_a_command_line_take_a_config():
-    config = OffloadConfig(state="bf16", tiers={"dram": "1GiB"}, replicate_machines=False)
-    found, origins = OffloadConfig.resolve(**read_options(config))
-    assert found == config == copy.deepcopy(config) == pickle.loads(pickle.dumps(config))
-    assert (origins["state"], origins["units"]) == ("argument", "default")
-    described = found.describe(origins)
-    assert list(described) == NAMES
-    assert described["tiers"] == {"value": {"dram": "1GiB"}, "origin": "argument"}
-    assert json.loads(json.dumps(described)) == described

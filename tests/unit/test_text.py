@@ -1,5 +1,3 @@
-"""Sizes as text and back; tables and sentences whose words are whole, whatever the terminal."""
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,27 +10,12 @@ def _narrow(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        (4096.0, 4096),
-        ("17 B", 17),
-        ("2KB", 2000),
-        (" 512 MiB ", 512 << 20),
-        ("1.5 GB", 1_500_000_000),
-        ("0.5tib", 1 << 39),
-    ],
-)
-def test_sizes_are_read(text, nbytes):
-    assert parse_bytes(text) == nbytes
-
-
-@pytest.mark.parametrize(
-    "size", ["", "GiB", "-1GiB", "1 apple", "1e9", "1GiBB", -1, 0.5, True, None, [1], float("nan"), float("inf")]
-)
-def test_what_is_no_size_is_refused(size):
-    with pytest.raises(ValueError, match=r"a size must be|cannot read"):
-        parse_bytes(size)
+def test_sizes_are_read_and_what_is_none_is_refused():
+    sizes = {4096.0: 4096, "17 B": 17, "2KB": 2000, " 512 MiB ": 512 << 20, "1.5 GB": 1_500_000_000, "0.5tib": 1 << 39}
+    assert {size: parse_bytes(size) for size in sizes} == sizes
+    for size in ("", "GiB", "-1GiB", "1 apple", "1e9", "1GiBB", -1, 0.5, True, None, [1], float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"a size must be|cannot read"):
+            parse_bytes(size)
 
 
 @given(st.integers(0, 1 << 60))

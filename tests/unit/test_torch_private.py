@@ -1,5 +1,3 @@
-"""A torch that lacks a private name, or that nobody has tested, is refused with a message that says what to do."""
-
 import runpy
 import weakref
 
@@ -18,20 +16,14 @@ def test_versions_that_are_not_tested_are_refused():
             torch_private.check_version(other)
 
 
-@pytest.mark.parametrize(
-    "missing", [("torch", "_C._no_such_thing"), ("torch.optim.optimizer", "_gone"), ("torch._gone", "name")]
-)
-def test_a_missing_name_is_told(missing):
+def test_a_missing_name_is_told(monkeypatch):
+    missing = ("torch._gone", "name")
     with pytest.raises(UnsupportedError) as error:
         torch_private.find(*missing, "count to three")
     for part in (torch.__version__, f"`{'.'.join(missing)}`", "needs to count to three", "2.11 to 2.15"):
         assert part in str(error.value)
-
-
-@pytest.mark.parametrize(("owner", "name"), [("_C", "_current_graph_task_id"), ("amp.GradScaler", "_unscale_grads_")])
-def test_the_package_refuses_a_torch_without_a_name_when_it_is_imported(monkeypatch, owner, name):
-    monkeypatch.delattr(f"torch.{owner}.{name}")
-    with pytest.raises(UnsupportedError, match=f"torch .* has no `torch.{owner}.{name}`"):
+    monkeypatch.delattr("torch.amp.GradScaler._unscale_grads_")
+    with pytest.raises(UnsupportedError, match=r"has no `torch\.amp\.GradScaler\._unscale_grads_`"):
         runpy.run_path(torch_private.__file__)
 
 
@@ -48,11 +40,3 @@ def test_what_autograd_keeps_for_a_moment_after_a_backward_keeps_no_run(monkeypa
     x.sum().backward()
     del sink
     assert finished and kept and is_alive() is None
-
-
-def test_hooks_of_an_optimizer_that_torch_has_renamed_are_told():
-    class Renamed:
-        pass
-
-    with pytest.raises(UnsupportedError, match="_optimizer_step_pre_hooks"):
-        torch_private.step_hooks(Renamed())

@@ -1,5 +1,3 @@
-"""The process group of Accelerate's processes has a backend for what is on the host, beside NCCL."""
-
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -36,43 +34,29 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("handlers", "asked"),
+    ("options", "asked"),
     [
-        ([], {"backend": "cpu:gloo,cuda:nccl"}),
-        (
-            [InitProcessGroupKwargs(timeout=timedelta(hours=2))],
-            {"backend": "cpu:gloo,cuda:nccl", "timeout": timedelta(hours=2)},
-        ),
-        ([InitProcessGroupKwargs(backend="cpu:mpi,cuda:nccl")], {"backend": "cpu:mpi,cuda:nccl"}),
+        ({}, {"backend": "cpu:gloo,cuda:nccl"}),
+        ({"timeout": timedelta(hours=2)}, {"backend": "cpu:gloo,cuda:nccl", "timeout": timedelta(hours=2)}),
+        ({"backend": "cpu:mpi,cuda:nccl"}, {"backend": "cpu:mpi,cuda:nccl"}),
+        ({"cpu": True}, {"backend": "gloo"}),
     ],
 )
-def test_it_is_asked_for(launched, handlers, asked):
+def test_it_is_asked_for_where_a_gpu_computes(launched, options, asked):
+    given = {"cpu": True} if "cpu" in options else {"kwargs_handlers": [InitProcessGroupKwargs(**options)]}
     with pytest.raises(Asked) as error:
-        CXLAccelerator(kwargs_handlers=handlers)
+        CXLAccelerator(**(given if options else {}))
     assert {**error.value.args[0], **asked} == error.value.args[0]
 
 
-def test_a_process_that_is_alone_asks_for_none(launched, monkeypatch):
+def test_a_process_that_is_alone_asks_for_none_and_a_group_without_one_is_refused(launched, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "-1")
     assert accelerate.with_gloo({"a": 1}) == {"a": 1}
-
-
-def test_processes_on_the_cpu_have_gloo_alone(launched):
-    with pytest.raises(Asked) as error:
-        CXLAccelerator(cpu=True)
-    assert error.value.args[0]["backend"] == "gloo"
-
-
-@pytest.mark.parametrize(("backends", "refused"), [("cuda:nccl", True), ("cpu:mpi,cuda:nccl", False)])
-def test_a_group_without_one_is_refused(monkeypatch, backends, refused):
+    gpu = torch.device("cuda", 0)
+    several = SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, num_processes=2, device=gpu)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
-    accelerator = SimpleNamespace(
-        distributed_type=DistributedType.MULTI_GPU, num_processes=2, device=torch.device("cuda", 0)
-    )
-    try:
-        accelerate.CXLAccelerator._check_processes(accelerator)
-    except UnsupportedError as error:
-        assert refused and 'TrainingArguments(ddp_backend="cpu:gloo,cuda:nccl")' in str(error)
-    else:
-        assert not refused
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:mpi,cuda:nccl")
+    CXLAccelerator._check_processes(several)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    with pytest.raises(UnsupportedError, match=r'TrainingArguments\(ddp_backend="cpu:gloo,cuda:nccl"\)'):
+        CXLAccelerator._check_processes(several)

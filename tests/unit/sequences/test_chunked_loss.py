@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from lightning_cxl import chunked_loss
-from lightning_cxl.errors import ConfigError
 from lightning_cxl.sequences.chunked_loss import DeferredLogits, chunk_tokens, chunked_cross_entropy
 from lightning_cxl.streaming.units import StandIn
 from tests.unit.sequences.models import VOCABULARY, tiny
@@ -90,13 +89,7 @@ def test_a_sum_over_chunks_in_bfloat16_is_rounded_once():
     assert errors[torch.bfloat16, 16] < 1.2 * errors[torch.bfloat16, 4096]
 
 
-def test_small_gradients_in_float16_wait_for_the_loss_scale(batch):
-    """Without the scale they would be zero in float16."""
-    batch |= {"num_items_in_batch": 10**6}
-    assert_alike(tiny("Llama"), batch, 5e-3, autocast=torch.float16, factor=2.0**16)
-
-
-@pytest.mark.parametrize("change", ["tied", "frozen", "nothing learned but the layer", "no label at all"])
+@pytest.mark.parametrize("change", ["tied", "frozen", "nothing learned but the layer", "no label", "small gradients"])
 def test_whatever_is_trained(change, batch):
     model = tiny("Llama", tie_word_embeddings=change == "tied")
     head = model.lm_head.weight
@@ -105,10 +98,13 @@ def test_whatever_is_trained(change, batch):
     elif change == "nothing learned but the layer":
         model.requires_grad_(False)
         head.requires_grad_(True)
-    elif change == "no label at all":
+    elif change == "no label":
         batch["labels"] = torch.full_like(batch["labels"], -100)
         loss, found = gradients(model, batch, chunked=True)
         assert loss.isnan() and not any(gradient.any() for gradient in found.values())
+        return
+    elif change == "small gradients":  # without the loss scale they would be zero in float16
+        assert_alike(model, batch | {"num_items_in_batch": 10**6}, 5e-3, autocast=torch.float16, factor=2.0**16)
         return
     assert_alike(model, batch, 3e-6)
 
@@ -173,18 +169,27 @@ def capped(module, args, output):
     alias.clamp_(max=1)
 
 
-@pytest.mark.parametrize("hook", [divided, forbidden, capped])
-def test_what_is_written_into_logits_counts(hook, batch):
+FACTORS = torch.rand(2, 50, 1, requires_grad=True)
+
+
+def with_a_factor_for_each_token(module, args, output):  # which is no step of every logit
+    return output * FACTORS
+
+
+@pytest.mark.parametrize("hook", [divided, forbidden, capped, with_a_factor_for_each_token])
+def test_what_hooks_do_to_logits_counts(hook, batch, lines):
     model = tiny("Llama")
     model.lm_head.register_forward_hook(hook)
     losses = []
     for each in nn.Identity(), model:
         model.zero_grad()
+        FACTORS.grad = torch.zeros(2, 50, 1)
         with chunked_loss(each, tokens=16):
             loss = model(**batch).loss
         loss.backward()
-        losses.append((loss.item(), model.model.norm.weight.grad.norm().item()))
+        losses.append((loss.item(), model.model.norm.weight.grad.norm().item(), FACTORS.grad.norm().item()))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert len(lines()) == 2  # one of nn.Identity
 
 
 def test_logits_are_what_they_were_in_the_forward(batch):
@@ -206,7 +211,7 @@ def test_logits_are_what_they_were_in_the_forward(batch):
     assert torch.mul(input=evaluated, other=2).shape == (2, 50, VOCABULARY)
 
 
-def test_logits_of_weights_that_have_changed_are_refused(batch):
+def test_weights_changed_since_second_backwards_and_gradients_of_gradients_are_refused(batch):
     model = tiny("Llama")
     with chunked_loss(model):
         output = model(**batch)
@@ -214,6 +219,14 @@ def test_logits_of_weights_that_have_changed_are_refused(batch):
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     with pytest.raises(RuntimeError, match="the weights of the output layer have changed"):
         output.logits.sum()
+    model = tiny("Llama")
+    with chunked_loss(model):
+        loss = model(**batch).loss
+    with pytest.raises(RuntimeError, match="cannot be differentiated"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="the gradients of a chunked loss are made once"):
+        loss.backward()
 
 
 def test_stand_ins_that_come_later_are_under_the_deferring_one(batch):
@@ -242,7 +255,6 @@ def test_stand_ins_that_come_later_are_under_the_deferring_one(batch):
 
 
 def own_loss(model):
-    """Give the model a loss function of its own."""
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().square().mean()
 
 
@@ -264,19 +276,8 @@ def test_a_model_for_which_it_is_not_possible_computes_as_before(change, batch, 
     assert len(lines()) == 1
 
 
-def test_a_factor_for_each_token_is_no_step_of_every_logit(batch, lines):
-    model = tiny("Llama")
-    factors = torch.rand(2, 50, 1, requires_grad=True)
-    model.lm_head.register_forward_hook(lambda module, args, output: output * factors)
-    found = []
-    for tokens in (None, 16):
-        factors.grad = None
-        with chunked_loss(model if tokens else nn.Identity(), tokens=tokens):
-            loss = model(**batch).loss
-        loss.backward()
-        found.append((loss.detach(), factors.grad))
-    torch.testing.assert_close(*found)
-    assert len(lines()) == 2  # one of nn.Identity
+def test_chunks_are_a_quarter_of_the_width_within_limits():
+    assert [chunk_tokens(width) for width in (64, 2048, 8192)] == [256, 512, 1024]
 
 
 def test_the_model_is_as_before_afterwards_and_a_copy_made_inside_too(batch):
@@ -291,23 +292,6 @@ def test_the_model_is_as_before_afterwards_and_a_copy_made_inside_too(batch):
         assert type(each(**batch).logits) is torch.Tensor
         assert each(**batch).loss.item() == expected
     assert "forward" not in model.lm_head.__dict__
-
-
-def test_a_second_backward_and_gradients_of_gradients_are_refused(batch):
-    model = tiny("Llama")
-    with chunked_loss(model):
-        loss = model(**batch).loss
-    with pytest.raises(RuntimeError, match="cannot be differentiated"):
-        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="the gradients of a chunked loss are made once"):
-        loss.backward()
-
-
-def test_chunks_are_a_quarter_of_the_width_within_limits_and_have_a_token():
-    assert [chunk_tokens(width) for width in (64, 2048, 8192)] == [256, 512, 1024]
-    with pytest.raises(ConfigError, match="at least 1, got 0"), chunked_loss(tiny("Llama"), tokens=0):
-        pass
 
 
 @pytest.mark.parametrize("wrong", ["labels", "vocabulary"])

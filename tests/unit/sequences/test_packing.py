@@ -44,16 +44,9 @@ def test_rows_say_where_sequences_begin():
         "labels": [[-100, 5, 6, 7, 8], [-100, 2, 3, -100, 10], [-100]],
         "position_ids": [[0, 1, 2, 3, 4], [0, 1, 2, 0, 1], [0]],
     }
-
-
-def test_labels_of_the_caller_stay_but_for_the_first_of_each_sequence():
     packed = pack_sequences([[1, 2, 3], [4, 5]], 5, labels=[[7, -100, 9], [8, 6]])
-    assert packed["labels"] == [[-100, -100, 9, -100, 6]]
-
-
-def test_lengths_come_from_positions():
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 1, 2]])
-    assert lengths_of(positions).tolist() == [3, 2, 1, 2, 1, 3]
+    assert packed["labels"] == [[-100, -100, 9, -100, 6]], "labels of the caller stay"
+    assert lengths_of(torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 1, 2]])).tolist() == [3, 2, 1, 2, 1, 3]
 
 
 POSITIONS = torch.tensor([[*range(6), *range(9), 0, 0], [*range(3), *range(3), *range(3), *range(3), *range(5)]])
@@ -120,19 +113,14 @@ def test_a_model_that_cannot_keep_sequences_apart_is_found_and_said_once(family,
     assert [REFUSED[family] in record.message for record in caplog.records] == [True]
 
 
-def test_the_question_touches_no_block():
-    model = tiny("Llama")
-    for layer in model.model.layers:
+def test_the_question_touches_no_block_and_leaves_the_random_state_alone():
+    model, before = tiny("GPT2", embd_pdrop=0.5), torch.get_rng_state()
+    for layer in model.transformer.h:
         layer.forward = None
     assert why_not_apart(model) is None
+    assert torch.equal(torch.get_rng_state(), before)
     model.config._attn_implementation = "sdpa_of_my_own"  # not known to transformers: no mask at all
     assert "attend to each other" in why_not_apart(model)
-
-
-def test_the_question_leaves_the_random_state_alone():
-    model, before = tiny("GPT2", embd_pdrop=0.5), torch.get_rng_state()
-    assert why_not_apart(model) is None
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_flash_attention_is_told_where_sequences_begin_in_all_rows(monkeypatch):
