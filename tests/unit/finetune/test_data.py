@@ -82,23 +82,31 @@ def pairs(loader):
 
 
 def test_conversations_are_batches_with_labels_where_the_assistant_speaks(write_lines, chat_tokenizer):
-    rows, longest = [turns(number) for number in range(12)], {}
+    rows = [turns(number) for number in range(10)]
     path = write_lines(*rows[:3], "", *rows[3:])
-    for batch_size in (1, 6):  # few have a row each, and many share rows
+    data = TextData(str(path), seq_len=100, batch_size=2, val_fraction=0.2, tokenizer_name_or_path=chat_tokenizer)
+    data.setup()
+    expected = set()
+    for row in rows:
+        asked = f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+        ids, labels = by_hand(data.tokenizer, asked, (row["completion"] + "<|im_end|>",))
+        expected.add((tuple(ids), tuple(labels)))
+    train, val = pairs(data.train_dataloader()), pairs(data.val_dataloader())
+    assert (len(train), len(val)) == (8, 2)
+    assert set(train) | set(val) == expected
+
+
+def test_few_conversations_have_a_row_each_and_many_share_rows(write_lines, chat_tokenizer):
+    path = write_lines(*(turns(number) for number in range(12)))
+    kept = {}
+    for batch_size in (1, 6):
         options = {"seq_len": 128, "val_fraction": 0.34, "tokenizer_name_or_path": chat_tokenizer}
         data = TextData(str(path), batch_size=batch_size, **options)
         data.setup()
-        expected = set()
-        for row in rows:
-            asked = f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
-            ids, labels = by_hand(data.tokenizer, asked, (row["completion"] + "<|im_end|>",))
-            expected.add((tuple(ids), tuple(labels)))
-        train, val = pairs(data.train_dataloader()), pairs(data.val_dataloader())
-        assert (len(train), len(val)) == (8, 4)
-        assert set(train) | set(val) == expected
         batches = [*data.train_dataloader(), *data.val_dataloader()]
-        longest[batch_size] = max(batch["input_ids"].shape[1] for batch in batches)
-    assert longest[6] < 64 < longest[1] <= 128
+        kept[batch_size] = max(batch["input_ids"].shape[1] for batch in batches)
+        assert len(set(pairs(data.train_dataloader()) + pairs(data.val_dataloader()))) == 12
+    assert kept[6] < 64 < kept[1] <= 128
 
 
 def test_long_conversations_lose_their_end_and_those_without_an_answer_are_left_out(write_lines, chat_tokenizer):
@@ -260,13 +268,15 @@ def test_a_row_has_its_samples_behind_each_other_and_padding_without_labels():
 TEXTS = ["def f(x):\n    return x + 1\n" * 20, "class A:\n    pass\n" * 20]
 
 
-def test_training_learns_merges_and_a_failed_save_leaves_nothing_behind(cache, monkeypatch):
+def test_training_learns_merges_and_keeps_the_vocabulary_bound():
     tokenizer, text = trained_tokenizer(TEXTS, 280, "key"), "  naïve 漢字 🙂\x00 "
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
     assert len(tokenizer) == 280
     assert len(tokenizer("def f(x)")["input_ids"]) < len("def f(x)")
     assert tokenizer.eos_token == "<|endoftext|>"
 
+
+def test_a_failed_save_leaves_nothing_behind(cache, monkeypatch):
     def save(self, path):
         Path(path).write_text("half")
         raise OSError(28, "no space left")

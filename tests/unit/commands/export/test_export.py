@@ -137,25 +137,34 @@ KINDS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_adapters_folder_and_adapters_in_a_state_dict_merge_as_peft_merges(base, tmp_path, kind, dtype):
+def test_an_adapters_folder_merges_as_peft_merges(base, tmp_path, kind, dtype):
     llama(dtype=dtype).save_pretrained(base)
     model = adapted(AutoModelForCausalLM.from_pretrained(base, dtype=dtype), **KINDS[kind])
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.to(dtype)
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    fresh = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    expected = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload()
     exported = export_checkpoint(tmp_path / "adapter", tmp_path / "out")  # the base is named in the config
     assert any(note.startswith("merged an adapter into ") for note in exported.notes)
+    assert_loads_as(tmp_path / "out", expected)
+
+
+@pytest.mark.parametrize("only_lora", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_in_a_state_dict_merge_as_the_module_merges(base, tmp_path, kind, only_lora):
+    model = adapted(AutoModelForCausalLM.from_pretrained(base), **KINDS[kind])
+    model.peft_config["default"].save_pretrained(tmp_path)
     path = lightning_file(tmp_path / "last.ckpt", model)
-    loaded = torch.load(path)
-    state = loaded["state_dict"]
-    loaded["state_dict"] = {name: state[name] for name in state if "lora_" in name or "modules_to_save" in name}
-    torch.save(loaded, tmp_path / "lora.ckpt")
-    for name in ("last", "lora"):
-        export_checkpoint(tmp_path / f"{name}.ckpt", tmp_path / name, base=base, adapter_config=tmp_path / "adapter")
-    expected = model.merge_and_unload()
-    for name in ("out", "last", "lora"):
-        assert_loads_as(tmp_path / name, expected)
+    if only_lora:
+        loaded = torch.load(path)
+        loaded["state_dict"] = {
+            name: value for name, value in loaded["state_dict"].items() if "lora_" in name or "modules_to_save" in name
+        }
+        torch.save(loaded, path)
+    export_checkpoint(path, tmp_path / "out", base=base, adapter_config=tmp_path / "adapter_config.json")
+    assert_loads_as(tmp_path / "out", model.merge_and_unload())
 
 
 def test_an_adapter_alone_loads_in_peft_and_shares_no_folder_with_a_model(base, tmp_path):
