@@ -48,14 +48,15 @@ def test_checkpoint_has_lightnings_format_and_loads_weights_only(tmp_path):
     assert_same_weights(loaded, module)
 
 
-class Reordered(Sequential):
-    def configure_optimizers(self):
-        return torch.optim.AdamW(reversed(list(self.parameters())), lr=3e-3)
-
-
 class InOrder(Sequential):
     def configure_optimizers(self):
-        return torch.optim.AdamW(list(self.parameters()), lr=3e-3)
+        return torch.optim.AdamW(list(self.parameters())[:: self.order], lr=3e-3)
+
+    order = 1
+
+
+class Reordered(InOrder):
+    order = -1
 
 
 @pytest.mark.parametrize("options", [{}, EXACT], ids=["CPUAdam", "torch AdamW"])
@@ -83,31 +84,12 @@ def test_bf16_checkpoint_without_masters_takes_the_weights(tmp_path, options):
     assert_equal(named_masters(trainer), {name: p.float() for name, p in resumed.state_dict().items()})
 
 
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "not a dict"])
-def test_damaged_checkpoint_names_file_and_remedy(tmp_path, damage):
-    path = tmp_path / "bad.ckpt"
-    fit("cxl_offload", 1, save=path)
-    if damage == "not a dict":
-        torch.save([1, 2], path)
-    else:
-        content = path.read_bytes()
-        path.write_bytes(content[: len(content) // 2] if damage == "truncated" else b"not a checkpoint at all" * 100)
-    with pytest.raises(lightning_cxl.CheckpointError, match=r"bad\.ckpt.*damaged or not a checkpoint"):
-        fit("cxl_offload", 2, ckpt_path=path)
-
-
-def test_missing_checkpoint_and_wrong_optimizer(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.ckpt"):
-        fit("cxl_offload", 2, ckpt_path=tmp_path / "nowhere.ckpt")
-
+def test_state_of_another_number_of_optimizers_is_refused(tmp_path):
     fit("cxl_offload", 2, save=tmp_path / "two.ckpt")
     saved = read(tmp_path / "two.ckpt")
     torch.save({**saved, "optimizer_states": 2 * saved["optimizer_states"]}, tmp_path / "two.ckpt")
     with pytest.raises(lightning_cxl.CheckpointError, match="state of 2 optimizers, this run has 1"):
         fit("cxl_offload", 3, ckpt_path=tmp_path / "two.ckpt")
-
-
-# -- as Lightning's users treat them -----------------------------------------------------------------------------------
 
 
 @pytest.mark.on_cpu
@@ -137,8 +119,6 @@ def test_everything_is_restored_after_a_run_has_ended(tmp_path, options, trainer
 
 
 class Looks(Sequential):
-    """Keeps what its hooks see, and adds to it."""
-
     def on_save_checkpoint(self, checkpoint):
         self.saved = sorted(checkpoint)
 
@@ -156,8 +136,8 @@ def test_hooks_see_what_plain_lightning_hands_over(tmp_path, options, trainer_ar
     assert "lightning_cxl" in read(tmp_path / "four.ckpt"), "the file has it"
     straight, _ = fit(options, 7, **trainer_args)
     assert first.losses + resumed.losses == straight.losses, "and the run uses it"
-    for copied in (copy.copy(resumed.loaded), copy.deepcopy(resumed.loaded)):
-        assert type(copied) is OrderedDict and copied["mine"] == 1
+    copied = copy.deepcopy(resumed.loaded)
+    assert type(copied) is OrderedDict and copied["mine"] == 1
     torch.save(resumed.loaded, tmp_path / "kept.ckpt")  # torch trusts no other kind of dict of ours
     assert "lightning_cxl" not in read(tmp_path / "kept.ckpt")
 

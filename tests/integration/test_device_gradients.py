@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,12 +18,9 @@ from lightning_cxl.optim.cpu_adam import AdamStep
 from tests import training_device
 from tests.cases import every_pair, every_value
 from tests.integration.training import EXACT, assert_equal, assert_same, fit, offload
-from tests.models import Block, Task, TinyTransformer, token_data
+from tests.models import Task, TinyTransformer, token_data
 
 IGNORE = {"on_overflow": "ignore"}  # updates run behind the backward
-
-
-# -- gradients that come before their unit -----------------------------------------------------------------------------
 
 
 class AddsLast(nn.Module):
@@ -56,98 +54,68 @@ def test_a_parameter_that_is_added_last(options, accumulate):
     assert_same(ours, fit("auto" if options is EXACT else offload(stream_weights=False), **arguments))
 
 
-class Penalised(Task):
-    def loss(self, batch):
-        penalty = self.model.blocks[1].qkv.weight.square().sum()
-        return super().loss(batch) + 1e-3 * penalty.to(self.device)
-
-
 def test_a_penalty_on_streamed_weights_is_refused_in_words():
-    with pytest.raises(
-        UnsupportedError, match=r"blocks.1.qkv.weight` got a gradient on `cpu`.*into the unit's forward"
-    ):
+    class Penalised(Task):
+        def loss(self, batch):
+            return super().loss(batch) + self.model.blocks[1].qkv.weight.square().sum().to(self.device)
+
+    with pytest.raises(UnsupportedError, match=r"qkv.weight` got a gradient on `cpu`.*into the unit's forward"):
         fit(offload(), task=Penalised)
 
 
-class Outside(Task):
-    """Trains a parameter that is not registered, so that nobody has moved it to the device."""
+class FailsElsewhere(Task):
+    """Trains a parameter that is not registered, so that nobody has moved it to the device.
+
+    The backward fails in the host's thread of autograd, while the device's is within a unit.
+    """
 
     def __init__(self, *args):
         super().__init__(*args, scheduler=False)
         self.hidden = [nn.Parameter(torch.zeros(37, dtype=torch.bfloat16))]
 
     def loss(self, batch):
-        x, y = batch
-        logits = self.model(x) + self.hidden[0].to(self.device)
-        return nn.functional.cross_entropy(logits.flatten(0, -2).float(), y.flatten())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD([*self.parameters(), *self.hidden], lr=0.1)
-
-
-@pytest.mark.usefixtures("device_apart")
-def test_a_parameter_that_the_model_does_not_have_is_refused_in_words():
-    with pytest.raises(UnsupportedError, match=r"unnamed.* got a gradient on `cpu`.*Register it in the module"):
-        fit(offload(), task=Outside)
-
-
-class FailsElsewhere(Outside):
-    """The backward fails in the host's thread of autograd, while the device's is within a unit."""
+        return super().loss(batch) + self.hidden[0].to(self.device).sum()
 
     def configure_optimizers(self):
         self.hidden[0].register_hook(lambda _: time.sleep(0.02))
         for parameter in self.model.blocks.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _: time.sleep(0.05))
-        return super().configure_optimizers()
+        return torch.optim.SGD([*self.parameters(), *self.hidden], lr=0.1)
 
 
 @pytest.mark.usefixtures("device_apart")
 def test_after_a_backward_that_failed_in_one_thread_weights_can_be_saved(tmp_path):
-
-    class Saves(Callback):
-        def on_exception(self, trainer, module, exception):
-            trainer.save_checkpoint(tmp_path / "last.ckpt")
-
-    with pytest.raises(UnsupportedError, match=r"unnamed.* got a gradient on `cpu`"):
-        fit(offload(), task=FailsElsewhere, callbacks=[Saves()])
+    saves = LambdaCallback(on_exception=lambda trainer, *_: trainer.save_checkpoint(tmp_path / "last.ckpt"))
+    with pytest.raises(UnsupportedError, match=r"unnamed.* got a gradient on `cpu`.*Register it in the module"):
+        fit(offload(), task=FailsElsewhere, callbacks=[saves])
     seed_everything(5, verbose=False)
     saved = torch.load(tmp_path / "last.ckpt", map_location="cpu")["state_dict"]
     assert_equal(saved, Task(TinyTransformer(dropout=0.0)).state_dict())
 
 
-class FailsBeforeOurs(Task):
-    """Fails in the host's thread of autograd while the device's has not come to anything of ours yet."""
+@pytest.mark.usefixtures("device_apart")
+def test_a_backward_that_fails_before_anything_of_ours_is_over_too():
+    """It fails in the host's thread of autograd while the device's has not come to anything of ours yet."""
+    ended = []
 
-    ended: ClassVar[list[bool]] = []
+    def on_device(grad):
+        time.sleep(0.5)
+        ended.append(True)
 
-    def configure_optimizers(self):
-        def on_device(grad):
-            time.sleep(0.5)
-            self.ended.append(True)
-
-        self.model.head.weight.register_hook(on_device)
-        return super().configure_optimizers()
-
-    def training_step(self, batch, batch_idx):
-        on_host = torch.ones((), requires_grad=True)
-        on_host.register_hook(self.fail)
-        return super().training_step(batch, batch_idx) + on_host.to(self.device)
-
-    @staticmethod
     def fail(grad):
         time.sleep(0.1)
         raise ZeroDivisionError
 
+    class FailsBeforeOurs(Task):
+        def loss(self, batch):
+            self.model.head.weight.register_hook(on_device)
+            on_host = torch.ones((), requires_grad=True)
+            on_host.register_hook(fail)
+            return super().loss(batch) + on_host.to(self.device)
 
-@pytest.mark.usefixtures("device_apart")
-def test_a_backward_that_fails_before_anything_of_ours_is_over_too():
-    FailsBeforeOurs.ended.clear()
     with pytest.raises(ZeroDivisionError):
         fit(offload(), task=FailsBeforeOurs)
-    assert FailsBeforeOurs.ended == [True]
-
-
-# -- when they are complete --------------------------------------------------------------------------------------------
+    assert ended == [True]
 
 
 @pytest.mark.parametrize("late", ["to the host"], indirect=True)
@@ -160,9 +128,6 @@ def test_gradients_are_waited_for_at_the_step_only(options, late, monkeypatch):
     ours = fit(offload(**EXACT), **arguments)
     assert settled.count(True) == 3
     assert_same(ours, fit("auto", **arguments))
-
-
-# -- what stays on the device ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
@@ -183,24 +148,26 @@ def test_masters_of_what_stays_on_the_device_are_updated_when_their_gradients_co
 
 
 class LooksAtTheHead(TinyTransformer):
-    """A unit that reads weights which stay on the device, also when it is recomputed, after their gradient has come."""
+    """Its units read weights that stay on the device, also when they are recomputed, after their gradient has come."""
 
-    def forward(self, tokens):
+    def __init__(self):
+        super().__init__(dropout=0.0)
         for block in self.blocks:
-            block.beside = [self.head.weight]
-        return super().forward(tokens)
+            block.norm2 = Reads(self.head.weight)
 
 
-def reading_the_head(monkeypatch):
-    forward = Block.forward
-    monkeypatch.setattr(
-        Block, "forward", lambda self, x, **kwargs: forward(self, x, **kwargs) * (1 + self.beside[0].detach().mean())
-    )
+class Reads(nn.LayerNorm):
+    def __init__(self, weight):
+        super().__init__(32)
+        self.beside = [weight]
+
+    def forward(self, x):
+        assert self.beside[0].device == x.device
+        return super().forward(x) * (1 + self.beside[0].detach().mean())
 
 
-def test_weights_that_stay_are_as_they_were_until_the_backward_is_over(monkeypatch):
-    reading_the_head(monkeypatch)
-    arguments = {"make_model": lambda: LooksAtTheHead(dropout=0.0), "optimizer": "adam"}
+def test_weights_that_stay_are_as_they_were_until_the_backward_is_over():
+    arguments = {"make_model": LooksAtTheHead, "optimizer": "adam"}
     assert_same(fit(offload(**IGNORE), **arguments), fit(offload(overlap_step=False), **arguments))
 
 
@@ -263,59 +230,31 @@ def test_who_looks_between_micro_batches_finds_gradients(task, options, late_cop
 class ReentrantBlock(nn.Module):
     """Has two backwards inside of its own, the first of which ends in the middle of it."""
 
+    is_there: ClassVar[list[bool]] = []  # whether its weights are, after the first of these backwards
+
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
 
-    is_there: ClassVar[list[bool]] = []  # whether its weights are, after the first of these backwards
-
-    def forward(self, x):
+    def forward(self, x, *, scale):
         x = x + checkpoint(lambda t: torch.tanh(self.first(t)), x, use_reentrant=True)
         x.register_hook(lambda grad: self.is_there.append(self.first.weight.device == grad.device))
         return x + checkpoint(lambda t: torch.tanh(self.second(t)), x, use_reentrant=True)
 
 
-class Reentrant(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.blocks = nn.Embedding(61, 32), nn.ModuleList(ReentrantBlock() for _ in range(4))
-        self.head = nn.Linear(32, 61).requires_grad_(False)  # the first gradient comes from inside
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def reentrant():
+    model = TinyTransformer(depth=4)
+    model.blocks = nn.ModuleList(ReentrantBlock() for _ in range(4))
+    model.head.requires_grad_(False)  # the first gradient comes from inside
+    model.norm.requires_grad_(False)
+    return model
 
 
 @pytest.mark.parametrize("options", [{}, IGNORE], ids=str)
 def test_a_backward_inside_a_units_own_does_not_end_it(options):
-    ours, plain = (fit(strategy, make_model=Reentrant) for strategy in (offload(**options), "auto"))
+    ours, plain = (fit(strategy, make_model=reentrant) for strategy in (offload(**options), "auto"))
     assert ours[0].losses == pytest.approx(plain[0].losses, rel=1e-5)
     assert all(ReentrantBlock.is_there) and ReentrantBlock.is_there
-
-
-class StepsTwice(Task):
-    automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer, loss = self.optimizers(), self.loss(batch)
-        self.record(loss)
-        self.manual_backward(loss)
-        optimizer.step()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("late", ["to the device"], indirect=True)
-@pytest.mark.parametrize("options", [{}, EXACT], ids=str)
-def test_a_second_step_waits_for_the_copies_of_the_first(options, late):
-    ours = fit(offload(**options), task=StepsTwice)
-    training_device.make_late("nothing")
-    assert_same(ours, fit(offload(**options, stream_weights=False), task=StepsTwice))
-
-
-# -- two uses of a unit, one after the other ---------------------------------------------------------------------------
 
 
 class Partly(nn.Module):

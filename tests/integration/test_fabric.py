@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -12,12 +11,12 @@ from torch import nn
 from lightning_cxl import CXLFabricStrategy
 from tests import training_device
 from tests.integration.fabric_loop import make_fabric
+from tests.integration.training import assert_equal
 from tests.models import TinyTransformer
 
 
 @pytest.fixture
 def strategies():
-    """Make strategies of ours, which are torn down at the end."""
     made = []
 
     def make(**options):
@@ -30,11 +29,10 @@ def strategies():
 
 
 def test_the_strategy_by_name():
-    """Its signature has the options, for whoever completes them."""
     strategy = make_fabric("cxl_offload").strategy
     assert isinstance(strategy, CXLFabricStrategy) and "not set up" in str(strategy)
     assert strategy.distributed_sampler_kwargs is None, "one process keeps its sampler"
-    assert "tier_rules" in str(CXLFabricStrategy.__init__.__signature__)
+    assert "tier_rules" in str(CXLFabricStrategy.__init__.__signature__), "for whoever completes options"
 
 
 def test_a_file_has_the_master_weights_of_its_own_optimizer_only(strategies):
@@ -57,53 +55,45 @@ def test_weights_that_are_moved_in_the_optimizer_between_two_forwards_are_those_
         fabric, model = make_fabric(strategy), TinyTransformer(dropout=0.0)
         model, optimizer = fabric.setup(model, make(model.parameters()))
         tokens, losses = torch.randint(0, 37, (2, 8)).to(training_device.current), []
-        for by in (0.5, -0.5) * 2:
+        for climbs in (True, False, True, False):
             losses.append(model(tokens).square().mean())
             fabric.backward(losses[-1])
             moved = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            if by > 0:
-                ascent = [by * p.grad.clone() for p in moved]
-            for p, each in zip(moved, ascent, strict=True):
-                torch.no_grad()(p.add_)(each, alpha=1 if by > 0 else -1)
-            if by < 0:
+            if climbs:
+                ascent = [0.5 * p.grad.clone() for p in moved]
+            with torch.no_grad():
+                for p, each in zip(moved, ascent, strict=True):
+                    p.add_(each, alpha=1 if climbs else -1)
+            if not climbs:
                 optimizer.step()
             optimizer.zero_grad()
         results.append(torch.stack(losses).detach())
     assert len(set(results[0].tolist())) == 4
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=0)
-    torch.testing.assert_close(results[2], results[0], rtol=1e-5, atol=0)
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-5, atol=0)
 
 
 def test_a_frozen_model_is_placed_and_streams(strategies):
-    fabric = make_fabric(strategies(stream_weights=True))
-    model = TinyTransformer(dropout=0.0)
+    strategy = strategies(stream_weights=True)
+    fabric = make_fabric(strategy)
+    with fabric.init_module():
+        model = TinyTransformer(dropout=0.0)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert strategy.report()["roles"]["compute_weights"]["dram"] >= sum(p.nbytes for p in model.parameters())
     expected = copy.deepcopy(model).to(training_device.current)
     frozen = fabric.setup_module(model)
     tokens = torch.ones(2, 8, dtype=torch.long, device=training_device.current)
     with torch.no_grad():
         assert torch.equal(frozen(tokens), expected(tokens))
-    assert fabric.strategy.report()["streamed"]["num_units"] == 3
+    assert strategy.report()["streamed"]["num_units"] == 3
+    for other in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
+        assert other.config == strategy.config and other._loop is None and not other._session.runs, "it begins anew"
 
 
 def test_a_module_without_weights_moves_at_once_and_one_with_weights_when_it_is_set_up(strategies):
     fabric = make_fabric(strategies())
     assert fabric.to_device(nn.BatchNorm1d(3, affine=False)).running_mean.device.type == training_device.current.type
     assert fabric.to_device(nn.Linear(2, 2)).weight.device.type == "cpu"
-
-
-def test_a_module_is_created_on_its_tier(strategies):
-    strategy = strategies(stream_weights=True)
-    with make_fabric(strategy).init_module():
-        model = TinyTransformer()
-    assert {p.device.type for p in model.parameters()} == {"cpu"}
-    assert strategy.report()["roles"]["compute_weights"]["dram"] >= sum(p.nbytes for p in model.parameters())
-
-
-def test_copies_of_a_strategy_begin_anew(strategies):
-    strategy = strategies(num_threads=1)
-    make_fabric(strategy).setup_module(TinyTransformer())
-    for other in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
-        assert other.config == strategy.config and other._loop is None and not other._session.runs
 
 
 def of_five_blocks(strategy):
@@ -113,54 +103,28 @@ def of_five_blocks(strategy):
     return fabric, *fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_backward_that_failed_leaves_nothing_for_the_next_ones(strategies, direct):
-    """As where the user catches that memory of the device is full, and takes the batch again."""
+def step(fabric, model, optimizer, **zero):
+    fabric.backward(model(torch.arange(16, device=training_device.current).view(2, 8)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad(**zero)
 
-    def fail(_grad):
-        raise ArithmeticError
 
-    runs = []
-    for given in ("auto", strategies(stream_weights=True)):
-        fabric, model, optimizer = of_five_blocks(given)
-        for step in range(4):
-            tokens = (torch.arange(16, device=training_device.current) + step).view(2, 8)
-            for fails in (step == 1, False):
-                output = []
-                hook = model.blocks[2].register_forward_hook(lambda *args, kept=output: kept.append(args[-1]))
-                loss = model(tokens).square().mean()
-                hook.remove()
-                if fails:
-                    output[0].register_hook(fail)
-                with pytest.raises(ArithmeticError) if fails else nullcontext():
-                    loss.backward() if direct else fabric.backward(loss)
-                if not fails:
-                    break
-                optimizer.zero_grad()
-            optimizer.step()
-            optimizer.zero_grad()
-        runs.append({name: value.cpu() for name, value in model.state_dict().items()})
-    assert all(torch.equal(value, runs[1][name]) for name, value in runs[0].items())
+def weights_of(model):
+    return {name: value.cpu().clone() for name, value in model.state_dict().items()}
 
 
 def test_an_optimizer_that_is_loaded_alone_brings_no_weights_back(strategies):
     runs = []
     for given in ("auto", strategies()):
-        fabric, model, optimizer = of_five_blocks(given)
-        start = {name: value.cpu().clone() for name, value in model.state_dict().items()}
-
-        def step(fabric=fabric, model=model, optimizer=optimizer):
-            fabric.backward(model(torch.arange(16, device=training_device.current).view(2, 8)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-
-        step()
+        parts = _, model, optimizer = of_five_blocks(given)
+        start = weights_of(model)
+        step(*parts)
         saved = copy.deepcopy(optimizer.state_dict())
         model.load_state_dict(start)
         optimizer.load_state_dict(saved)
-        step()
-        runs.append({name: value.cpu() for name, value in model.state_dict().items()})
-    assert all(torch.equal(value, runs[1][name]) for name, value in runs[0].items())
+        step(*parts)
+        runs.append(weights_of(model))
+    assert_equal(*runs)
 
 
 def test_parameters_that_join_an_optimizer_of_master_weights(strategies):
@@ -176,11 +140,9 @@ def test_parameters_that_join_an_optimizer_of_master_weights(strategies):
         if later:
             optimizer.add_param_group({"params": joining})
         for _ in range(2):
-            fabric.backward(model(torch.arange(16, device=training_device.current).view(2, 8)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        runs.append({name: value.cpu() for name, value in model.state_dict().items()})
-    assert all(torch.equal(value, runs[1][name]) for name, value in runs[0].items())
+            step(fabric, model, optimizer)
+        runs.append(weights_of(model))
+    assert_equal(*runs)
 
 
 @pytest.mark.parametrize("after", ["fp32", "split"])
@@ -195,13 +157,11 @@ def test_masters_that_are_loaded_with_an_optimizer_alone_leave_the_models_weight
         if saved is not None:
             optimizer.load_state_dict(saved)
             optimizer.param_groups[0]["lr"], steps = 0.0, 1
-        start = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        start = weights_of(model)
         for _ in range(steps):
-            fabric.backward(model(torch.arange(16, device=training_device.current).view(2, 8)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+            step(fabric, model, optimizer)
         saved = copy.deepcopy(optimizer.state_dict())
-    assert all(torch.equal(value.cpu(), start[name]) for name, value in model.state_dict().items())
+    assert_equal(weights_of(model), start)
 
 
 def test_a_gradient_that_was_set_to_zero_is_no_part_of_a_sum_for_hooks(strategies):
@@ -209,7 +169,5 @@ def test_a_gradient_that_was_set_to_zero_is_no_part_of_a_sum_for_hooks(strategie
     seen = []
     model.module.blocks[1].qkv.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
     for _ in range(3):
-        fabric.backward(model(torch.arange(16, device=training_device.current).view(2, 8)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+        step(fabric, model, optimizer, set_to_none=False)
     assert len(seen) == 3

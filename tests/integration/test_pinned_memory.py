@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 
 from lightning_cxl.devices import device_type_of
 from lightning_cxl.memory.placement import TensorRole
@@ -17,8 +16,6 @@ SLAB_BYTES = 64 * 1024
 
 
 class Registrations:
-    """Ranges that the driver has page-locked, and how often it was asked."""
-
     def __init__(self) -> None:
         self.calls: list[int] = []  # bytes
         self.ranges: dict[int, int] = {}
@@ -49,65 +46,41 @@ def registrations(monkeypatch, device_apart):
 
 
 class LateTask(Task):
-    """Makes its model when the strategy says where weights are created."""
-
-    def __init__(self, registrations: Registrations) -> None:
-        super().__init__(torch.nn.Identity(), "adamw")
-        self.registrations = registrations
+    """Makes its model when the strategy says where weights are created; notes what is page-locked, and when."""
 
     def configure_model(self):
         self.model = TinyTransformer(width=64, depth=6, dropout=0.0)
         self.created = len(self.registrations.calls)
 
+    def on_train_start(self):
+        self.held, self.registered = sum(self.registrations.ranges.values()), sum(self.registrations.calls)
+        self.roles = self.trainer.strategy.report()["roles"]
 
-def test_weights_are_page_locked_once_where_they_stay(registrations):
-    module = LateTask(registrations)
-    at_start = []
-
-    class Start(Callback):
-        def on_train_start(self, trainer, *_):
-            roles = trainer.strategy.report()["roles"]
-            at_start.append((sum(registrations.ranges.values()), sum(registrations.calls), roles))
-
-    make_trainer(offload(), max_steps=1, callbacks=[Start()]).fit(module, token_data(1, length=8))
-
-    assert module.created == 0
-    ((held, registered, roles),) = at_start
-    weights = sum(roles[TensorRole.COMPUTE_WEIGHTS.value].values())
-    assert weights > 0
-    assert registered - held < weights // 4  # nothing that large was page-locked and let go
-    streamed = [p for name, p in module.model.named_parameters() if name.startswith("blocks")]
-    assert all(registrations.cover(parameter) for parameter in streamed)
+    def on_before_optimizer_step(self, optimizer):
+        block, cover = self.model.blocks[0].qkv.weight, self.registrations.cover
+        self.seen = {"weight": cover(block), "gradient": cover(block.grad)}
+        if optimizer.state[block]:  # from the second step on
+            self.seen["moment"] = cover(optimizer.state[block]["exp_avg"])
 
 
 @pytest.mark.parametrize("pin_memory", ["auto", False])
-def test_what_the_device_copies_is_page_locked(pin_memory, registrations):
-    module = Task(TinyTransformer(width=64, depth=2, dropout=0.0), "adamw")
-    strategy = offload(pin_memory=pin_memory)
-    seen = {}
-
-    class Look(Callback):
-        def on_before_optimizer_step(self, trainer, module, optimizer):
-            block = module.model.blocks[0].qkv.weight
-            seen.update(weight=registrations.cover(block), gradient=registrations.cover(block.grad))
-            if optimizer.state[block]:  # from the second step on
-                seen["moment"] = registrations.cover(optimizer.state[block]["exp_avg"])
-
-    make_trainer(strategy, max_steps=2, callbacks=[Look()]).fit(module, token_data(2, length=64))
-
+def test_what_the_device_copies_is_page_locked_and_weights_once_where_they_stay(pin_memory, registrations):
+    module = LateTask(torch.nn.Identity())
+    module.registrations = registrations
+    make_trainer(offload(pin_memory=pin_memory), max_steps=2).fit(module, token_data(2, length=64))
     locked = pin_memory == "auto"
-    assert seen == {"weight": locked, "gradient": locked, "moment": False}
-    assert bool(registrations.calls) is locked
+    assert module.seen == {"weight": locked, "gradient": locked, "moment": False}
+    assert bool(registrations.calls) is locked and module.created == 0
+    weights = sum(module.roles[TensorRole.COMPUTE_WEIGHTS.value].values())
+    assert weights > 0
+    assert module.registered - module.held < weights // 4  # nothing that large was page-locked and let go
+    streamed = [p for name, p in module.model.named_parameters() if name.startswith("blocks")]
+    assert all(registrations.cover(parameter) is locked for parameter in streamed)
 
 
-class Forks(Callback):
-    """What a worker of a DataLoader may do, in the middle of a run."""
-
-    def __init__(self, **uses):
-        self.uses, self.found = uses, {}
-
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        self.found = {name: in_child(lambda use=use: use(pl_module.model)) for name, use in self.uses.items()}
+def in_children(model, uses):
+    """What a worker of a DataLoader may do."""
+    return {name: in_child(lambda use=use: use(model)) for name, use in uses.items()}
 
 
 def refused_in_child(use):
@@ -137,10 +110,10 @@ def test_forked_children_that_use_weights_they_do_not_have_get_an_error(weights,
     model = TinyTransformer(depth=6)
     model.blocks[5].norm2.weight = model.blocks[5].norm1.weight  # before `qkv`, which must be hidden nevertheless
     kept.append(model.blocks[4].qkv.weight)
-    forks = Forks(**uses)
-    make_trainer(offload(**options), max_steps=2, callbacks=[forks]).fit(Task(model), token_data(2))
-    after = {name: in_child(lambda use=use: use(model)) for name, use in uses.items()}
-    for found in (forks.found, after):
+    task = Task(model)
+    task.on_train_batch_end = lambda *_: setattr(task, "found", in_children(model, uses))
+    make_trainer(offload(**options), max_steps=2).fit(task, token_data(2))
+    for found in (task.found, in_children(model, uses)):
         for name, text in found.items():
             refused = weights != "pageable" and name not in ("shapes", "nothing")
             assert ("UnsupportedError: this process was forked" in text) if refused else not text, (name, text)

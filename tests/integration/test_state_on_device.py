@@ -3,15 +3,18 @@
 import gc
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
 
 import lightning_cxl
 from lightning_cxl.errors import ConfigError, GradientOverflowError
 from lightning_cxl.optim import cpu_adam
 from tests import training_device
+from tests.cases import others_full
 from tests.integration.training import assert_equal, run, weights_of
 from tests.models import InStep, Task, TinyTransformer
 
@@ -26,16 +29,15 @@ class Fixed(InStep, Task):
         return torch.optim.AdamW(self.named_parameters(), lr=3e-3)
 
 
-def fit(steps=4, *, on_device=True, task=Fixed, bf16=True, precision=None, callbacks=(), **given):
+def fit(steps=4, *, on_device=True, task=Fixed, bf16=True, callbacks=(), **given):
     options = {name: given.pop(name) for name in [*given] if name in lightning_cxl.OffloadConfig.__dataclass_fields__}
-    return run(
-        {"state_on_device": on_device, **options},
-        lambda: task(TinyTransformer(dropout=0.0)),
-        steps,
-        precision=precision or ("bf16-true" if bf16 else "32-true"),
-        callbacks=list(callbacks),
-        **given,
-    )
+    given |= {"precision": "bf16-true" if bf16 else "32-true", "callbacks": list(callbacks)}
+    return run({"state_on_device": on_device, **options}, lambda: task(TinyTransformer(dropout=0.0)), steps, **given)
+
+
+def both(**given):
+    """Weights with it and without."""
+    return (weights_of(fit(on_device=there, **given)[0]) for there in (True, False))
 
 
 class Looks(Callback):
@@ -46,13 +48,9 @@ class Looks(Callback):
 
     def on_train_end(self, trainer, module):
         (group,) = trainer.optimizers[0].param_groups
-        state = trainer.optimizers[0].state
-        self.masters = {name: p.device.type for name, p in zip(group["param_names"], group["params"], strict=True)}
-        self.state = {
-            name: state[p]["exp_avg"].device.type
-            for name, p in zip(group["param_names"], group["params"], strict=True)
-            if p in state
-        }
+        state, named = trainer.optimizers[0].state, dict(zip(group["param_names"], group["params"], strict=True))
+        self.masters = {name: p.device.type for name, p in named.items()}
+        self.state = {name: state[p]["exp_avg"].device.type for name, p in named.items() if p in state}
         self.report = trainer.strategy.report()
 
 
@@ -100,16 +98,14 @@ def test_trains_the_same_bits_and_resumes_with_and_without_it(tmp_path, bf16, on
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    monkeypatch.setattr(
-        cpu_adam, "_DEVICE_CHUNK", 512
-    )  # torch's CPU kernel rounds what is less than a vector otherwise
+    """Of no less than a vector, which torch's CPU kernel rounds otherwise."""
+    monkeypatch.setattr(cpu_adam, "_DEVICE_CHUNK", 512)
 
 
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, 0.3), (3, 0.3), (3, None)])
 def test_sums_and_norms_of_gradients_on_both(accumulate, clip):
     """The norm is the same but for the order of its sum."""
-    given = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
-    ours, plain = (weights_of(fit(on_device=there, **given)[0]) for there in (True, False))
+    ours, plain = both(accumulate_grad_batches=accumulate, gradient_clip_val=clip)
     if clip is None:
         assert_equal(ours, plain)
     else:
@@ -135,6 +131,8 @@ def test_gradients_are_multiplied_by_the_factor_of_their_step(dtype):
 class Overflows(Fixed):
     """The gradient of the head is not finite in its third step."""
 
+    seen = False
+
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         if self.global_step == 2 and not self.seen:
@@ -142,19 +140,11 @@ class Overflows(Fixed):
             self.model.head.weight.register_hook(lambda grad: torch.full_like(grad, math.inf))
         return loss
 
-    def __init__(self, model):
-        super().__init__(model)
-        self.seen = False
 
-
-def test_an_infinite_gradient_leaves_the_step_out():
+def test_an_infinite_gradient_leaves_the_step_out_or_ends_the_run():
     with pytest.warns(lightning_cxl.LightningCXLWarning, match=r"gradient of `model\.head\.weight`"):
         module, _ = fit(3, task=Overflows)
-    before, _ = fit(2)
-    assert_equal(weights_of(module), weights_of(before))
-
-
-def test_an_infinite_gradient_ends_the_run_and_reaches_no_weight():
+    assert_equal(weights_of(module), weights_of(fit(2)[0]))
     with pytest.raises(GradientOverflowError, match=r"gradient of `model\.head\.weight`"):
         fit(3, task=Overflows, on_overflow="error")
 
@@ -164,19 +154,16 @@ def test_memory_that_is_refused_leaves_nothing_half_updated(monkeypatch, refused
     """The loop tries the step again, and trains as if nothing had been."""
     asked, failed, apply = [], [], cpu_adam.AdamStep._apply_on_device
 
-    def refusing(take):
-        def taking(*arguments, **keywords):
-            asked.append(None)
-            if len(asked) == refused + 1:
-                raise torch.OutOfMemoryError("no memory")
-            return take(*arguments, **keywords)
-
-        return taking
+    def refusing(take, *arguments, **keywords):
+        asked.append(None)
+        if len(asked) == refused + 1:
+            raise torch.OutOfMemoryError("no memory")
+        return take(*arguments, **keywords)
 
     def applied(*arguments):
         with monkeypatch.context() as patch:
             for name in ("full", "empty"):
-                patch.setattr(torch, name, refusing(getattr(torch, name)))
+                patch.setattr(torch, name, partial(refusing, getattr(torch, name)))
             apply(*arguments)
 
     class Retries(Fixed):
@@ -210,6 +197,8 @@ def test_what_a_tier_is_asked_for_stays_on_the_host(tmp_path, what, tier):
 
 
 class Unfreezes(Fixed):
+    """Embeds with frozen weights in its first two steps."""
+
     def __init__(self, model):
         super().__init__(model)
         model.embed.requires_grad_(False)
@@ -218,36 +207,24 @@ class Unfreezes(Fixed):
         self.model.embed.requires_grad_(self.global_step >= 2)
 
 
-def test_weights_that_are_unfrozen_later():
-    ours, plain = (weights_of(fit(on_device=there, task=Unfreezes)[0]) for there in (True, False))
+def test_weights_that_are_unfrozen_later_take_nothing_of_the_device():
+    ours, plain = both(task=Unfreezes)
     assert_equal(ours, plain)
     assert not torch.equal(ours["model.embed.weight"], initial().embed.weight.bfloat16())
-
-
-def test_frozen_weights_take_nothing_of_the_device():
-    class Frozen(Unfreezes):
-        def on_train_batch_start(self, batch, batch_idx):
-            pass
-
     looks = Looks()
-    fit(2, task=Frozen, callbacks=[looks])
+    fit(2, task=Unfreezes, callbacks=[looks])
     assert looks.masters["model.embed.weight"] == "cpu" and "model.embed.weight" not in looks.state
 
 
-@pytest.mark.parametrize("bf16", [True, False])
-def test_manual_optimization(bf16):
+class Manual(Fixed):
     """Torch's default dtype is bfloat16 in `training_step` of bf16-true."""
 
-    class Manual(Fixed):
-        automatic_optimization = False
+    automatic_optimization = False
 
-        def training_step(self, batch, batch_idx):
-            self.manual_backward(super().training_step(batch, batch_idx))
-            self.optimizers().step()
-            self.optimizers().zero_grad()
-
-    ours, plain = (weights_of(fit(on_device=there, task=Manual, bf16=bf16)[0]) for there in (True, False))
-    assert_equal(ours, plain)
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+        self.optimizers().zero_grad()
 
 
 class Writes(Fixed):
@@ -268,24 +245,28 @@ class Writes(Fixed):
                 parameter.clamp_(-2, 2)
 
 
-@pytest.mark.parametrize("bf16", [True, False])
-def test_what_users_write_counts(bf16):
-    given = {"task": Writes, "bf16": bf16, "master": "fp32"}  # of split ones, what is written keeps the lower half
-    ours, plain = (weights_of(fit(on_device=there, **given)[0]) for there in (True, False))
-    assert_equal(ours, plain)
+LOOPS = [(Manual, True), (Writes, True), (Manual, False), (Writes, False)]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("task", "bf16"), others_full(LOOPS, LOOPS[:2]))
+def test_manual_optimization_and_what_users_write(task, bf16):
+    # of split masters, what is written keeps the lower half
+    assert_equal(*both(task=task, bf16=bf16, **({"master": "fp32"} if task is Writes else {})))
 
 
 def test_they_are_new_while_updates_of_the_host_are_held(gate):
-    class Reads(Callback):
-        def on_train_batch_end(self, trainer, module, *_):
-            self.embed, self.was_open = module.model.embed.weight.detach().cpu(), gate.is_open.is_set()
-            gate.is_open.set()
+    seen = []
 
-    reads = Reads()
-    module, _ = fit(1, callbacks=[reads])
-    assert not reads.was_open and gate.num_waiting == 3, "three blocks"
-    assert torch.equal(reads.embed, module.model.embed.weight)
-    assert not torch.equal(reads.embed, initial().embed.weight.bfloat16())
+    def reads(trainer, module, *_):
+        assert not gate.is_open.is_set()
+        seen.append(module.model.embed.weight.detach().cpu())
+        gate.is_open.set()
+
+    module, _ = fit(1, callbacks=[LambdaCallback(on_train_batch_end=reads)])
+    assert gate.num_waiting == 3, "three blocks"
+    assert torch.equal(seen[0], module.model.embed.weight)
+    assert not torch.equal(seen[0], initial().embed.weight.bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
