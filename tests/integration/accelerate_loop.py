@@ -29,7 +29,6 @@ def forget_accelerators():
 
 
 def make_accelerator(offload=PLAIN, **arguments):
-    """Return Accelerate's own accelerator, or ours with these options, on the device under test."""
     forget_accelerators()
     fp16 = arguments.get("mixed_precision") == "fp16" and training_device.current.type != "cuda"
     if fp16:
@@ -67,13 +66,11 @@ def made(make_model=TinyTransformer):
 
 
 def prepared(accelerator, make_model=TinyTransformer, data=token_data):
-    """Return model, optimizer, data and scheduler, each as `prepare` gives it."""
     model, optimizer = made(make_model)
     return accelerator.prepare(model, optimizer, data(), warm(optimizer))
 
 
 def steps(accelerator, model, optimizer, data, scheduler=None, *, loss_of=loss_of):
-    """Train an epoch; yields every loss."""
     for batch in data:
         with accelerator.accumulate(model):
             loss = loss_of(model, batch)

@@ -42,8 +42,6 @@ _HANGS_S = 60
 
 
 class Saves(Callback):
-    """Saves a checkpoint after some steps, and removes the one before."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
@@ -72,7 +70,6 @@ class Result(NamedTuple):
 
 
 def train(folder: Path, schedule: str, steps: int, system: FaultySystem | None = None, *, on_ssd=True) -> Result:
-    """Train from the newest checkpoint in a folder, with the system calls of `system`."""
     folder.mkdir(exist_ok=True)
     seed_everything(11, verbose=False)
     module = LlamaInStep(tiny_llama(1).to(torch.bfloat16))
@@ -87,8 +84,6 @@ def train(folder: Path, schedule: str, steps: int, system: FaultySystem | None =
 
 
 class Outcome(NamedTuple):
-    """What came of one fault at one call."""
-
     fault: str
     call: str
     run: str
@@ -159,7 +154,6 @@ class Runs:
 
 
 def _is_clear(error: LightningCXLError, system: FaultySystem) -> bool:
-    """Return whether an error is one that a user can do something with."""
     fault = system.fault or ""
     if not fault.startswith("E"):
         return isinstance(error, (StorageError, TierFullError, CheckpointError, ConfigError))
@@ -184,7 +178,6 @@ def _left(before: dict[str, Any]) -> str:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Return how often what came of each fault."""
     counted = collections.Counter((each.fault, each.run.split(":")[0], each.resumed.split(":")[0]) for each in outcomes)
     lines = [f"{'fault':16}{'run':10}{'resumed':10}{'cases':>6}"]
     lines += [f"{fault:16}{run:10}{resumed:10}{count:6}" for (fault, run, resumed), count in sorted(counted.items())]
@@ -192,7 +185,6 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def bad(outcomes: list[Outcome]) -> list[Outcome]:
-    """Return those that are not allowed."""
     return [
         each
         for each in outcomes

@@ -51,8 +51,6 @@ class Job:
 
 
 class LightningRun:
-    """A LightningModule under the Trainer."""
-
     def __init__(self, job: Job) -> None:
         self.job = job
         self.strategy = "auto" if job.options == PLAIN else offload(**job.options)
@@ -112,8 +110,6 @@ class _Saves(Callback):
 
 
 class _Loop:
-    """What loops of Fabric and of Accelerate share."""
-
     def __init__(self, job: Job) -> None:
         self.job = job
         self.model = job.make_model()
@@ -211,8 +207,6 @@ class AccelerateRun(_Loop):
 
 
 class TrainerRun:
-    """The Trainer of transformers."""
-
     trainer = None
 
     def __init__(self, job: Job) -> None:
@@ -257,25 +251,17 @@ class _Calls(TrainerCallback):
         self.job.losses += [logs[key] for key in ("loss", "grad_norm", "eval_loss") if key in logs]
 
 
-FRONT_ENDS = {
-    "Lightning": LightningRun,
-    "Fabric": FabricRun,
-    "Accelerate": AccelerateRun,
-    "HF Trainer": TrainerRun,
-}
+FRONT_ENDS = {"Lightning": LightningRun, "Fabric": FabricRun, "Accelerate": AccelerateRun, "HF Trainer": TrainerRun}
 
 
 @dataclass
 class Trained:
-    """What came of a job."""
-
     losses: list[float]
     weights: dict[str, torch.Tensor]
     report: dict[str, Any]
 
 
 def train(front_end: str, folder: Path, options=PLAIN, **given) -> Trained:
-    """Train a job through a front end, and end it."""
     job = Job(folder, options, **given)
     run = FRONT_ENDS[front_end](job)
     try:

@@ -21,7 +21,6 @@ _SPEC.loader.exec_module(bench)
 
 
 def job_here(folder, **given):
-    """Return the job on the device under test, which Accelerate is told of."""
     forget_accelerators()
     return bench.Job(folder, device=training_device.current, accelerator=training_device.accelerator(), **given)
 

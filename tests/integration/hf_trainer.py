@@ -13,7 +13,6 @@ NUM_TOKENS = 8
 
 
 def rows(num_rows=16, seed=3):
-    """Return token sequences to learn."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 37, (num_rows, NUM_TOKENS), generator=generator).tolist()
     return [{"input_ids": each, "labels": each} for each in tokens]
@@ -40,16 +39,7 @@ def arguments(folder, *, cls=TrainingArguments, **given):
 
 
 def make_trainer(folder, offload=PLAIN, *, model=None, parts=None, ours=CXLTrainer, **given):
-    """Return transformers' own Trainer, or ours with these options.
-
-    Args:
-        folder: of checkpoints.
-        offload: options, or `PLAIN`.
-        model: None for a tiny Llama, False for none.
-        parts: further arguments of the Trainer.
-        ours: the class with us.
-        **given: arguments of `TrainingArguments`.
-    """
+    """Return transformers' own Trainer, or ours with these options."""
     args = arguments(folder, **given)
     parts = {"train_dataset": rows(), **(parts or {})}
     model = tiny_llama() if model is None else (model or None)
@@ -59,7 +49,6 @@ def make_trainer(folder, offload=PLAIN, *, model=None, parts=None, ours=CXLTrain
 
 
 def losses_of(trainer):
-    """Return what was logged at every step: loss, norm of the gradients and learning rate."""
     return [
         (entry["loss"], entry["grad_norm"], entry["learning_rate"])
         for entry in trainer.state.log_history
@@ -68,14 +57,12 @@ def losses_of(trainer):
 
 
 def finish(trainer):
-    """End what goes on, and return what was trained: (what was logged, weights)."""
     result = losses_of(trainer), weights_of(trainer.model)
     getattr(trainer, "end", trainer.accelerator.end_training)()  # transformers 5.17 has no `end`
     return result
 
 
 def train(folder, offload=PLAIN, *, resume=None, **given):
-    """Train from a fixed seed; returns (what was logged, weights)."""
     trainer = make_trainer(folder, offload, **given)
     trainer.train(resume_from_checkpoint=resume)
     return finish(trainer)

@@ -76,7 +76,6 @@ class Board:
             self._memory[0] = before
 
     def watch(self, owner: type, name: str, phase: str) -> None:
-        """Let a method note that it runs."""
         method = getattr(owner, name)
 
         def watched(*args, **kwargs):
@@ -102,8 +101,6 @@ class Sequential(LlamaTask):
 
 
 class Steps(Callback):
-    """Says when a step begins and ends."""
-
     def __init__(self, board: Board) -> None:
         self._board = board
 
@@ -154,7 +151,6 @@ def _train(folder: Path, options: argparse.Namespace, board: Board, tiers: dict)
 
 
 def born(board: Board, errors: Path, *life) -> int:
-    """Return the process of a new life."""
     child = os.fork()
     if child:
         return child

@@ -48,7 +48,6 @@ def planned():
 
 
 def take_the_checks_away():
-    """Let neither the plan nor the allocator ask what is free."""
     from lightning_cxl.machine.topology import Topology
     from lightning_cxl.planning import decide
 

@@ -82,7 +82,6 @@ ACCUMULATE = (1, 2, 4)
 
 
 def run(options, model, precision, accumulate):
-    """Return losses and weights after four steps."""
     make, task, data = MODELS[model]
     strategy = "auto" if options == PLAIN else offload(**dict(options))
     trainer_args = {"precision": precision, "accumulate_grad_batches": accumulate}

@@ -27,7 +27,6 @@ KINDS = {
 
 
 def quantise_layers(model, kind):
-    """Quantise the linear layers in the blocks of a llama, in place."""
     for layer in model.model.layers:
         for parent in (layer.self_attn, layer.mlp):
             for name, linear in list(parent.named_children()):

@@ -25,8 +25,6 @@ NUM_ROWS = 16
 
 
 class Failing(Task):
-    """Fails on one rank as asked; remembers which rows it has seen."""
-
     def __init__(self, asked) -> None:
         super().__init__(TinyTransformer(vocab=NUM_ROWS, dropout=0.0))
         self.asked, self.rows = asked, []
@@ -133,7 +131,6 @@ def start(
 
 
 def processes_of(group):
-    """Return the numbers of the processes of a group that have not ended."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile

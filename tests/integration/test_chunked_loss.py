@@ -6,7 +6,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_cxl
 from tests.cases import every_value
-from tests.integration import hf_trainer
 from tests.integration.llama import tiny_llama
 from tests.integration.training import EXACT, assert_identical, offload, train
 from tests.models import Task
@@ -18,16 +17,12 @@ VOCABULARY = 4096
 
 
 class FullTask(Task):
-    """The model's own loss, from all logits."""
-
     def loss(self, batch):
         x, y = batch
         return self.model(input_ids=x, labels=x.masked_fill(y % 3 == 0, -100), use_cache=False).loss
 
 
 class ChunkedTask(FullTask):
-    """The same in chunks of 16 tokens."""
-
     def loss(self, batch):
         with lightning_cxl.chunked_loss(self, tokens=16):
             return super().loss(batch)
@@ -75,25 +70,6 @@ def test_is_the_plain_run(case, task):
     assert ours[0] == pytest.approx(expected[0], rel=1e-6)
     for key, value in expected[1].items():
         assert torch.allclose(ours[1][key], value, rtol=1e-4, atol=1e-5), key
-
-
-# -- around the loop of transformers' Trainer --------------------------------------------------------------------------
-
-
-def run(folder, *, chunked, **given):
-    """Train and evaluate; returns losses of steps and evaluations, and how often all logits were made."""
-    tokens = torch.randint(0, 37, (24, 40), generator=torch.Generator().manual_seed(0))
-    rows = [{"input_ids": row, "labels": row} for row in tokens]
-    parts = {"train_dataset": rows[:16], "eval_dataset": rows[16:]}
-    trainer = hf_trainer.make_trainer(
-        folder, parts=parts, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=2, **given
-    )
-    made = []
-    trainer.model.lm_head.register_forward_hook(lambda module, args, output: made.append(type(output) is torch.Tensor))
-    with lightning_cxl.chunked_loss(trainer.model if chunked else Task(torch.nn.Identity()), tokens=16):
-        trainer.train()
-    history = trainer.state.log_history
-    return [entry[key] for entry in history for key in ("loss", "eval_loss", "grad_norm") if key in entry], sum(made)
 
 
 def many_rows():

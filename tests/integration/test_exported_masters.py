@@ -26,7 +26,6 @@ def llama(tied=True):
 
 
 def saved_by(front_end, folder, options):
-    """Return the path of what a front end has saved, and its contents as Lightning has them."""
     tied = front_end in ("Lightning", "Fabric")
     train(front_end, folder, options, make_model=partial(llama, tied), saves=True)
     path = folder / SAVED[front_end]

@@ -126,8 +126,6 @@ def test_planned_bytes_are_what_a_run_holds(tmp_path, front_end):
 
 
 class Poisoned:
-    """Makes one gradient of the third step not a number, and notes weights before each step."""
-
     def __init__(self):
         self.weights = []
 

@@ -15,7 +15,6 @@ OURS = "from lightning_cxl.transformers import CXLTrainer as Trainer\n"
 
 @pytest.fixture
 def files(tmp_path):
-    """A model with its tokenizer, and a text."""
     words = ["<unk>", *(f"w{i}" for i in range(30))]
     word_tokenizer(words).save_pretrained(tmp_path / "model")
     tiny_llama().save_pretrained(tmp_path / "model")

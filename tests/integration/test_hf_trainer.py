@@ -11,16 +11,7 @@ from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedEr
 from lightning_cxl.transformers import CXLTrainer, CXLTrainerMixin
 from tests import training_device
 from tests.cases import every_value
-from tests.integration.hf_trainer import (
-    EXACT,
-    PLAIN,
-    assert_close,
-    assert_identical,
-    finish,
-    make_trainer,
-    rows,
-    train,
-)
+from tests.integration.hf_trainer import EXACT, PLAIN, assert_close, assert_identical, finish, make_trainer, rows, train
 from tests.integration.llama import tiny_llama
 
 STREAMED = {"stream_weights": True}
@@ -43,7 +34,6 @@ CASES = {
 
 
 def run(folder, offload=PLAIN, *, parts=None, **given):
-    """Train; returns all that was logged, but for times, and what was trained."""
     torch._dynamo.reset()
     trainer = make_trainer(folder, offload, parts={"eval_dataset": rows(6, seed=5), **(parts or {})}, **given)
     trainer.train()
@@ -98,7 +88,6 @@ def test_a_loss_scaler(tmp_path, options, given):
         assert_close(found[0][:2], found[1][:2], atol=1e-4)  # last bits of weights decide how some are rounded to fp16
 
 
-# -- evaluation --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", [STREAMED, {"stream_weights": False}], ids=str)
 def test_evaluates_and_predicts_without_training(tmp_path, options):
     found = []
@@ -108,9 +97,6 @@ def test_evaluates_and_predicts_without_training(tmp_path, options):
         found.append((trainer.evaluate()["eval_loss"], trainer.predict(rows(3)).predictions.tolist()))
         finish(trainer)
     assert found[0] == found[1]
-
-
-# -- the user's own objects --------------------------------------------------------------------------------------------
 
 
 def test_an_existing_trainer(tmp_path):
@@ -133,10 +119,7 @@ def test_a_trainer_that_has_trained_is_refused(tmp_path):
     finish(trainer)
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
 class Looks(TrainerCallback):
-    """Reads gradients before the step, as loggers of gradient norms do."""
-
     def __init__(self):
         self.norms = []
 
@@ -212,9 +195,6 @@ def test_a_backward_after_the_training_is_told_so(tmp_path, options):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-# -- a search for hyper-parameters -------------------------------------------------------------------------------------
-
-
 def test_a_smaller_batch_goes_on_in_the_middle(tmp_path):
     found = []
     for options in (PLAIN, {**STREAMED, **EXACT}):
@@ -234,7 +214,6 @@ def test_a_smaller_batch_goes_on_in_the_middle(tmp_path):
     assert_identical(*found)
 
 
-# -- code of others ----------------------------------------------------------------------------------------------------
 def test_a_patched_method_may_edit_gradients(tmp_path, monkeypatch):
     step = Trainer.training_step
 
@@ -256,7 +235,6 @@ def test_a_patched_method_may_edit_gradients(tmp_path, monkeypatch):
     assert norms(ours=type("Mixed", (CXLTrainerMixin, Trainer), {})) == pytest.approx(3 * expected, rel=1e-5)
 
 
-# -- Trainers that would train without us ------------------------------------------------------------------------------
 def test_a_mixin_behind_the_trainer_is_refused_when_the_class_is_made():
     with pytest.raises(ConfigError, match=r"Write `class Mine\(CXLTrainerMixin, Trainer\)`"):
         type("Mine", (Trainer, CXLTrainerMixin), {})

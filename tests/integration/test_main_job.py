@@ -32,7 +32,6 @@ STEPS = 6
 
 
 def make_base(folder):
-    """Write a tiny model with its tokenizer, and conversations beside them."""
     torch.manual_seed(3)
     sizes = {"vocab_size": 262, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     config = tf.LlamaConfig(**sizes, num_hidden_layers=3, tie_word_embeddings=True)
@@ -111,10 +110,7 @@ def test_a_checkpoint_has_adapters_alone_and_resumes_exactly(folder, tmp_path, o
     rest, resumed = fit(module(folder), chats_of(folder), offload(**options), ckpt_path=path)
     assert rest == straight[STEPS // 2 :]
     assert [name for name, value in weights.items() if not torch.equal(value, resumed[name])] == []
-    for changed, message in (
-        ({"target_modules": ["q_proj"]}, "names differ"),
-        ({"lora_alpha": 16}, "'lora_alpha': 8"),
-    ):
+    for changed, message in (({"target_modules": ["q_proj"]}, "names differ"), ({"lora_alpha": 16}, "'lora_alpha': 8")):
         with pytest.raises(CheckpointError, match=message):
             fit(module(folder, lora={**LORA, **changed}), chats_of(folder), offload(**options), ckpt_path=path)
     with pytest.warns(UserWarning, match="not in the checkpoint"):  # Lightning names the base's weights
@@ -184,8 +180,6 @@ def test_what_cannot_be_is_refused(folder, options, message):
     with pytest.raises(ConfigError, match=message):
         fit(CausalLM(**given), chats_of(folder), "auto")
 
-
-# -- what `plan --lora R --quantize ...` says, and what a run holds ----------------------------------------------------
 
 SHAPE = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024}
 ROWS, TOKENS, RANK = 4, 32, 2  # inputs of units are large enough to leave the device

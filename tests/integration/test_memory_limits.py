@@ -27,15 +27,12 @@ ROOM = 250 * MB  # above the plan: 77 MB more than was needed
 
 
 class Group(NamedTuple):
-    """A control group of one child process."""
-
     folder: Path
     limit: str
     usage: str
     swap: str
 
     def run(self, part, extra, *hows):
-        """Run the job in the group, once each way; returns exit statuses, and the lines that each printed."""
         files = [self.folder / name for name in (self.limit, self.usage, "memory.stat")]
         arguments = map(str, [*files, part, extra, *hows])
         command = [sys.executable, "-m", "tests.integration.limited_run", *arguments]

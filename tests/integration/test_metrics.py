@@ -32,7 +32,6 @@ NAMES = {
 
 
 def logged(tmp_path, options, **given):
-    """Return what Lightning's logger got of us, by step, and the Trainer."""
     given |= {"logger": CSVLogger(tmp_path), "log_every_n_steps": 2, "enable_checkpointing": True}
     _, trainer = run(options, lambda: Task(TinyTransformer(dropout=0.0)), 8, **given)
     with (tmp_path / "lightning_logs/version_0/metrics.csv").open() as file:
@@ -161,7 +160,6 @@ def test_fabrics_strategy_returns_them():
 
 
 def rows_of(page):
-    """Return the cells of each row of the tables of a page."""
     rows = (re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row) for row in page.split("<tr>")[1:])
     return [[html.unescape(cell).strip() for cell in row] for row in rows]
 

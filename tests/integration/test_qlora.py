@@ -268,8 +268,6 @@ def test_weights_on_ssd_are_read_and_never_written(folder, tmp_path, monkeypatch
     assert len(frozen) == len(set(frozen)) == LAYERS, "each once, when it moved there"
 
 
-# -- models and adapters of many kinds ---------------------------------------------------------------------------------
-
 GPT2 = {
     "vocab_size": 37, "n_embd": 64, "n_layer": 5, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
     "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
@@ -326,9 +324,6 @@ def test_models_train_as_without_us(tmp_path, case):
 @pytest.mark.parametrize("case", MODELS_ON_CPU)
 def test_models_train_as_without_us_where_the_cpu_computes(tmp_path, case):
     assert_models_train_the_same(tmp_path, *MODELS_ON_CPU[case], stream_weights=True)
-
-
-# -- what kernels read -------------------------------------------------------------------------------------------------
 
 
 def quantised(kind, width=64):

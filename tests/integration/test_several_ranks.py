@@ -13,11 +13,7 @@ from tests.integration.several_ranks import NUM_ROWS, processes_of, start
 pytestmark = [pytest.mark.on_cpu, pytest.mark.slow]
 SECONDS = 60
 """In which all ranks end when one has failed."""
-ENVIRONMENTS = {
-    "machines": "LightningEnvironment",
-    "torchrun": "TorchElasticEnvironment",
-    "slurm": "SLURMEnvironment",
-}
+ENVIRONMENTS = {"machines": "LightningEnvironment", "torchrun": "TorchElasticEnvironment", "slurm": "SLURMEnvironment"}
 
 
 def run(launcher, folder, *arguments, seconds=240, **options):

@@ -151,9 +151,6 @@ def test_a_drive_that_fails_at_the_end_leaves_the_users_optimizers(tmp_path, mon
     assert not after_error or "the error that ended the run was not the only one: cannot write" in caplog.text
 
 
-# -- what a run must not get wrong ------------------------------------------------------------------------------------
-
-
 class DamagesTheDrive(LlamaInStep):
     """Flips a bit of every block of the data file, behind the run's back, and saves."""
 
