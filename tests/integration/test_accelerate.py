@@ -12,6 +12,7 @@ from torch import nn
 
 import lightning_cxl
 from lightning_cxl.errors import ConfigError, LightningCXLWarning, UnsupportedError
+from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.checkpoint import entry_of
 from tests import training_device
 from tests.cases import every_value
@@ -400,6 +401,30 @@ def test_gradients_that_are_cleared_while_updates_run():
         return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
 
     assert_identical(run({**OVERLAPPED, "overlap_step": False}), run(OVERLAPPED))
+
+
+@behind
+@pytest.mark.usefixtures("late_copies")
+def test_gradients_on_their_way_are_cleared_too():
+    """Nobody has said that they are read between micro-batches, so they may be on their way."""
+    training_device.make_late("to the host, much")
+
+    def run(discards):
+        accelerator = make_accelerator({"stream_weights": True})
+        accelerator.offload.loop = Loop(accumulates=True, reads_gradients=False, edits_gradients=False)
+        model, optimizer = accelerator.prepare(*narrow())
+        first, second, *_ = batches()
+        if discards:
+            accelerator.gradient_state._set_sync_gradients(False)
+            accelerator.backward(loss_of(model, first))
+            accelerator.gradient_state._set_sync_gradients(True)
+            optimizer.zero_grad()
+        accelerator.backward(loss_of(model, second))
+        optimizer.step()
+        accelerator.free_memory()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(map(torch.equal, run(discards=False), run(discards=True)))
 
 
 @behind
