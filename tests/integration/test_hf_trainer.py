@@ -263,34 +263,3 @@ def test_gradients_outside_of_the_optimizer_count_for_the_norm(tmp_path):
         part = torch.optim.AdamW(model.model.layers[1].parameters(), lr=1e-3)
         found.append(train(tmp_path, offload, model=model, parts={"optimizers": (part, None)}))
     assert_close(*found)
-
-
-class Averages(torch.optim.SGD):
-    """Evaluates with other weights than it trains, as optimizers without a schedule do."""
-
-    factor = 1.0
-
-    def train(self):
-        self._scale(1.0)
-
-    def eval(self):
-        self._scale(0.5)
-
-    @torch.no_grad()
-    def _scale(self, factor):
-        for parameter in self.param_groups[0]["params"]:
-            parameter.mul_(factor / self.factor)
-        self.factor = factor
-
-
-@pytest.mark.parametrize("options", [STREAMED, {"stream_weights": False}], ids=str)
-def test_optimizers_without_a_schedule_evaluate_with_other_weights(tmp_path, options):
-    found = []
-    for offload in (PLAIN, options):
-        model = tiny_llama()
-        averages = Averages(model.parameters(), lr=0.1)
-        parts = {"optimizers": (averages, torch.optim.lr_scheduler.ConstantLR(averages, 1.0))}
-        found.append(run(tmp_path, offload, model=model, parts=parts, **EVALUATED))
-    (plain, trained), (ours, same) = found
-    assert ours == plain
-    assert_identical(trained, same)

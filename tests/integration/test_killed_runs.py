@@ -5,10 +5,8 @@ import os
 
 import pytest
 
-from lightning_cxl.integrations.lightning import CXLCheckpointIO
 from lightning_cxl.storage.store import Store
 from tests.integration.test_state_on_ssd import REFERENCE, every_step, fit, on_ssd
-from tests.integration.training import offload
 from tests.processes import run_python
 
 pytestmark = pytest.mark.slow
@@ -37,40 +35,6 @@ def test_kills(tmp_path, num_kills, options):
         assert result["losses"] > result["steps"], "no step was taken twice: the kills were not felt"
     assert result["partial_files"] == 0
     assert all(not name.endswith((".partial", ".new")) for name in result["in_folder"])
-
-
-def killed_while_it_saves(monkeypatch, folder, where):
-    """Leave what a run leaves that is killed during its second checkpoint: two generations."""
-
-    def die(*_, **__):
-        raise SystemExit("killed")
-
-    with monkeypatch.context() as patch:
-        commit = Store.commit
-
-        def second(store, details):
-            number = commit(store, details)
-            if number == 2:
-                patch.setattr(Store, "settle", die)
-                if where == "before the file":
-                    patch.setattr(CXLCheckpointIO, "save_checkpoint", die)
-            return number
-
-        patch.setattr(Store, "commit", second)
-        with pytest.raises(SystemExit):
-            fit(on_ssd(folder / "ssd", **REFERENCE), 4, callbacks=[every_step(folder)])
-    return folder / ("epoch=0-step=1.ckpt" if where == "before the file" else "epoch=0-step=2.ckpt")
-
-
-@pytest.mark.parametrize("where", ["before the file", "after the file"])
-def test_a_run_begins_anew_where_one_was_killed_while_it_saved(tmp_path, monkeypatch, caplog, where):
-    straight = fit(offload(), 4)
-    newest = killed_while_it_saves(monkeypatch, tmp_path, where)
-    anew = fit(on_ssd(tmp_path / "ssd", **REFERENCE), 4)
-    assert anew.losses == straight.losses
-    assert f"That of `{newest}` stays" in caplog.text
-    resumed = fit(on_ssd(tmp_path / "ssd", **REFERENCE), 4, ckpt_path=newest)  # it has saved nothing
-    assert resumed.losses == straight.losses[-len(resumed.losses) :] and len(resumed.losses) < 4
 
 
 def test_state_is_let_go_of_when_the_name_of_the_newer_file_lies_on_the_disk(tmp_path, monkeypatch):

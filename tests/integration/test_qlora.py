@@ -10,9 +10,8 @@ from lightning.pytorch import LightningModule, seed_everything
 
 import lightning_cxl
 from lightning_cxl import UnsupportedError, residency
-from lightning_cxl import devices as engine
 from lightning_cxl.storage.store import Store
-from lightning_cxl.streaming.unit_weights import NUM_SLOTS, UnitWeights
+from lightning_cxl.streaming.unit_weights import UnitWeights
 from tests.cases import every_value
 from tests.integration.llama import LlamaTask, tiny_llama
 from tests.integration.quantised import KINDS, quantise
@@ -154,82 +153,6 @@ def test_is_the_run_without_us_on_the_cpu(folder, way, stream):
     # is there twice while it moves, once without gaps
     unit = strategy.report()["streamed"]["host_bytes"] / LAYERS if stream else 0
     assert planned == pytest.approx(peak - unit, rel=0.05)
-
-
-def test_a_run_resumes_as_plain_lightning_does_where_the_base_comes_from_its_files(folder, tmp_path):
-    """bitsandbytes does not load the scales of 4-bit weights from a state dict."""
-
-    class Resumed(QLoRA):
-        strict_loading = False
-
-    def fitted(load, strategy, steps, **arguments):
-        module = Resumed(lambda: load(folder, "nf4, nested"))
-        seed_everything(11, verbose=False)
-        trainer = make_trainer(strategy, max_steps=steps, limit_val_batches=0)
-        trainer.fit(module, token_data(STEPS), **arguments)
-        return module.losses, trainer
-
-    def resumed(load, make_strategy):
-        first, trainer = fitted(load, make_strategy(), STEPS // 2)
-        trainer.save_checkpoint(tmp_path / "half.ckpt")
-        return first + fitted(load, make_strategy(), STEPS, ckpt_path=tmp_path / "half.ckpt")[0]
-
-    expected = resumed(theirs, lambda: "auto")
-    assert len(set(expected)) == STEPS
-    assert resumed(ours, lambda: offload(**EXACT)) == expected
-
-
-@pytest.fixture
-def copies(monkeypatch):
-    """Copies of a run: the home of each that goes to the device, and the host memory of each that comes from there."""
-    to_device, to_host = [], []
-    start = engine.DeviceEngine._start
-
-    def noted(self, stream, copies, *rest, **options):
-        for source, destination in copies:
-            if destination.device.type == "cpu":
-                to_host.append(destination.data_ptr())
-            else:
-                to_device.append(source.data_ptr())
-        return start(self, stream, copies, *rest, **options)
-
-    monkeypatch.setattr(engine.DeviceEngine, "_start", noted)
-    return to_device, to_host
-
-
-def test_frozen_blocks_are_copied_in_once_a_pass_and_never_out(folder, copies):
-    to_device, to_host = copies
-    units, of_steps, frozen = [], [], []
-
-    def bytes_of_frozen():
-        places = [place for unit in units for place in unit.places if len(place.on_host) > 1]  # quantised
-        homes = [each for place in places for each in place.on_host.values()]
-        return [home.reshape(-1).view(torch.uint8).clone() for home in homes]
-
-    class Counting(QLoRA):
-        def on_train_batch_start(self, batch, batch_idx):
-            to_device.clear()
-            to_host.clear()
-            if batch_idx == 0:
-                units.extend(self.trainer.strategy.run._streamer._units)
-                frozen.extend(bytes_of_frozen())
-
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            of_steps.append((list(to_device), list(to_host)))
-
-    module = Counting(lambda: ours(folder, "nf4, nested"))
-    make_trainer(offload(**EXACT), max_steps=STEPS, limit_val_batches=0).fit(module, token_data(STEPS))
-    assert len(units) == LAYERS and all(len(unit.pieces) == 1 for unit in units)
-    homes = [unit.pieces[0].flat for unit in units]
-    for copied_in, copied_out in of_steps[1:]:  # in the first, what the forward needs has been on its way before
-        times = [copied_in.count(home.data_ptr()) for home in homes]
-        # once for the forward; once for the backward, unless a unit is still in a slot
-        assert times == [2] * (LAYERS - NUM_SLOTS) + [1] * NUM_SLOTS
-        assert copied_out
-        for home in homes:
-            assert not any(home.data_ptr() <= address < home.data_ptr() + home.numel() for address in copied_out)
-    assert len(frozen) == LAYERS * 7 * 6
-    assert all(map(torch.equal, frozen, bytes_of_frozen()))
 
 
 @pytest.mark.on_cpu

@@ -141,19 +141,6 @@ def test_every_way_to_train_gives_the_same(tmp_path, way):
     both(tmp_path, **WAYS[way])
 
 
-@pytest.mark.parametrize("in_backward", [True, False])
-def test_residents_and_units_are_updated_at_the_same_time(tmp_path, in_backward):
-    """Two threads update records: the worker those of units, the step those of what stays on the device."""
-
-    def make_model():
-        return tiny_llama(num_layers=6, hidden_size=128, intermediate_size=256)
-
-    options = OVERLAPS["backward" if in_backward else "forward"]
-    for attempt in range(1 if in_backward else 2):
-        ours = train(make_model, on_ssd(tmp_path / f"ssd{attempt}", STATE, **options), steps=8, task=LlamaTask)
-        assert_same(ours, train(make_model, offload(stream_weights=True, **options), steps=8, task=LlamaTask))
-
-
 # -- what users read and write between steps ---------------------------------------------------------------------------
 
 
