@@ -1,22 +1,19 @@
 """Checkpoints that an earlier version wrote go on exactly as they did in it.
 
 Files in ``tests/fixtures/checkpoints``: ``NAME.ckpt`` after three steps, ``NAME.after.pt`` the weights two steps later,
-both written with ``python -m tests.integration.test_earlier_checkpoints [NAME ...]``: those of `ON_SSD` and the folder
-of two ranks by commit 0aefe67, the others by 8ba3d6c. One that refers to state on SSD lies beside its drive in a
-folder (``ssd_reference``), which can be read only where it was written: `WRITTEN_AT`. Gradients are numbers that
-bfloat16 holds exactly, so that the result depends on no matrix product and, with our update, on no CPU. torch's AdamW
-takes roots and divides in another order on another CPU: it may be an ulp off.
+both written by this module as it is in commit 24bfae0, run as a program: those of `ON_SSD` and the folder of two ranks
+with the package of commit 0aefe67, the others with that of 8ba3d6c. One that refers to state on SSD lies beside its
+drive in a folder (``ssd_reference``), which can be read only where it was written: `WRITTEN_AT`. Gradients are numbers
+that bfloat16 holds exactly, so that the result depends on no matrix product and, with our update, on no CPU. torch's
+AdamW takes roots and divides in another order on another CPU: it may be an ulp off.
 """
 
 import shutil
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 import lightning_cxl
@@ -66,19 +63,7 @@ def pattern(count: int, salt: int) -> torch.Tensor:
     return ((torch.arange(count) * 37 + salt * 11) % 101 - 50) / 64
 
 
-class Save(Callback):
-    """Saves at the end of training, while state is where it lies in a run."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer, pl_module):
-        trainer.save_checkpoint(self.path)
-
-
-def run(
-    name: str, steps: int, ckpt_path: Path | None = None, drive: Path | None = None, save: Path | None = None
-) -> tuple[Task, Trainer]:
+def run(name: str, steps: int, ckpt_path: Path, drive: Path | None = None) -> tuple[Task, Trainer]:
     options = dict((CASES | ON_SSD | {SHARDED: {}, REFERENCE: {"checkpoint": "reference"}})[name])
     size, precision = options.pop("size", 16), options.pop("precision", "32-true")
     if drive is not None:
@@ -87,9 +72,7 @@ def run(
     trainer = Trainer(
         accelerator="cpu", precision=precision, max_steps=steps, max_epochs=-1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        devices=2 if "--devices=2" in sys.argv else 1,
-        accumulate_grad_batches=options.pop("accumulate_grad_batches", 1),
-        callbacks=[Save(save)] if save else [],
+        devices=1, accumulate_grad_batches=options.pop("accumulate_grad_batches", 1),
         strategy=lightning_cxl.CXLOffloadStrategy(**options),
     )  # fmt: skip
     task = Task(size)
@@ -138,34 +121,3 @@ def test_the_folder_of_two_ranks_goes_on_in_one_process():
     task, trainer = run(SHARDED, 5, FOLDER / f"{SHARDED}.ckpt")
     assert trainer.global_step == 5
     assert_reached(task, SHARDED)
-
-
-def write(names: list[str]) -> None:
-    """Write the files, and check that a run without a stop ends at the same weights."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        path = FOLDER / f"{name}.ckpt"
-        with tempfile.TemporaryDirectory() as folder:
-            first, second, third = (Path(folder, each) if "ssd" in name else None for each in "123")
-            if name == SHARDED:
-                command = [sys.executable, "-m", "tests.integration.test_earlier_checkpoints", "--devices=2"]
-                subprocess.run(command, check=True)
-            else:
-                if name == REFERENCE:
-                    WRITTEN_AT.mkdir()
-                    path, first, second = WRITTEN_AT / "a.ckpt", WRITTEN_AT / "drive", WRITTEN_AT / "drive"
-                run(name, 3, drive=first, save=path)
-                if name == REFERENCE:
-                    shutil.copytree(WRITTEN_AT, FOLDER / REFERENCE)
-            resumed, _ = run(name, 5, path, second)
-            torch.save(resumed.state_dict(), FOLDER / f"{name}.after.pt")
-            straight, _ = run(name, 5, drive=third)
-            assert_reached(straight, name)
-    shutil.rmtree(WRITTEN_AT, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    if "--devices=2" in sys.argv:
-        run(SHARDED, 3, save=FOLDER / f"{SHARDED}.ckpt")
-    else:
-        write(sys.argv[1:] or [*CASES, *ON_SSD, REFERENCE, SHARDED])
