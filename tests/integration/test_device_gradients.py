@@ -257,6 +257,26 @@ def test_a_backward_inside_a_units_own_does_not_end_it(options):
     assert all(ReentrantBlock.is_there) and ReentrantBlock.is_there
 
 
+class StepsTwice(Task):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer, loss = self.optimizers(), self.loss(batch)
+        self.record(loss)
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("late", ["to the device"], indirect=True)
+@pytest.mark.parametrize("options", [{}, EXACT], ids=str)
+def test_a_second_step_waits_for_the_copies_of_the_first(options, late):
+    ours = fit(offload(**options), task=StepsTwice)
+    training_device.make_late("nothing")
+    assert_same(ours, fit(offload(**options, stream_weights=False), task=StepsTwice))
+
+
 class Partly(nn.Module):
     """Uses all its parameters in one call, and some of them in another."""
 
