@@ -13,8 +13,8 @@ With more torch threads tiny models would spend their time in barriers.
   in one process, which keeps the ranks that they share.
 * Examples of hypothesis are the same in every run of `make test`. `make test-all` tries others as well: see
   tests/hypothesis_profiles.py.
-* Kernels beyond 2^31 elements (tests/numerics/test_adam_large.py and test_grad_kernel_limits.py) are ``full``, too,
-  although no other case shows the same: they take long.
+* Kernels beyond 2^31 elements (tests/numerics/test_large.py) are ``full``, too, although no other case shows the same:
+  they take long.
 """
 
 import contextlib

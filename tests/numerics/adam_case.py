@@ -16,7 +16,7 @@ from lightning_cxl.optim import kernels as formats
 from lightning_cxl.optim.kernels import BLOCK_SIZE
 from lightning_cxl.optim.parameter_state import AdamScalars, scalars_of
 from tests.numerics.reference import blockwise
-from tests.numerics.reference.adam import StateScales, adam_update
+from tests.numerics.reference.adam import adam_update, read
 
 ISAS = _cpu.supported_isas()
 TENSORS = ("weights", "compute", "rest", "grads", "momentum", "variance", "momentum_scale", "variance_scale")
@@ -28,8 +28,6 @@ COMPUTE_DTYPES = {formats.WEIGHTS_BF16: torch.bfloat16, formats.WEIGHTS_FP16: to
 
 
 class Formats(NamedTuple):
-    """How the tensors of a span are kept."""
-
     grad: torch.dtype
     weights: int
     state: formats.StatePrecision
@@ -68,7 +66,6 @@ class Case:
         formats_: Formats,
         key: int = 0x9E3779B97F4A7C15,
     ) -> Case:
-        """Convert float32 tensors to `formats_`."""
         tensors: dict[str, torch.Tensor | None] = dict.fromkeys(TENSORS)
         tensors["grads"] = grads.to(formats_.grad)
         if formats_.weights == formats.WEIGHTS_SPLIT:
@@ -141,26 +138,8 @@ class Case:
     def defined(self, scalars: AdamScalars, first: int = 0) -> Case:
         """Return what the definition in plain torch makes of it; `first` is the number of its first element."""
         new = self.clone()
-        split = self.formats.weights == formats.WEIGHTS_SPLIT
-        adam_update(
-            new["compute"] if split else new["weights"],
-            new["grads"],
-            new["momentum"],
-            new["variance"],
-            scalars,
-            None if split else new.tensors["compute"],
-            remainders=new.tensors["rest"],
-            scales=new.scales,
-            key=self.key,
-            first=first,
-        )
+        adam_update(new.tensors, scalars, self.key, first)
         return new
-
-    @property
-    def scales(self) -> StateScales | None:
-        if self.formats.state != "8bit":
-            return None
-        return StateScales(self["momentum_scale"], self["variance_scale"])
 
     def master(self) -> torch.Tensor:
         if self.formats.weights == formats.WEIGHTS_SPLIT:
@@ -169,11 +148,9 @@ class Case:
 
     def state(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return momentum and variance as float32."""
-        if self.scales is None:
-            return self["momentum"].float(), self["variance"].float()
-        return (
-            blockwise.dequantize(self["momentum"], self.scales.momentum, unsigned=False),
-            blockwise.dequantize(self["variance"], self.scales.variance, unsigned=True),
+        return tuple(
+            read(self[name], self.tensors[f"{name}_scale"], unsigned=name == "variance")
+            for name in ("momentum", "variance")
         )
 
     def assert_same(self, other: Case, context: object = "") -> None:
@@ -197,7 +174,6 @@ def update(
     num_threads: int = 1,
     cpus: Sequence[int] | None = None,
 ) -> None:
-    """Call the kernel."""
     table = array("Q", [number for span in spans for number in span])
     scalars = array("f", [number for row in rows for number in row])
     _adam.update(table, scalars, num_threads, isa, None if cpus is None else array("q", cpus))
@@ -215,12 +191,10 @@ def equal_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def step_scalars_of(step: float, *, decoupled: bool, grad_scale: float = 1.0, **options: object) -> AdamScalars:
-    """Return the scalars of a step with options of a parameter group."""
     return scalars_of({**options, "decoupled_weight_decay": decoupled}, step, grad_scale)
 
 
 def scalars_at(step: float = 3.0, **changes: object) -> AdamScalars:
-    """Return the scalars of an ordinary step, with `changes`."""
     options = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
     return step_scalars_of(step, **(options | changes))  # type: ignore[arg-type]
 

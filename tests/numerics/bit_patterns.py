@@ -21,32 +21,11 @@ def float32_of(bits: torch.Tensor) -> torch.Tensor:
     return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
 
 
-SIGMAS = 5.0
-"""Statistics may be this many standard deviations off: chance alone would do it once in 1.7 million times, and the
-numbers are the same in every run."""
-
-
-def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
-    return torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1].item()
-
-
 def bfloat16_neighbours(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the nearest bfloat16 towards zero and away from it, as bfloat16; the same where the value is one."""
     bits = values.view(torch.int32).long()
     towards, away = float32_of(bits & ~0xFFFF), float32_of((bits + 0xFFFF) & ~0xFFFF)
     return towards.to(torch.bfloat16), away.to(torch.bfloat16)
-
-
-def check_share_rounded_up(value: torch.Tensor, rounded: torch.Tensor, share: float) -> None:
-    """Of n draws, a `share` was rounded away from zero, within 5 standard deviations of the binomial distribution.
-
-    So their mean error is at most 5 * sqrt(share * (1 - share) / n) of the spacing of bfloat16.
-    """
-    towards, away = bfloat16_neighbours(value)
-    assert ((rounded == towards) | (rounded == away)).all()
-    count = rounded.numel()
-    ups = ((rounded == away) & (towards != away)).sum().item()
-    assert abs(ups - share * count) <= SIGMAS * (share * (1 - share) * count) ** 0.5, (value, share, ups)
 
 
 def ulp(values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The compiled Adam kernel against its definition: every combination of formats, size, value and instruction set."""
+"""The compiled Adam kernel against its definition, in every combination of formats, and against torch's own Adam."""
 
 import re
 import shutil
@@ -16,7 +16,6 @@ from tests.numerics.adam_case import (
     COMBINATIONS,
     FIELDS,
     ISAS,
-    PLAIN,
     TENSORS,
     Case,
     Formats,
@@ -25,8 +24,10 @@ from tests.numerics.adam_case import (
     scalars_at,
     seeds,
     step_scalars,
+    step_scalars_of,
     update,
 )
+from tests.numerics.bit_patterns import bfloat16_neighbours, every_upper_half, float32_of, ulp
 from tests.wide_instructions import functions_with_avx
 
 SIZES = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1000]
@@ -69,29 +70,6 @@ def test_equals_the_definition_for_any_hyper_parameters(size, combination, seed,
     expected = start.defined(scalars)
     for isa in ISAS:
         start.clone().run(scalars, isa).assert_same(expected, isa)
-
-
-@examples(60)
-@given(combination=st.sampled_from(COMBINATIONS), seed=seeds, options=st.lists(step_scalars, min_size=3, max_size=3))
-def test_several_steps_equal_the_definition(combination, seed, options):
-    """Every step starts from what the one before made: state stays in its format throughout."""
-    ours = Case.random(300, combination, seed)
-    expected = ours.clone()
-    for scalars in options:
-        expected = expected.defined(scalars)
-        ours.run(scalars)
-    ours.assert_same(expected)
-
-
-@examples(60)
-@given(combination=st.sampled_from(COMBINATIONS), seed=seeds, step=st.integers(1, 10**6), l2=st.booleans())
-def test_learning_rate_zero_changes_the_state_only(combination, seed, step, l2):
-    scalars = scalars_at(float(step), lr=0.0, weight_decay=0.1 if l2 else 0.0, decoupled=not l2)
-    start = Case.random(400, combination, seed)
-    new = start.clone().run(scalars)
-    # 0 * NaN would be NaN: the variance must not have become so
-    assert torch.equal(new.master().view(torch.int32), start.master().view(torch.int32))
-    assert not torch.equal(new["momentum"], start["momentum"])
 
 
 class Guarded:
@@ -150,9 +128,7 @@ def test_unaligned_tensors_are_updated_and_nothing_outside_is_written(combinatio
         ({"cpus": [0, 1024]}, "CPU 1024 of team 0"),
         ({"cpus": [0, -1]}, "CPU -1 of team 0"),
         ({"num_threads": 0}, "num_threads must be at least 1, got 0"),
-        ({"num_threads": -3}, "num_threads must be at least 1, got -3"),
         ({"isa": "sse9"}, "isa 'sse9' cannot be used: this CPU supports baseline"),
-        ({"isa": None}, "isa None cannot be used"),
         ({"first": 1}, "span 1 begins at element 1: it must be a multiple of 65536"),
         ({"first": 2**64 - 65536}, "span 1 begins at element -65536"),
         ({"cut": 1}, "14 numbers per span and 9 per row of scalars, got 27 and 18"),
@@ -193,29 +169,6 @@ def test_every_address_that_a_format_needs_must_be_there(combination):
         other.assert_same(before, name)
 
 
-def test_a_span_of_no_elements_needs_no_address():
-    other = Case.random(100)
-    expected = other.defined(scalars_at())
-    code = Formats(torch.bfloat16, formats.WEIGHTS_SPLIT, "8bit").code
-    empty = [{"key": 7, "formats": code}.get(field, 0) for field in FIELDS]
-    update([empty, other.span(), empty], [scalars_at()])
-    other.assert_same(expected)
-    update([empty], [scalars_at()])
-    update([], [])
-
-
-def test_extreme_but_finite_scalars():
-    """What float32 rounds to zero or infinity is rounded before it is used, as in the definition."""
-    for extreme in (1e-46, 1e-300, 3e38, 1e300):
-        for field in AdamScalars._fields:
-            scalars = scalars_at()._replace(**{field: torch.tensor(extreme, dtype=torch.float64).float().item()})
-            for combination in (PLAIN, Formats(torch.bfloat16, formats.WEIGHTS_SPLIT, "8bit")):
-                start = Case.random(40, combination)
-                expected = start.defined(scalars)
-                for isa in ISAS:
-                    start.clone().run(scalars, isa).assert_same(expected, (field, extreme, isa))
-
-
 def test_step_counts_are_read_before_an_update_and_stored_after_it():
     steps = torch.tensor([0.0, 41.0])
     values, addresses = array("f", [0.0, 0.0]), array("Q", [steps.data_ptr(), steps.data_ptr() + 4])
@@ -235,12 +188,6 @@ def test_the_tables_are_as_wide_as_the_fields_that_are_known():
     assert len(FIELDS) == _adam.SPAN_FIELDS and len(AdamScalars._fields) == _adam.SCALAR_FIELDS
 
 
-def test_equal_bits_tells_zeros_apart_and_nans_not():
-    a = torch.tensor([0.0, float("nan"), 1.0, float("inf")])
-    b = torch.tensor([-0.0, -float("nan"), 1.0, 3e38])
-    assert equal_bits(a, b).tolist() == [False, True, True, False]
-
-
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 @pytest.mark.parametrize(
     ("module", "pattern"),
@@ -253,3 +200,183 @@ def test_no_wide_instruction_outside_the_functions_for_that_isa(module, pattern)
     if module is not _cpu and not kernels:
         pytest.skip("the extension was stripped of its symbols")
     assert not offenders
+
+
+# ---- number formats: what is read and written in 16 bits, split master weights, stochastic rounding ----
+
+PATTERNS = float32_of(every_upper_half(seed=3))
+BF16_STATE = Formats(torch.float32, formats.WEIGHTS_FP32, "bf16")
+
+
+def kept_weights(values: torch.Tensor, weights: int, isa: str, state: formats.StatePrecision = "fp32") -> Case:
+    """Apply a step that changes no weight: learning rate 0, and gradients above 0, as -0.0 - 0.0 is -0.0 again."""
+    zeros, ones = torch.zeros_like(values), torch.ones_like(values)
+    case = Case.of(values, ones, zeros, zeros, Formats(torch.float32, weights, state))
+    return case.run(scalars_at(1.0, lr=0.0, weight_decay=0.0), isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("state", formats.STATE_FORMATS)
+def test_split_master_weights_survive_a_step_bit_for_bit(isa, state):
+    case = kept_weights(PATTERNS, formats.WEIGHTS_SPLIT, isa, state)
+    assert equal_bits(case.master(), PATTERNS).all()
+    assert equal_bits(case["compute"], formats.split(PATTERNS)[0]).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_bfloat16_compute_weights_are_those_of_split_masters_and_float16_ones_are_rounded_as_torch_does(isa):
+    """To float16 to nearest, ties to even; denormals, overflow to infinity, NaN stays NaN."""
+    for weights, expected in (
+        (formats.WEIGHTS_BF16, formats.split(PATTERNS)[0]),
+        (formats.WEIGHTS_FP16, PATTERNS.half()),
+    ):
+        case = kept_weights(PATTERNS, weights, isa)
+        assert equal_bits(case["compute"], expected).all()
+        assert equal_bits(case["weights"], PATTERNS).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_gradient_is_read_exactly(isa, dtype):
+    """With beta1 = 0 the momentum is the gradient, unless that is infinite: infinity * 0 is NaN. So 0.9 for these."""
+    grads = torch.arange(2**16).short().view(dtype)
+    zeros = torch.zeros(2**16)
+    for betas, chosen in (((0.0, 0.999), grads.isfinite()), ((0.9, 0.999), ~grads.isfinite())):
+        case = Case.of(zeros, zeros, zeros, zeros, Formats(dtype, formats.WEIGHTS_FP32, "fp32"))
+        case["grads"].copy_(grads)
+        case.run(scalars_at(betas=betas), isa)
+        assert equal_bits(case["momentum"], grads.float())[chosen].all()
+
+
+def test_rounding_of_state_depends_on_key_and_element_only():
+    """Not on ISA, threads, cuts, or where a span lies among others, which decides how it is cut into chunks."""
+    size = 3 * 65536 + 77
+    start = Case.random(size, BF16_STATE, seed=1)
+    expected = start.defined(scalars_at())
+    for isa in ISAS:
+        for num_threads in (1, 2, 5):
+            for lead in (0, 1, 256, 300, 65535, 70000):
+                ours, before, after = start.clone(), Case.random(lead, BF16_STATE), Case.random(50, BF16_STATE)
+                update([before.span(), ours.span(), after.span()], [scalars_at()], isa, num_threads)
+                for name in ("momentum", "variance"):
+                    assert torch.equal(ours[name], expected[name]), (isa, num_threads, lead)
+            parts = start.clone()
+            cuts = [(0, 65536), (65536, 3 * 65536), (3 * 65536, size)]
+            table = [parts.part(*cut).span(team=team, first=cut[0]) for team, cut in enumerate(cuts)]
+            update(table, [scalars_at()], isa, num_threads)
+            parts.assert_same(expected, (isa, num_threads))
+
+
+def test_random_numbers_go_on_beyond_32_bits_of_elements():
+    """Behind another span, so that a chunk of this one lies across element 2^32."""
+    start = Case.random(3 * 65536, BF16_STATE, seed=2)
+    for first in (2**32 - 65536, 2**32, 2**33 - 2 * 65536, 5 * 2**32):
+        expected = start.defined(scalars_at(), first)
+        for isa in ISAS:
+            for lead in (0, 300):
+                ours, before = start.clone(), Case.random(lead)
+                update([before.span(), ours.span(first=first)], [scalars_at()], isa, 2)
+                ours.assert_same(expected, (first, isa, lead))
+
+
+# ---- torch's own Adam ----
+
+torch_options = st.fixed_dictionaries(
+    {
+        "lr": st.floats(1e-6, 1.0),
+        "betas": st.tuples(st.floats(0, 0.9999), st.floats(0, 0.99999)),
+        "eps": st.sampled_from([1e-8, 1e-6]),
+        "weight_decay": st.sampled_from([0.0, 0.01, 0.3]),
+        "decoupled": st.booleans(),
+        "grad_scale": st.sampled_from([1.0, 2.0**-10, 0.3]),
+    }
+)
+
+
+needs_fma_torch = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="torch fuses multiply and add only in its AVX2 and AVX-512 kernels",
+)
+
+
+def torch_update(case: Case, step: float, **options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One step of torch's own optimizer on float32 copies: new weights, momentum and variance."""
+    momentum, variance = (t.clone() for t in case.state())
+    parameter = torch.nn.Parameter(case.master().clone())
+    # what torch's own GradScaler does before the step
+    parameter.grad = case["grads"].float() * torch.tensor(options.pop("grad_scale"))
+    decoupled = options.pop("decoupled")
+    optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)([parameter], foreach=False, **options)
+    optimizer.state[parameter] = {"step": torch.tensor(step - 1), "exp_avg": momentum, "exp_avg_sq": variance}
+    optimizer.step()
+    return parameter.detach(), momentum, variance
+
+
+def assert_stored(new: Case, momentum: torch.Tensor, variance: torch.Tensor) -> None:
+    """The moments are torch's bit for bit, as the format of the state keeps them."""
+    if new.formats.state == "8bit":
+        for values, name, unsigned in ((momentum, "momentum", False), (variance, "variance", True)):
+            codes, scales = torch.empty_like(new[name]), torch.empty_like(new[f"{name}_scale"])
+            arguments = values.numpy(), codes.numpy(), scales.numpy()
+            _adam.quantize(*arguments, unsigned, "baseline")
+            assert torch.equal(new[name], codes) and torch.equal(new[f"{name}_scale"], scales)
+    elif new.formats.state == "bf16":
+        for values, stored in ((momentum, new["momentum"]), (variance, new["variance"])):
+            towards, away = bfloat16_neighbours(values)
+            assert (equal_bits(stored, towards) | equal_bits(stored, away)).all()
+    else:
+        assert equal_bits(new["momentum"], momentum).all() and equal_bits(new["variance"], variance).all()
+
+
+def assert_within_2_ulp(new: Case, start: Case, theirs: torch.Tensor) -> None:
+    """2 ulp of the weight; where the update is so large that it may cancel the weight, 4 ulp of the larger of the two.
+
+    Torch's ``sqrt`` is off by up to one ulp, which its later roundings make four of the update. With 16- and 8-bit
+    state our formula is another one, whose roundings come on top of torch's: 3 and 8.
+    """
+    of_weight, of_update = (2, 4) if start.formats.state == "fp32" else (3, 8)
+    before = start.master()
+    update = (theirs - before).abs()
+    difference = (new.master().double() - theirs.double()).abs()
+    small = update <= theirs.abs() / 4
+    assert (difference <= of_weight * ulp(theirs))[small].all()
+    assert (difference <= of_update * torch.maximum(ulp(update), ulp(before)))[~small].all()
+
+
+@needs_fma_torch
+@examples(100)
+@given(
+    combination=st.sampled_from(COMBINATIONS),
+    seed=seeds,
+    step=st.integers(1, 10**5),
+    options=torch_options,
+    fill=st.sampled_from([1, 0.1, 1e-6]),
+)
+def test_is_within_2_ulp_of_torch(combination, seed, step, options, fill):
+    start = Case.random(1001, combination, seed, fill=fill)
+    new = start.clone().run(step_scalars_of(float(step), **options))
+    theirs, momentum, variance = torch_update(start, float(step), **options)
+    assert_stored(new, momentum, variance)
+    assert_within_2_ulp(new, start, theirs)
+
+
+@needs_fma_torch
+@examples(100)
+@given(
+    size=st.integers(1, 300),
+    combination=st.sampled_from([c for c in COMBINATIONS if c.state == "fp32"]),
+    seed=seeds,
+    step=st.integers(1, 10**5),
+    options=torch_options,
+    fill=st.sampled_from([1, 1e-6, 1e-19, 1e-37, 1e15]),
+    ratio=st.sampled_from([0, 8, 30]),
+)
+def test_is_torch_bit_for_bit_once_torch_rounds_sqrt_correctly(size, combination, seed, step, options, fill, ratio):
+    """Also where weights, gradients and moments are of very different sizes, denormals among them."""
+    start = Case.random(size, combination, seed, fill=fill, ratio=ratio)
+    new = start.clone().run(step_scalars_of(float(step), **options))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "sqrt", lambda x: x.double().pow(0.5).float())
+        theirs, momentum, variance = torch_update(start, float(step), **options)
+    assert_stored(new, momentum, variance)
+    assert equal_bits(new.master(), theirs).all()

@@ -39,8 +39,8 @@ def test_many_spans_of_mixed_formats_equal_one_call_each(spans, seed, num_thread
         case.assert_same(other, (num_threads, spans, cpus))
 
 
-def test_thousands_of_small_spans():
-    ours = [Case.random(index % 23, COMBINATIONS[index % 36], index) for index in range(2000)]
+def test_a_thousand_small_spans():
+    ours = [Case.random(index % 23, COMBINATIONS[index % 36], index) for index in range(1000)]
     expected = [case.defined(scalars_at()) if index % 50 == 0 else None for index, case in enumerate(ours)]
     singly = [case.clone().run(scalars_at()) for case in ours]
     update([case.span(team=index % 3) for index, case in enumerate(ours)], [scalars_at()], num_threads=4)
@@ -58,21 +58,14 @@ def _which_threads(request):
 
 
 @pytest.mark.usefixtures("_which_threads")
-@pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
-def test_the_number_of_threads_does_not_matter(combination):
-    start = Case.random(5 * 65536 + 300, combination, 1)
-    expected = start.clone().run(scalars_at())
-    for num_threads in (2, 3, 6, 64):
-        start.clone().run(scalars_at(), num_threads=num_threads).assert_same(expected, num_threads)
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 5, 8, 13, 21, 32, 33])
-def test_every_chunk_is_updated_once_whatever_their_number(chunks):
+@pytest.mark.parametrize("number", range(len(COMBINATIONS)))
+def test_the_number_of_threads_does_not_matter(number):
     """A chunk that is left out keeps its values, one that has two turns gets another momentum."""
-    start = Case.random((chunks - 1) * 65536 + 77, COMBINATIONS[chunks % 36], chunks)
+    num_chunks = (1, 2, 3, 4, 5, 8)[number % 6] if number else 33
+    start = Case.random((num_chunks - 1) * 65536 + 77, COMBINATIONS[number], number)
     expected = start.clone().run(scalars_at())
-    for num_threads in (2, 5):
-        start.clone().run(scalars_at(), num_threads=num_threads).assert_same(expected, (chunks, num_threads))
+    for num_threads in (2, 3, 5, 64):
+        start.clone().run(scalars_at(), num_threads=num_threads).assert_same(expected, num_threads)
 
 
 def test_several_updates_at_once():

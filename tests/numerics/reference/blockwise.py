@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_cxl.optim.kernels import BLOCK_SIZE, num_blocks
-from tests.numerics.reference.fma import fused_multiply_add
+from tests.numerics.reference.rounding import fused_multiply_add
 
 _DECADES = 7
 _SHIFT = 2.0**-31  # added to every share, see blockwise_tables.h

@@ -39,17 +39,6 @@ def _sum_of_quarter(squares: torch.Tensor) -> float:
     return lanes.item()
 
 
-def copy(source: torch.Tensor, destination: torch.Tensor) -> float:
-    """Copy and return the sum of squares.
-
-    Args:
-        source: float32, bfloat16 or float16. IN.
-        destination: the same dtype or float32, same shape. OUT.
-    """
-    destination.copy_(source)
-    return sum_of_squares(destination)
-
-
 def accumulate(source: torch.Tensor, accumulator: torch.Tensor, key: int = 0, first: int = 0) -> float:
     """Add and return the sum of squares of the new accumulator.
 

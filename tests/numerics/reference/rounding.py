@@ -1,4 +1,4 @@
-"""Random bits and stochastic rounding in plain torch: what ``cython_ext/include/number_formats.h`` must equal.
+"""Random bits, stochastic rounding and fused sums in plain torch, as in ``cython_ext/include/number_formats.h``.
 
 Bit patterns are int64 tensors here, because torch has little arithmetic for unsigned integers.
 """
@@ -40,3 +40,20 @@ def _multiply(x: torch.Tensor, factor: int) -> torch.Tensor:
     """Return the lower 32 bits of the product of two 32-bit numbers."""
     high, low = factor >> 16, factor & _LOW
     return ((x * high & _LOW) << 16) + x * low & _WORD
+
+
+def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Return float32 ``a * b + c`` rounded once.
+
+    The product is exact in double. The sum is rounded to odd there, which makes the final rounding to float32 the
+    only one that counts (Boldo & Melquiond 2008).
+    """
+    product, addend = a.double() * b.double(), c.double()
+    total = product + addend
+    back = total - product
+    lost = (product - (total - back)) + (addend - back)
+    bits = total.view(torch.int64)
+    inexact = (lost < 0) | (lost > 0)  # neither when the sum is not finite
+    away = torch.where((lost > 0) == (total > 0), 1, -1)
+    odd = torch.where(inexact & (bits % 2 == 0), bits + away, bits)
+    return odd.view(torch.float64).float()
