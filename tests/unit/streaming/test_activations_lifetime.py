@@ -115,11 +115,13 @@ def test_an_exception_in_forward_or_recompute_frees_everything_and_the_next_step
     net.blocks[2].fail = False
     assert_saved(offload, memory, 0)
     loss = net()
+    for block in net.blocks:
+        block.num_calls = 10
     up, net.blocks[1].up = net.blocks[1].up, nn.Linear(3, 3)
     with pytest.raises(RuntimeError):
         loss.backward()
     net.blocks[1].up = up
-    assert [block.num_calls for block in net.blocks] == [2, 2, 2, 1], "recomputes change nothing"
+    assert {block.num_calls for block in net.blocks} == {10}, "recomputes change nothing"
     del loss
     assert_saved(offload, memory, 0)
     net().backward()

@@ -26,6 +26,18 @@ def state_of(unit, *arguments):
     return ModuleState(unit if isinstance(unit, UnitModules) else UnitModules(unit), containers)
 
 
+def test_what_a_replay_does_is_not_seen_by_the_next():
+    unit = Unit()
+    state = state_of(unit)
+    state.settle()
+    for _ in range(2):
+        with state.replay():
+            assert unit.items == [1] and not unit.inner.running_mean.any()
+            unit.items.append(9)
+            unit.inner.running_mean.add_(5.0)
+    assert unit.items == [1] and not unit.inner.running_mean.any()
+
+
 def test_large_buffers_are_copied_only_if_the_forward_changed_them():
     """NaN counts as changed."""
     unit = Unit()
