@@ -70,21 +70,26 @@ def test_a_child_forked_before_or_after_the_first_call_runs_kernels():
 import os, signal, torch
 from lightning_cxl import CPUAdam
 from lightning_cxl.gradients.guard import GradientMeter
+torch.set_num_threads(2)  # kernels with as many threads take torch's, with others their own
 weights = [torch.nn.Parameter(torch.zeros(30_000)) for _ in range(8)]
+source, target = torch.ones(1 << 20), torch.empty(1 << 20)
 for weight in weights:
     weight.grad = torch.zeros(30_000)
-optimizer = CPUAdam(weights, num_threads=4)
+optimizers, meters = [CPUAdam(weights, num_threads=count) for count in (2, 4)], [GradientMeter(2), GradientMeter(4)]
 torch.ones(1 << 22).add_(1)
-meter = GradientMeter(4)
+
+def run():
+    for optimizer, meter in zip(optimizers, meters):
+        optimizer.step()
+        meter.copy_all([(source, target)])
+
 for _ in range(2):  # the second child's parent has threads, which the child has not
     if os.fork() == 0:
         signal.alarm(30)
-        optimizer.step()
-        meter.copy_all([(torch.ones(30_000), torch.empty(30_000))])
+        run()
         os._exit(0)
     assert os.wait()[1] == 0
-    optimizer.step()
-    meter.copy_all([(torch.ones(1 << 20), torch.empty(1 << 20))])
+    run()
 """
     assert run_python("-c", code).returncode == 0
 

@@ -22,7 +22,7 @@ from lightning_cxl.storage.drive import StorageTransfer, System
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from tests.faulty_system import FaultySystem
-from tests.storage_cases import memory_of
+from tests.storage_cases import Gate, memory_of
 from tests.unit.optim.adam_pairs import assert_equal
 
 SHAPES = [(96, 64), (64,), (33, 130), (128, 64), (64, 128), (7,), (5000,)]
@@ -279,6 +279,18 @@ def test_state_outlives_the_store_as_memory(on_ssd, tmp_path) -> None:
     assert state_of(copied)[0]["step"] == 2
 
 
+def test_reads_behind_slow_writes_find_what_was_written(on_ssd) -> None:
+    """Writes take so long that whatever does not wait for them comes first."""
+    gate = Gate()
+    gate.write_seconds = 0.02
+    own = on_ssd(3.4, system=gate)
+    plain = CPUAdam(make_parameters(torch.float32))
+    for step in range(3):
+        take_step(step, own.optimizer, plain)
+        assert torch.equal(state_of(own.optimizer)[5]["exp_avg"], state_of(plain)[5]["exp_avg"])
+    assert_equal_runs(own, plain)
+
+
 def test_a_use_that_fails_changes_nothing(on_ssd) -> None:
     own = on_ssd(1.8, steps=1)
     before = state_of(own.optimizer)
@@ -414,6 +426,19 @@ def test_state_whose_write_failed_is_refused_from_then_on(tmp_path) -> None:
     for use in (own.optimizer.state_dict, own.optimizer.step):
         with pytest.raises(StorageError, match="lost with its run"):
             use()
+
+
+def test_closing_after_several_failed_writes_raises_the_first_error(tmp_path) -> None:
+    gate = Gate()
+    own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=9, system=gate)
+    gate.fails, gate.write_seconds = "write", 0.05
+    for record in own.records[:2]:
+        with own.state.use([record]):
+            pass
+    with pytest.raises(StorageError, match="EIO"):
+        own.state.swapper.close()
+    with contextlib.suppress(StorageError):
+        own.store.close()
 
 
 def test_state_that_an_interrupted_first_step_has_not_reached_is_zero(on_ssd, monkeypatch):
