@@ -62,6 +62,36 @@ def test_an_optimizer_of_bitsandbytes_steps_on_the_host(tmp_path):
     assert_identical(run(), run({"stream_weights": True}))
 
 
+class Averages(torch.optim.SGD):
+    """Evaluates with other weights than it trains, as optimizers without a schedule do."""
+
+    factor = 1.0
+
+    def train(self):
+        self._scale(1.0)
+
+    def eval(self):
+        self._scale(0.5)
+
+    @torch.no_grad()
+    def _scale(self, factor):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(factor / self.factor)
+        self.factor = factor
+
+
+def test_optimizers_without_a_schedule_evaluate_with_other_weights(tmp_path):
+    found = []
+    for offload in (PLAIN, {"stream_weights": False}):
+        model = tiny_llama()
+        averages = Averages(model.parameters(), lr=0.1)
+        parts = {"optimizers": (averages, torch.optim.lr_scheduler.ConstantLR(averages, 1.0))}
+        found.append(run(tmp_path, offload, model=model, parts=parts, **EVALUATED))
+    (plain, trained), (ours, same) = found
+    assert ours == plain
+    assert_identical(trained, same)
+
+
 @pytest.mark.usefixtures("late_copies")
 @pytest.mark.filterwarnings("ignore:the gradient of:lightning_cxl.errors.LightningCXLWarning")  # its first scale
 @pytest.mark.parametrize(("options", "given"), [(EXACT, {}), (STREAMED, {"gradient_accumulation_steps": 2})], ids=str)

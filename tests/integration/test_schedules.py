@@ -410,13 +410,13 @@ def test_a_hook_that_would_find_one_gradient_of_a_sum_is_an_error():
 
 
 class Appends(Block):
-    def __init__(self):
+    def __init__(self, there):
         super().__init__(32, 0.1)
-        self.router = nn.Linear(32, 4)
+        self.router, self.there = nn.Linear(32, 4), there
 
     def forward(self, x, collected):
         shares = self.router(x).softmax(-1)
-        collected["losses"].append(shares.square().mean())
+        collected["losses"].append(shares.square().mean().to(self.there))
         collected["states"].append(super().forward(x) * shares[..., :1])
         return collected["states"][-1]
 
@@ -424,9 +424,9 @@ class Appends(Block):
 class Collects(TinyTransformer):
     """Every block appends a loss and its result to lists that the model reads: more blocks than slots."""
 
-    def __init__(self):
+    def __init__(self, there):
         super().__init__(depth=0)
-        self.blocks.extend(Appends() for _ in range(6))
+        self.blocks.extend(Appends(there) for _ in range(6))
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -440,13 +440,16 @@ class Collects(TinyTransformer):
 
 class AddsLosses(Task):
     def loss(self, batch):
-        return super().loss(batch) + sum(self.model.losses)
+        loss = super().loss(batch)
+        return loss + sum(self.model.losses).to(loss.device)
 
 
 @slow_updates
+@pytest.mark.every_case
 @pytest.mark.parametrize("late", ["copies and kernels"], indirect=True)
-def test_losses_that_blocks_append_to_a_list_of_the_model(late):
-    given = {"make_model": Collects, "task": AddsLosses, "steps": 3}
+@pytest.mark.parametrize("there", [None, "cpu"])  # autograd runs what is on the CPU in another thread
+def test_losses_that_blocks_append_to_a_list_of_the_model(late, there):
+    given = {"make_model": lambda: Collects(there), "task": AddsLosses, "steps": 3}
     assert_same(fit(EXACT, **given), fit("auto", **given))
     for options in ({}, IGNORE):
         assert_same(fit(options, **given), fit(AFTER, **given))

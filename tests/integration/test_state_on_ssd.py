@@ -73,11 +73,25 @@ def test_a_run_without_the_state_refuses_a_checkpoint_that_refers_to_it(tmp_path
         fit(on_ssd(tmp_path / "ssd", **REFERENCE), 3, make_model=lambda: tiny_llama(hidden_size=64).to(torch.bfloat16))
 
 
+class TwoOptimizers(LlamaInStep):
+    """Steps two optimizers itself, and keeps references to them."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self):
+        parameters = list(self.model.parameters())
+        self.mine = [torch.optim.AdamW(half) for half in (parameters[:3], parameters[3:])]
+        return self.mine
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss([each.to(self.device) for each in batch]))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
 @pytest.mark.parametrize("after_error", [False, True])
-def test_a_drive_that_fails_at_the_end_leaves_the_users_optimizer(tmp_path, monkeypatch, caplog, after_error):
-    module, wait = LlamaInStep(bfloat16_llama()), StateSwapper.wait
-    mine = torch.optim.AdamW(module.parameters())
-    module.configure_optimizers = lambda: mine
+def test_a_drive_that_fails_at_the_end_leaves_the_users_optimizers(tmp_path, monkeypatch, caplog, after_error):
+    module, wait = TwoOptimizers(bfloat16_llama()), StateSwapper.wait
 
     def cannot_write(state):
         wait(state)
@@ -93,8 +107,9 @@ def test_a_drive_that_fails_at_the_end_leaves_the_users_optimizer(tmp_path, monk
     with pytest.raises(error, match=text):
         run(on_ssd(tmp_path / "ssd", master="fp32"), module, 2)
     own = {id(parameter) for parameter in module.parameters()}
-    assert "step" not in vars(mine) and not mine.state, "what could not be written is lost"
-    assert {id(parameter) for group in mine.param_groups for parameter in group["params"]} <= own
+    for optimizer in module.mine:
+        assert "step" not in vars(optimizer) and not optimizer.state, "what could not be written is lost"
+        assert {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} <= own
     assert not after_error or "the error that ended the run was not the only one: cannot write" in caplog.text
 
 

@@ -108,6 +108,16 @@ def test_close_refuses_more_and_living_tensors_stay_valid_until_they_die(topolog
     assert used(memory, "held_bytes") == used(memory) == {}
 
 
+def test_what_is_not_reused_leaves_the_budget_when_it_dies(topology) -> None:
+    memory = HostMemory(topology, reuse_below=MIB)
+    buffer = memory.allocate(MIB, DRAM, ROLE)
+    assert used(memory, "held_bytes") == {"dram": MIB}
+    del buffer
+    assert used(memory, "held_bytes") == {}
+    memory.allocate(MIB - 1, DRAM, ROLE)
+    assert used(memory, "held_bytes") == {"dram": 16 * MIB}, "small ones are cut from a slab that is kept"
+
+
 def test_pinned_memory_stays_with_the_driver_when_its_buffer_dies() -> None:
     """A copy that does not block may still read it."""
     host, off = Host(reuse_below=MIB, budgets={}), Host(pin=False)
