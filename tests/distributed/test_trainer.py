@@ -123,6 +123,7 @@ STATES = {
     "float32": {},
     "LoRA": {"lora": {}},
     "LoRA with biases": {"lora": {"bias": "all"}, "biased": True},
+    "LoRA on a quantised base": {"lora": {}, "quantised": "4 bit", "options": {"stream_weights": True}},
     "bf16 with split masters": {"dtype": torch.bfloat16},
     "bf16 with float32 masters": {"dtype": torch.bfloat16, "options": {"master": "fp32"}},
 }
@@ -137,6 +138,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 4}
         (2, 1, "float32"),
         (1, 2, "bf16 with float32 masters"),
         (2, 1, "LoRA"),
+        (2, 1, "LoRA on a quantised base"),
     ],
 )
 def test_another_number_of_processes_goes_on(ranks, tmp_path, before, after, state):

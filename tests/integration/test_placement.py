@@ -131,6 +131,8 @@ tiers:
 
 def test_a_users_own_policy_decides_and_losses_do_not_depend_on_the_policy(tmp_path):
     (tmp_path / "machine.yaml").write_text(SPEEDS)
+    with pytest.raises(ConfigError, match="'bandwidth' needs the speeds of all tiers"):
+        run(offload(policy="bandwidth", tiers={"cxl": "2GiB"}))
     plain = run("cxl_offload").losses
     for policy in (*POLICIES, f"{__name__}.MomentumFar"):
         module = run(offload(policy=policy, tiers={"cxl": "2GiB"}, machine=str(tmp_path / "machine.yaml")))

@@ -127,6 +127,12 @@ def test_names_with_dots_and_nested_state_come_back(tmp_path):
         assert mine.keys() == expected.keys() and mine["step"] == expected["step"]
         assert all(torch.equal(a, b) for a, b in zip(mine["factors"], expected["factors"], strict=True))
         assert torch.equal(mine["of.dim"]["0"], expected["of.dim"]["0"])
+    larger = Model()
+    larger.added = nn.Parameter(torch.ones(2))
+    del larger.weights
+    with pytest.raises(CheckpointError, match=r"lacks \['added'\] \(1\), and the model lacks \['weights\.0'"):
+        folder.read_weights(larger, strict=True)
+    assert folder.read_weights(larger, strict=False) == ["added"] and larger.added.tolist() == [1, 1]
     parameters = list(other.parameters())
     regrouped = Nested([{"params": parameters[:1]}, {"params": parameters[1:]}])
     with pytest.raises(CheckpointError, match=r"`weights\.1`\) are spread over the saved groups"):
