@@ -84,15 +84,16 @@ class Buffer:
             raise ValueError(f"slice [{offset}, {offset + nbytes}) is outside a buffer of {self.nbytes} bytes")
         return Buffer(self.address + offset, nbytes, cut_spans(self.spans, offset, nbytes), None, self)
 
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous tensor over the first bytes of this buffer, sharing memory and keeping it alive."""
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+        """Return a contiguous tensor over the bytes from `offset` on, sharing memory and keeping this buffer alive."""
         num_elements = prod(shape)
         needed = num_elements * dtype.itemsize
-        if needed > self.nbytes:
-            raise ValueError(f"a tensor of shape {tuple(shape)} and {dtype} needs {needed} bytes of {self.nbytes}")
+        if offset < 0 or offset + needed > self.nbytes:
+            where = f"{needed} bytes from {offset} on, of {self.nbytes}"
+            raise ValueError(f"a tensor of shape {tuple(shape)} and {dtype} needs {where}")
         if num_elements == 0:
             return torch.empty(tuple(shape), dtype=dtype)
-        return torch.frombuffer(Range(self.address, needed, self), dtype=dtype, count=num_elements).view(tuple(shape))
+        return torch.frombuffer(Range(self.address + offset, needed, self), dtype=dtype).view(tuple(shape))
 
 
 def cut_spans(spans: Sequence[Span], offset: int, nbytes: int) -> tuple[Span, ...]:

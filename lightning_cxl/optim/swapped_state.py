@@ -58,8 +58,7 @@ class InBuffers(NamedTuple):
         """Return the bytes of a dense tensor as they are in its buffer, in one dimension; others are returned flat."""
         for window, buffer in self.places:
             if is_in(window, tensor.data_ptr()):
-                part = buffer.slice(tensor.data_ptr() - window.address, tensor.nbytes)
-                return part.tensor((tensor.numel(),), tensor.dtype)
+                return buffer.tensor((tensor.numel(),), tensor.dtype, tensor.data_ptr() - window.address)
         return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -79,9 +78,8 @@ class StateRecord:
 
     def take(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return a 1-D tensor of the record."""
-        nbytes = numel * dtype.itemsize
-        tensor = self.window.slice(self._used_bytes, nbytes).tensor((numel,), dtype)
-        self._used_bytes += taken_nbytes(nbytes)
+        tensor = self.window.tensor((numel,), dtype, self._used_bytes)
+        self._used_bytes += taken_nbytes(tensor.nbytes)
         return tensor
 
     def use(self) -> AbstractContextManager[InBuffers]:
@@ -127,8 +125,8 @@ class OnSsd(torch.Tensor):
 
     def shown_in(self, view: Buffer) -> torch.Tensor:
         """Return the tensor in a view of its record, see `StateSwapper.view`."""
-        part = view.slice(self.tensor.data_ptr() - self.record.window.address, self.tensor.nbytes)
-        flat = part.tensor((self.tensor.numel(),), self.tensor.dtype)
+        offset = self.tensor.data_ptr() - self.record.window.address
+        flat = view.tensor((self.tensor.numel(),), self.tensor.dtype, offset)
         plain = flat.as_strided(self.tensor.shape, self.tensor.stride())
         return plain if self._owner is None else sharded_like(plain, self._owner)
 

@@ -105,9 +105,8 @@ class PlacedMemory:
             sizes = [shard.numel() * dtype.itemsize for shard, dtype in parts]
             starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes[:-1])]
             piece = self.memory.allocate(starts[-1] + sizes[-1], placement, role)
-            for index, (shard, dtype), start, size in zip(indices, parts, starts, sizes, strict=True):
-                flat = piece.slice(start, size).tensor((shard.numel(),), dtype)
-                tensors[index] = laid_out_as(flat, shard)
+            for index, (shard, dtype), start in zip(indices, parts, starts, strict=True):
+                tensors[index] = laid_out_as(piece.tensor((shard.numel(),), dtype, start), shard)
         return [tensors[index] for index in range(len(wanted))]
 
     def _trim_for(self, role: TensorRole) -> None:

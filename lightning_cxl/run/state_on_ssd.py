@@ -331,8 +331,7 @@ def whole(states: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]) -> list
         if not is_reference(value):
             return value
         window, dtype = windows[value[_REFERENCE]], getattr(torch, value["dtype"])
-        numel = prod(value["shape"])
-        flat = window.slice(value["offset"], numel * dtype.itemsize).tensor((numel,), dtype)
+        flat = window.tensor((prod(value["shape"]),), dtype, value["offset"])
         return flat.as_strided(value["shape"], value["stride"])
 
     return _converted(states, tensor_of)

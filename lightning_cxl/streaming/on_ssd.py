@@ -352,7 +352,7 @@ class ShardsOnSsd:
                     shard: HostShard = managed.sharded_param._local_tensor
                     shard.settle()
                     filled, shown = (
-                        place.slice(self._nbytes, shard.host.nbytes).tensor((shard.numel(),), shard.dtype)
+                        place.tensor((shard.numel(),), shard.dtype, self._nbytes)
                         for place in (memory, self._record.buffer)
                     )
                     filled.copy_(shard.host.reshape(-1))

@@ -213,7 +213,7 @@ class UnitWeights:
                 each = Place(module_of[id(parameter)], parameter, {}, {})
                 for key, tensor in tensors_of(each.module, parameter).items():
                     new, each.on_host[key] = (
-                        laid_out_as(place.slice(end, tensor.nbytes).tensor((tensor.numel(),), tensor.dtype), tensor)
+                        laid_out_as(place.tensor((tensor.numel(),), tensor.dtype, end), tensor)
                         for place in (memory, host.buffer)
                     )
                     each.on_host[key] = each.on_host[key].data  # no view: its base would hold memory, see `take_in`

@@ -290,7 +290,7 @@ class FileTensor(WeightSource):
     def mapped(self) -> Tensor | None:
         if self.begin % self.dtype.itemsize:  # not aligned
             return None
-        return self.file.pages().slice(self.begin, self.nbytes).tensor(self.shape, self.dtype)
+        return self.file.pages().tensor(self.shape, self.dtype, self.begin)
 
 
 class MergedTensor(WeightSource):
