@@ -84,6 +84,9 @@ def test_buffer_has_exactly_the_size_and_its_spans_cover_it(case: Case) -> None:
     empty = case.resource.allocate(0)
     assert (empty.nbytes, empty.spans, empty.slice(0, 0).spans) == (0, (), ())
     assert empty.tensor((0, 3), torch.float32).shape == (0, 3)
+    for offset in (-4, 1):
+        with pytest.raises(ValueError, match=f"needs 4 bytes from {offset} on, of 4"):
+            case.resource.allocate(4).tensor((1,), torch.float32, offset)
     for nbytes in (1, 63, 64, 4095, 4096, 100_003, 4 * MIB, 4 * MIB + 1, 9_000_001):
         buffer = case.resource.allocate(nbytes)
         assert buffer.nbytes == nbytes
