@@ -193,7 +193,12 @@ BeforeStep = with_hook("on_before_optimizer_step")
 LOOKS = {
     "on_before_optimizer_step": (BeforeStep, []),
     "on_train_batch_end": (with_hook("on_train_batch_end"), []),
-    "clips": (with_hook("configure_gradient_clipping", call=lambda self, *given: self.clip_gradients(*given)), []),
+    "clips": (
+        with_hook(
+            "configure_gradient_clipping", call=lambda self, *given, **named: self.clip_gradients(*given, **named)
+        ),
+        [],
+    ),
     "step pre-hook": (with_hook("configure_optimizers", call=with_step_hook), []),
     "callback": (Recording, [with_hook("on_before_optimizer_step", Callback)()]),
 }
