@@ -86,7 +86,8 @@ class Held(Callback):
 
 def train(case: Case) -> dict[str, Any]:
     """Run a job; return its report, what tiers held and how the process grew."""
-    strategy, held = lightning_cxl.CXLOffloadStrategy(), Held()
+    strategy = lightning_cxl.CXLOffloadStrategy(batch_tokens=case.batch * case.sequence)
+    held = Held()
     trainer = Trainer(
         accelerator="cpu", devices=1, strategy=strategy, max_steps=STEPS, precision=case.precision, callbacks=[held],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
