@@ -369,10 +369,10 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
             warn_of_hidden_gradients(trainer)
         if run.masters.has_separate and not getattr(self.lightning_module, "automatic_optimization", True):
             # a step may call the model several times; SAM writes to `optimizer.param_groups` in between
-            inside = tuple(f"{name}." for name in run.units)
+            hook, inside = BeforeForward(run), tuple(f"{name}." for name in run.units)
             for name, module in self.model.named_modules():
                 if not name.startswith(inside):
-                    active.callback(module.register_forward_pre_hook(BeforeForward(run)).remove)
+                    active.callback(module.register_forward_pre_hook(hook).remove)
         for callback in getattr(trainer, "callbacks", []):
             if isinstance(callback, BaseFinetuning):
                 active.callback(put_back, callback, _EPOCH, vars(callback).get(_EPOCH))
