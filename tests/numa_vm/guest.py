@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -38,55 +38,36 @@ def run(
     It runs as root in a folder of the host, with this environment alone; its output comes out of this process's. Boot
     and command together may take `timeout_s`.
     """
-    mark = b"<end " + os.urandom(8).hex().encode() + b">"
     shares = {f"share{index}": point for index, point in enumerate(mount_points(folder), 1)}
     shares = {"root": "/", **{tag: point for tag, point in shares.items() if point != "/"}}
     kernel, module = fetch.kernel()
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="numa_vm-")))
-        job = job_text(command, str(folder), environment)
-        (scratch / "initrd").write_bytes(initrd(fetch.busybox(), module, job, shares, mark))
+        job, status = job_text(command, str(folder), environment), scratch / "status"
+        (scratch / "initrd").write_bytes(initrd(fetch.busybox(), module, job, shares))
         sockets = {tag: _serve_files(tag, point, scratch, cleanup) for tag, point in shares.items()}
         source, sink = os.pipe()
         cleanup.callback(os.close, source)
-        arguments = [*fetch.qemu(), *_machine_arguments(machine), *_device_arguments(sockets, sink)]
+        arguments = [*fetch.qemu(), *_machine_arguments(machine), *_device_arguments(sockets, sink, status)]
         arguments += ["-kernel", str(kernel), "-initrd", str(scratch / "initrd"), "-append", _KERNEL_OPTIONS]
         _start(arguments, scratch / "console", cleanup, pass_fds=[sink])
         os.close(sink)  # so that the pipe ends with QEMU
-        try:
-            said = relay(source, _write_out, mark, time.monotonic() + timeout_s)
-        except TimeoutError:
+        deadline = time.monotonic() + timeout_s
+        while select.select([source], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not (data := os.read(source, 1 << 16)):
+                break
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+        else:
             print(f"numa_vm: stopped after {timeout_s:g} s", file=sys.stderr)
             return TIMED_OUT
+        said = status.read_text(errors="replace") if status.exists() else ""
         if said.startswith("exit "):
             return int(said.removeprefix("exit "))
         for log in ("console", "root.log"):
             sys.stderr.write((scratch / log).read_text(errors="replace")[-_CONSOLE_BYTES:])
         print(f"numa_vm: the guest ended without a result. {said}", file=sys.stderr)
         return DIED
-
-
-def relay(source: int, write: Callable[[bytes], object], mark: bytes, deadline: float) -> str:
-    """Pass on what comes from a file descriptor until the mark; return the line after it, "" if it never comes."""
-    held = b""
-    while True:
-        if not select.select([source], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise TimeoutError
-        data = os.read(source, 1 << 16)
-        held += data
-        text, found, line = held.partition(mark)
-        if found:
-            write(text)
-            if line.endswith(b"\n") or not data:
-                return line.decode(errors="replace").strip()
-            held = mark + line
-            continue
-        # the end may be the start of the mark
-        kept = 0 if not data else max(k for k in range(len(mark)) if held.endswith(mark[:k]))
-        write(held[: len(held) - kept])
-        held = held[len(held) - kept :]
-        if not data:
-            return ""
 
 
 def mount_points(folder: Path) -> list[str]:
@@ -114,11 +95,6 @@ def check() -> None:
     fetch.kernel()
 
 
-def _write_out(data: bytes) -> None:
-    sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
-
-
 def _machine_arguments(machine: Machine) -> list[str]:
     arguments = ["-accel", "tcg,thread=multi,tb-size=1024", "-cpu", "max,la57=off", *numa_arguments(machine)]
     arguments += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
@@ -126,9 +102,11 @@ def _machine_arguments(machine: Machine) -> list[str]:
     return [*arguments, "-chardev", "stdio,id=con,signal=off", "-serial", "chardev:con"]
 
 
-def _device_arguments(sockets: Mapping[str, Path], sink: int) -> list[str]:
-    arguments = ["-device", "virtio-serial-pci,bus=pcie.0", "-chardev", f"file,id=job,path=/dev/fd/{sink}"]
-    arguments += ["-device", "virtserialport,chardev=job,name=job"]
+def _device_arguments(sockets: Mapping[str, Path], sink: int, status: Path) -> list[str]:
+    arguments = ["-device", "virtio-serial-pci,bus=pcie.0"]
+    for name, path in (("job", f"/dev/fd/{sink}"), ("status", status)):
+        arguments += ["-chardev", f"file,id={name},path={path}"]
+        arguments += ["-device", f"virtserialport,chardev={name},name={name}"]
     for tag, socket in sockets.items():
         arguments += ["-chardev", f"socket,id={tag},path={socket}"]
         arguments += ["-device", f"vhost-user-fs-pci,bus=pcie.0,chardev={tag},tag={tag},queue-size=1024"]

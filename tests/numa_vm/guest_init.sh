@@ -1,6 +1,6 @@
 #!/bin/busybox sh
 # First process of the guest: mounts the host's files with a layer in memory over them, and runs /job/job.sh there.
-# Its output goes to the host through one virtio port; a mark and the exit code end it. The host then stops the machine.
+# Its output goes to the host through one virtio port, and its exit code through another one.
 B=/bin/busybox
 export PATH=/bin
 for d in proc sys dev lower rw new; do $B mkdir -p /$d; done
@@ -10,15 +10,19 @@ $B mount -t devtmpfs dev /dev
 echo 0 > /proc/sys/kernel/printk
 for m in /modules/*.ko; do $B insmod $m || echo "insmod $m failed"; done
 
-i=0 # the port comes a moment after its driver
-until [ -n "$PORT" ] || [ $i -gt 400 ]; do
+i=0 # the ports come a moment after their driver
+until [ -n "$JOB" ] && [ -n "$STATUS" ] || [ $i -gt 400 ]; do
     for p in /sys/class/virtio-ports/*; do
-        [ "$($B cat $p/name 2>/dev/null)" = job ] && PORT=/dev/${p##*/}
+        case $($B cat $p/name 2>/dev/null) in
+            job) JOB=/dev/${p##*/} ;;
+            status) STATUS=/dev/${p##*/} ;;
+        esac
     done
     i=$((i + 1)); $B sleep 0.05
 done
-MARK=$($B cat /job/mark)
-fail() { echo "${MARK}cannot $1" > $PORT; $B sleep 10; $B reboot -f; }
+# QEMU ends with the machine: a moment for what it has still to write
+end() { echo "$1" > $STATUS; $B sleep 1; $B reboot -f; }
+fail() { end "cannot $1"; }
 
 share() { $B mount -t virtiofs -o ro "$1" "$2" || fail "mount $1 at $2"; }
 share root /lower
@@ -43,6 +47,5 @@ $B hostname numavm
 $B cp /job/job.sh /new/run/job.sh
 
 # one process only may have a port open, so the job writes to a pipe
-{ $B chroot /new /bin/sh /run/job.sh < /dev/null; echo "${MARK}exit $?"; } 2>&1 | $B cat > $PORT
-$B sleep 10
-$B reboot -f
+{ $B chroot /new /bin/sh /run/job.sh < /dev/null; echo $? > /code; } 2>&1 | $B cat > $JOB
+end "exit $($B cat /code)"

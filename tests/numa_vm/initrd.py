@@ -10,10 +10,10 @@ _FOLDER = stat.S_IFDIR | 0o755
 _PROGRAM = stat.S_IFREG | 0o755
 
 
-def initrd(busybox: Path, module: Path, job: str, shares: Mapping[str, str], mark: bytes) -> bytes:
+def initrd(busybox: Path, module: Path, job: str, shares: Mapping[str, str]) -> bytes:
     """Return the archive that boots a guest; `shares`: folders of the host by their virtiofs tags, the root first."""
     files = {"bin/busybox": busybox.read_bytes(), "init": _INIT.read_bytes(), "modules/one.ko": module.read_bytes()}
-    files |= {"job/job.sh": job.encode(), "job/mark": mark}
+    files["job/job.sh"] = job.encode()
     files["job/shares"] = "".join(f"{tag} {folder}\n" for tag, folder in shares.items()).encode()
     entries = [(name, _FOLDER, b"") for name in ("bin", "dev", "proc", "sys", "modules", "job")]
     return cpio([*entries, *((name, _PROGRAM, contents) for name, contents in files.items())])
