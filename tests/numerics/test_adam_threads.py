@@ -106,9 +106,6 @@ def test_flushing_denormals_is_the_callers_choice_on_every_thread():
     assert torch.equal(results[2], results[0])
 
 
-# ---- where threads run ----
-
-
 def affinities(*, of_kernels: bool = False) -> dict[int, set[int]]:
     """Return the CPUs of every thread of this process that still runs: the kernels' own threads, or all others."""
     result = {}

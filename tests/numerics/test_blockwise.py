@@ -44,9 +44,6 @@ def draw(size: int, seed: int, *, unsigned: bool, spread: float = 4.0) -> torch.
     return values.abs() if unsigned else values
 
 
-# ---- the map ----
-
-
 @both_maps
 def test_the_map_is_that_of_the_paper(unsigned):
     """Decades of 1, 2, 4 ... 64 steps, twice as many without sign, a code in the middle of each; and 0 and 1."""
@@ -90,9 +87,6 @@ def test_shares_on_either_side_of_every_boundary_get_the_nearest_code(unsigned, 
             assert torch.equal(codes[:255].int(), torch.arange(255, dtype=torch.int32) + expected), scale
 
 
-# ---- special blocks ----
-
-
 @both_maps
 @every_isa
 def test_special_blocks(unsigned, isa):
@@ -123,9 +117,6 @@ def test_special_blocks(unsigned, isa):
     for scale in (0.0, 1e-45, 3e-45, 1e-40, 9.9e-39):
         decoded = kernel_dequantize(torch.arange(256, dtype=torch.uint8), torch.tensor([scale]), unsigned, isa)
         assert (decoded == 0).all(), scale
-
-
-# ---- the kernel ----
 
 
 @both_maps
@@ -174,19 +165,3 @@ def test_the_kernel_refuses_lengths_that_do_not_fit_together():
         with pytest.raises(ValueError, match=re.escape(message)):
             _adam.dequantize(codes, scales, values, False, "baseline")
     assert (arrays[1] == 9).all() and (arrays[2] == 9).all() and (arrays[0] == 0).all()
-
-
-@both_maps
-@pytest.mark.parametrize("size", [1, 255, 256, 257, 10_000])
-def test_bitsandbytes_reads_ours_and_we_read_theirs(unsigned, size):
-    """Equal to 3e-6: maps to 1e-6, and our multiply-add to 26 * 2^-24 of a value at the lower edge of its decade."""
-    functional = pytest.importorskip("bitsandbytes.functional")
-    their_map = functional.create_dynamic_map(signed=not unsigned)
-    torch.testing.assert_close(dynamic_map(unsigned), their_map, rtol=1e-6, atol=0)
-    values = draw(size, size, unsigned=unsigned)
-    their_codes, state = functional.quantize_blockwise(values, code=their_map, blocksize=BLOCK_SIZE)
-    for codes, scales in (quantize(values, unsigned=unsigned), (their_codes, state.absmax)):
-        ours = dequantize(codes, scales, unsigned=unsigned)
-        for qmap in (their_map, dynamic_map(unsigned).clone()):
-            theirs = functional.dequantize_blockwise(codes, absmax=scales, code=qmap, blocksize=BLOCK_SIZE)
-            torch.testing.assert_close(ours, theirs, rtol=3e-6, atol=0)

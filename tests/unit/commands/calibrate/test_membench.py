@@ -1,4 +1,3 @@
-import shutil
 from array import array
 
 import numpy as np
@@ -6,7 +5,6 @@ import pytest
 from hypothesis import strategies as st
 
 from lightning_cxl.native import _cpu, _membench
-from tests.wide_instructions import functions_with_avx
 
 ISAS = _cpu.supported_isas()
 CHUNK = 262144
@@ -61,12 +59,3 @@ def test_every_byte_of_a_stream_is_touched_once_and_no_other(nbytes, access, isa
     found = sweep([memory.row(0, access)], isa=isa)
     assert np.array_equal(memory.room, memory.expected(access))
     assert found == (memory.words() if access == _membench.READ else 0)
-
-
-@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
-def test_no_wide_instruction_outside_the_functions_for_that_isa():
-    """An AVX instruction in common code would stop older CPUs with SIGILL."""
-    kernels, offenders = functions_with_avx(_membench, r"mem_\w+_avx(2|512)")
-    if not kernels:
-        pytest.skip("the extension was stripped of its symbols")
-    assert not offenders
