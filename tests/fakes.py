@@ -1,6 +1,7 @@
 """Doubles: host memory that reuses and poisons what dies, and engines that note what they copy."""
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -28,18 +29,8 @@ class LoggingDeviceEngine(DeviceEngine):
         return super().h2d(source, destination, after=after)
 
 
-class _Chunk(np.ndarray):
-    """Bytes that go back to their memory when the last tensor over them dies."""
-
-    on_death: Callable[["_Chunk"], None] | None = None
-
-    def __del__(self) -> None:
-        if self.on_death is not None:
-            self.on_death(self)
-
-
 class _Bytes:
-    def __init__(self, chunk: _Chunk) -> None:
+    def __init__(self, chunk: np.ndarray) -> None:
         self._chunk = chunk
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -67,15 +58,14 @@ class RecyclingMemory:
             raise MemoryError(f"{nbytes} bytes for {unit} on top of {self.live_bytes}")
         free = self._free.setdefault(nbytes, [])
         memory = free.pop() if free else _aligned(nbytes)
-        chunk = memory.view(_Chunk)
-        chunk.on_death = self._take_back
+        chunk = memory[:]  # dies with the last tensor over it
+        weakref.finalize(chunk, self._take_back, memory).atexit = False
         self.live_bytes += nbytes
         self.num_live += 1
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return _Bytes(chunk)
 
-    def _take_back(self, chunk: _Chunk) -> None:
-        memory = chunk.view(np.ndarray)
+    def _take_back(self, memory: np.ndarray) -> None:
         memory[:] = 0xFF  # NaN in every floating-point type
         self.live_bytes -= memory.nbytes
         self.num_live -= 1

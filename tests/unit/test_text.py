@@ -2,12 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cxl.text import format_bytes, parse_bytes, text_width, wrapped
-
-
-@pytest.fixture(autouse=True)
-def _narrow(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "20")
+from lightning_cxl.text import format_bytes, parse_bytes
 
 
 def test_sizes_are_read_and_what_is_none_is_refused():
@@ -22,12 +17,3 @@ def test_sizes_are_read_and_what_is_none_is_refused():
 def test_sizes_read_back_within_rounding_and_whole_numbers_exactly(nbytes):
     assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.05)
     assert parse_bytes(str(nbytes)) == parse_bytes(nbytes) == nbytes
-
-
-def test_sentences_are_wrapped_at_the_width_of_the_terminal_and_never_below_100_columns(monkeypatch):
-    lines = wrapped("a sentence of many-many words " * 8)
-    assert len(lines) == 3 and max(map(len, lines)) <= text_width() == 100
-    assert lines[0].startswith("a sentence") and all(line.startswith("    ") for line in lines[1:])
-    assert wrapped("a short one", width=8) == ["a short", "    one"]
-    monkeypatch.setenv("COLUMNS", "150")
-    assert text_width() == 150

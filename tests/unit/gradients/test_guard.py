@@ -144,8 +144,6 @@ def test_tensors_that_kernels_do_not_move(source):
     assert meter.sums([home]) == pytest.approx([exact(home)], rel=1e-12)
 
 
-# -- gradients that are not finite ------------------------------------------------------------------------------------
-
 NAMES = ["embed", "body", "head"]
 OWNER = torch.optim.SGD([torch.zeros(1)])
 
@@ -211,9 +209,6 @@ def test_what_was_bad_before_clipping_in_place_is_named():
     spoil(params[2])
     with pytest.warns(LightningCXLWarning, match="`head`"):
         assert not guard.accepts(owner, params)
-
-
-# -- with a loss scaler ------------------------------------------------------------------------------------------------
 
 
 def scaled(make_optimizer, action="skip", *, defer, limit=3):
@@ -313,8 +308,6 @@ def test_overflows_under_a_scaler_count(action):
         with pytest.raises(GradientOverflowError, match="2 steps in a row"):
             overflow()
 
-
-# -- clipping by norm: the same norms and updates as torch's -----------------------------------------------------------
 
 SHAPES = ((300, 7), (5,), (), (0,), (4096,))
 

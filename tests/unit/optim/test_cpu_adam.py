@@ -212,9 +212,6 @@ def test_unfit_compute_weights_are_refused(compute):
     assert torch.equal(master, before)
 
 
-# -- `from_torch` and learning-rate schedulers: nothing the user holds stops working -----------------------------------
-
-
 SCHEDULERS = [
     partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=8),  # changes betas, too
     partial(schedulers.ReduceLROnPlateau, patience=0),

@@ -75,9 +75,6 @@ def test_stochastic_rounding_depends_on_seed_and_order_only():
     assert not torch.equal(one[0], run(seed=1)[0])
 
 
-# -- what changes between two steps ------------------------------------------------------------------------------------
-
-
 def test_gradients_change_format_address_and_order_from_step_to_step():
     ours, theirs = parameters((6, 8)), parameters((6, 8))
     adam, torch_adam = CPUAdam(ours, **HYPER), torch.optim.AdamW(theirs, **HYPER)
@@ -183,9 +180,6 @@ def test_remainders_that_torch_carried_along_are_stale():
         other.load_state_dict(torch_adam.state_dict())
         assert all(torch.equal(m, p.detach().float()) for m, p in zip(masters(other), theirs, strict=True))
         assert other.state[back[0]]["step"] == 4
-
-
-# -- bitsandbytes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("second", [LARGE, SMALL])

@@ -11,6 +11,7 @@ from lightning_cxl.errors import ConfigError, LightningCXLWarning
 from lightning_cxl.machine.topology import nearest_cpu_nodes, usable_cpus
 from lightning_cxl.native import _adam, _cpu
 from lightning_cxl.optim.kernels import Stretch, ThreadTeams
+from tests.unit.machine.test_ranks import write_machine
 
 
 @pytest.fixture(autouse=True)
@@ -104,15 +105,9 @@ CHUNK = _adam.CHUNK
 @pytest.fixture
 def two_sockets(tmp_path):
     """Nodes 0 and 1 with two CPUs each; 2 and 3 without, near to 0 and to 1."""
-    nodes = tmp_path / "sys/devices/system/node"
-    rows = {0: ("0-1", "10 21 14 24"), 1: ("2-3", "21 10 24 14"), 2: ("", "14 24 10 26"), 3: ("", "24 14 26 10")}
-    for node, (cpus, distances) in rows.items():
-        folder = nodes / f"node{node}"
-        folder.mkdir(parents=True)
-        (folder / "cpulist").write_text(cpus + "\n")
-        (folder / "distance").write_text(distances + "\n")
-    (nodes / "online").write_text("0-3\n")
-    return tmp_path
+    return write_machine(
+        tmp_path, ([0, 1], [2, 3], [], []), ("10 21 14 24", "21 10 24 14", "14 24 10 26", "24 14 26 10")
+    )
 
 
 def test_cpus_and_nearest_nodes(two_sockets):

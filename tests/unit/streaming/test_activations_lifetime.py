@@ -310,9 +310,6 @@ def test_a_cache_is_left_out_where_it_is_empty_in_training_or_else_makes_the_uni
     assert len(cache.tokens) == num_tokens + (not repeats) and len(memory.requests) == repeats
 
 
-# -- one saved input
-
-
 def grown(*shape, dtype=torch.float32):
     return torch.randn(*shape, requires_grad=True).to(dtype).mul(1)
 

@@ -8,7 +8,6 @@ import signal
 import threading
 import weakref
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -544,9 +543,6 @@ def test_what_keeps_weights_beyond_a_call_is_refused(engine, stream):
         model(x)
 
 
-# -- writes through ``.data``, which torch does not count: no copy on the device survives a look
-
-
 def in_place(weight, by):
     """As peft merges an adapter."""
     weight.data += by
@@ -677,55 +673,37 @@ def test_who_sees_the_end_of_an_update_of_a_weight_late_does_not_end_the_next_on
     assert type(weight) is nn.Parameter
 
 
-# -- which quantised parameters stream, and what is refused; with a stand-in of the kind that bitsandbytes has
-
-
-class Params4bit(nn.Parameter):
-    """Bytes, with a state object beside them."""
-
-    def __new__(cls, data, *, quantised=True):
-        self = torch.Tensor._make_subclass(cls, data, False)
-        nested = SimpleNamespace(absmax=torch.rand(1), code=torch.rand(256), offset=None)
-        self.bnb_quantized = quantised
-        self.quant_state = None
-        if quantised:
-            self.quant_state = SimpleNamespace(
-                absmax=torch.rand(6), code=torch.rand(16), offset=torch.rand(()), state2=nested
-            )
-        return self
-
-
-def quantised(**options):
-    module = nn.Linear(4, 4)
-    module.weight = Params4bit(torch.randint(256, (96, 1), dtype=torch.uint8), **options)
-    return module
-
-
 def test_what_is_quantised_on_its_way_to_the_device_does_not_stream():
-    model = nn.ModuleDict({"ready": quantised(), "later": quantised(quantised=False)})
+    bnb = pytest.importorskip("bitsandbytes")
+    model = nn.ModuleDict({name: bnb.nn.Linear4bit(16, 12) for name in ("ready", "later")})
+    model["ready"].to("cpu")
     chosen = {name: own for name, _, own in streamable(model, list(model.named_children()))}
     assert any(each is model["ready"].weight for each in chosen["ready"])
     assert not any(each is model["later"].weight for each in chosen["later"])
 
 
-def test_bytes_that_a_forward_replaces_are_an_error_not_garbage():
-    module = quantised()
-    unit = UnitWeights("block", module, [[*module.parameters()]], allocate)
-    unit.enter(torch.zeros(unit.nbytes, dtype=torch.uint8))
-    module.weight.data = torch.zeros(96, 1, dtype=torch.uint8)
-    with pytest.raises(UnsupportedError, match="replaced the bytes of 1 quantised weights"):
-        unit.exit()
-    assert module.weight.data_ptr() == unit.pieces[0].flat.data_ptr()
-
-
-def test_a_parameter_that_its_module_has_replaced_by_its_like_is_put_back():
-    """As peft's DoRA does on the CPU: the other one would show the slot for ever."""
-    module = quantised()
-    own, before = module.weight, module.weight.data.clone()
+def in_a_slot():
+    """Return a quantised layer, the unit of it, and the memory of the slot that it shows."""
+    module = pytest.importorskip("bitsandbytes").nn.Linear4bit(16, 12).to("cpu")
     unit = UnitWeights("block", module, [[*module.parameters()]], allocate)
     slot = torch.empty(unit.nbytes, dtype=torch.uint8)
     slot.copy_(unit.pieces[0].flat)
     unit.enter(slot)
+    return module, unit, slot
+
+
+def test_bytes_that_a_forward_replaces_are_an_error_not_garbage():
+    module, unit, _ = in_a_slot()
+    module.weight.data = torch.zeros(96, 1, dtype=torch.uint8)
+    with pytest.raises(UnsupportedError, match="replaced the bytes of 1 quantised weights"):
+        unit.exit()
+    assert unit.pieces[0].flat.data_ptr() in {each.data_ptr() for each in module.parameters()}
+
+
+def test_a_parameter_that_its_module_has_replaced_by_its_like_is_put_back():
+    """As peft's DoRA does on the CPU: the other one would show the slot for ever."""
+    module, unit, slot = in_a_slot()
+    own, before = unit.parameters[0], module.weight.data.clone()
     module.weight = nn.Parameter(module.weight.data, requires_grad=False)
     unit.exit()
     slot.fill_(0)
