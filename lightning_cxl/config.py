@@ -263,6 +263,11 @@ class OffloadConfig:
         """
         names = [f.name for f in fields(cls)]
         unknown = sorted(set(explicit) - set(names))
+        if "share_weights" in unknown:
+            raise ConfigError(
+                "option share_weights was removed: leave it out. A model that FSDP2 cuts has one copy of its weights "
+                "on each machine"
+            )
         if unknown:
             near = _nearest(unknown[0], names)
             asked = f": did you mean {near}?" if near else f"; the options are: {', '.join(names)}"

@@ -47,6 +47,7 @@ def test_budgets_in_both_forms_and_the_tier_ssd_and_what_front_ends_without_a_co
         ({"tier_rules": {"layers.*": 3}}, r"'layers\.\*': 3 must be a tier name"),
         ({"activation_offload": 1}, "activation_offload must be one of True, False, got 1"),
         ({"num_threads": 0}, "num_threads must be a positive"),
+        ({"share_weights": False}, "option share_weights was removed: leave it out"),
         ({"stream_weight": True}, r"unknown option 'stream_weight': did you mean stream_weights\?"),
     ],
 )
