@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch.optim.lr_scheduler import LinearLR
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from lightning_cxl import CXLFabricStrategy
-from lightning_cxl.transformers import CXLTrainer
 from tests import training_device
 from tests.integration import hf_trainer
 from tests.integration.accelerate_loop import PLAIN, make_accelerator
@@ -41,10 +40,11 @@ class Job:
 
     def __post_init__(self) -> None:
         self.first = HALF if self.resumes else 0
-        self.rows = [each["input_ids"] for each in hf_trainer.rows(2 * STEPS * self.accumulate)]
+        self.rows = hf_trainer.rows(2 * STEPS * self.accumulate)
 
     def batches(self) -> list[torch.Tensor]:
-        return list(torch.tensor(self.rows).split(2))[self.first * self.accumulate :]
+        tokens = torch.tensor([row["input_ids"] for row in self.rows])
+        return list(tokens.split(2))[self.first * self.accumulate :]
 
     def adamw(self, model):
         return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
@@ -52,28 +52,21 @@ class Job:
 
 class LightningRun:
     def __init__(self, job: Job) -> None:
-        self.job = job
-        self.strategy = "auto" if job.options == PLAIN else offload(**job.options)
-        self.module = _Module(job)
+        self.job, self.module = job, _Module(job)
+        self.model = self.module.model
+        self.ours = "auto" if job.options == PLAIN else offload(**job.options)
         self.trainer = make_trainer(
-            self.strategy, precision=job.precision, max_steps=STEPS, accumulate_grad_batches=job.accumulate,
-            gradient_clip_val=job.clip or None, callbacks=[_Saves(job)], num_sanity_val_steps=0,
-            val_check_interval=job.accumulate if job.evaluates else None, check_val_every_n_epoch=None,
+            self.ours, precision=job.precision, max_steps=STEPS, accumulate_grad_batches=job.accumulate,
+            gradient_clip_val=job.clip or None, num_sanity_val_steps=0, check_val_every_n_epoch=None,
+            val_check_interval=job.accumulate if job.evaluates else None,
             limit_val_batches=1 if job.evaluates else 0,
         )  # fmt: skip
-
-    @property
-    def model(self):
-        return self.module.model
 
     def run(self):
         batches = torch.utils.data.DataLoader(self.job.batches(), batch_size=None)
         held_out = torch.utils.data.DataLoader(self.job.batches()[:1], batch_size=None)
         path = self.job.folder / "middle.ckpt" if self.job.resumes else None
         self.trainer.fit(self.module, batches, held_out, ckpt_path=path)
-
-    def report(self):
-        return self.strategy.report()
 
     def end(self):
         pass
@@ -98,15 +91,10 @@ class _Module(LightningModule):
         optimizer = self.job.adamw(self.model)
         return [optimizer], [{"scheduler": LinearLR(optimizer, total_iters=4), "interval": "step"}]
 
-
-class _Saves(Callback):
-    def __init__(self, job):
-        self.job = job
-
-    def on_train_batch_end(self, trainer, *_):
+    def on_train_batch_end(self, *_):
         path = self.job.folder / "middle.ckpt"
-        if self.job.saves and trainer.global_step == HALF and not path.exists():
-            trainer.save_checkpoint(path)
+        if self.job.saves and self.global_step == HALF and not path.exists():
+            self.trainer.save_checkpoint(path)
 
 
 class _Loop:
@@ -143,8 +131,8 @@ class FabricRun(_Loop):
     """A loop as LitGPT's."""
 
     def start(self):
-        self.strategy = "auto" if self.job.options == PLAIN else CXLFabricStrategy(**self.job.options)
-        self.fabric = make_fabric(self.strategy, self.job.precision)
+        self.ours = "auto" if self.job.options == PLAIN else CXLFabricStrategy(**self.job.options)
+        self.fabric = make_fabric(self.ours, self.job.precision)
         model, optimizer = self.fabric.setup(self.model, self.optimizer)
         scheduler = LinearLR(optimizer, total_iters=4)
         self.state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
@@ -165,79 +153,64 @@ class FabricRun(_Loop):
     def load(self):
         self.fabric.load(self.job.folder / "middle.ckpt", self.state)
 
-    def report(self):
-        return self.strategy.report()
-
     def end(self):
         if self.job.options != PLAIN:
-            self.strategy.teardown()
+            self.ours.teardown()
 
 
 class AccelerateRun(_Loop):
     """A loop as Accelerate's guide has it, with accumulation by hand."""
 
-    accelerator = None
+    ours = None
 
     def start(self):
         precision = {"mixed_precision": "bf16"} if self.job.precision == "bf16-mixed" else {}
-        self.accelerator = make_accelerator(self.job.options, **precision)
+        self.ours = make_accelerator(self.job.options, **precision)
         scheduler = LinearLR(self.optimizer, total_iters=4)
-        return self.accelerator.prepare(self.model, self.optimizer, scheduler)
+        return self.ours.prepare(self.model, self.optimizer, scheduler)
 
     def micro_batch(self, model, batch, is_last):
         loss = model(input_ids=batch, labels=batch).loss
-        self.accelerator.backward(loss / self.job.accumulate)
+        self.ours.backward(loss / self.job.accumulate)
         return loss.item()
 
     def clip(self, model, optimizer):
-        self.accelerator.clip_grad_norm_(model.parameters(), self.job.clip)
+        self.ours.clip_grad_norm_(model.parameters(), self.job.clip)
 
     def save(self):
-        self.accelerator.save_state(str(self.job.folder / "middle"))
+        self.ours.save_state(str(self.job.folder / "middle"))
 
     def load(self):
-        self.accelerator.load_state(str(self.job.folder / "middle"))
-
-    def report(self):
-        return self.accelerator.report()
+        self.ours.load_state(str(self.job.folder / "middle"))
 
     def end(self):
-        if self.accelerator is not None:  # it was not refused
-            self.accelerator.free_memory()
+        if self.ours is not None:  # it was not refused
+            self.ours.free_memory()
 
 
 class TrainerRun:
-    trainer = None
+    ours = None
 
     def __init__(self, job: Job) -> None:
         self.job, self.model = job, job.make_model()
+
+    def run(self):
+        job = self.job
         given = {"save_strategy": "steps" if job.saves else "no", "save_steps": HALF}
         if job.evaluates:
             given |= {"eval_strategy": "steps", "eval_steps": 1}
-        self.parts = {
-            "train_dataset": [{"input_ids": row, "labels": row} for row in job.rows],
-            "eval_dataset": [{"input_ids": row, "labels": row} for row in job.rows[:2]],
-            "callbacks": [_Calls(job)],
-        }
-        self.arguments = hf_trainer.arguments(
-            job.folder, bf16=job.precision == "bf16-mixed", max_steps=STEPS, max_grad_norm=job.clip,
-            gradient_accumulation_steps=job.accumulate, train_sampling_strategy="sequential", **given,
+        parts = {"train_dataset": job.rows, "eval_dataset": job.rows[:2], "callbacks": [_Calls(job)]}
+        self.ours = hf_trainer.make_trainer(
+            job.folder, job.options, model=self.model, parts=parts, bf16=job.precision == "bf16-mixed",
+            max_steps=STEPS, max_grad_norm=job.clip, gradient_accumulation_steps=job.accumulate,
+            train_sampling_strategy="sequential", **given,
         )  # fmt: skip
-
-    def run(self):
-        if self.job.options == PLAIN:
-            self.trainer = Trainer(self.model, self.arguments, **self.parts)
-        else:
-            self.trainer = CXLTrainer(self.model, self.arguments, offload=self.job.options, **self.parts)
-        path = self.job.folder / f"checkpoint-{HALF}"
-        self.trainer.train(resume_from_checkpoint=str(path) if self.job.resumes else None)
-
-    def report(self):
-        return self.trainer.report()
+        path = job.folder / f"checkpoint-{HALF}"
+        self.ours.train(resume_from_checkpoint=str(path) if job.resumes else None)
 
     def end(self):
-        if self.trainer is not None and self.job.options != PLAIN:
-            self.trainer.end()
+        if self.ours is not None and self.job.options != PLAIN:
+            self.ours.end()
 
 
 class _Calls(TrainerCallback):
@@ -267,7 +240,7 @@ def train(front_end: str, folder: Path, options=PLAIN, **given) -> Trained:
     try:
         run.run()
         weights = {name: value.detach().cpu().clone() for name, value in run.model.state_dict().items()}
-        return Trained(job.losses, weights, {} if options == PLAIN else run.report())
+        return Trained(job.losses, weights, {} if options == PLAIN else run.ours.report())
     finally:
         run.end()
 

@@ -1,17 +1,11 @@
-"""One training run under a limit on the memory of its control group: a process of its own, see test_memory_limits.py.
+"""One training run under a limit on the memory of its control group, in a process of its own: test_memory_limits.py.
 
-    python -m tests.integration.limited_run FILE_WITH_LIMIT FILE_WITH_USE FILE_WITH_STATISTICS PART EXTRA HOW ...
-
-The limit is what the process uses before it makes the model, PART of the bytes that are planned for the run, and EXTRA
-bytes. Each run is a child, HOW is "checked" or "unchecked". Prints numbers as JSON: one line before a run and one after
-it, if it gets there, and the exit status of the child.
+The limit is what the process uses before it makes the model, a part of the bytes that are planned, and some more.
 """
 
 import json
 import os
-import sys
 import warnings
-from pathlib import Path
 
 import torch
 
@@ -55,11 +49,17 @@ def take_the_checks_away():
     Topology.node_free_bytes = Topology.host_available_bytes = lambda *_: 1 << 50
 
 
-def main(limit, use, statistics, part, extra, how):
+def main(group, limit, usage, notes, part, extra, checked):
+    """Note what is known before the run and, if it gets there, after it: one line of JSON each."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+
     def used():
-        lines = dict(line.split() for line in Path(statistics).read_text().splitlines())
+        lines = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         cached = sum(int(lines.get(f"{name}_file", 0)) for name in ("active", "inactive"))
-        return int(Path(use).read_text()) - cached
+        return int((group / usage).read_text()) - cached
 
     def fit(model, vocab):
         data = token_data(num_batches=2, batch=BATCH, length=LENGTH, vocab=vocab)
@@ -67,31 +67,23 @@ def main(limit, use, statistics, part, extra, how):
         trainer.fit(Task(model), data)
         return trainer.global_step
 
-    warnings.simplefilter("ignore")
+    def note(**found):
+        with notes.open("a") as file:
+            file.write(json.dumps(known | found) + "\n")
+
     fit(TinyTransformer(), 37)  # what libraries take at their first use
     roles, working = planned()
     base = used()
-    allowed = base + int(float(part) * roles) + int(extra)
-    Path(limit).write_text(str(allowed))
+    allowed = base + int(part * roles) + extra
+    (group / limit).write_text(str(allowed))
     model = make_model()
-    before = used()
-    known = {"roles": roles, "working": working, "base": base, "limit": allowed, "before": before}
-    print(json.dumps(known), flush=True)
-    if how == "unchecked":
+    known = {"roles": roles, "working": working, "base": base, "limit": allowed, "before": used()}
+    note()
+    if not checked:
         take_the_checks_away()
     num_steps, refusal = 0, ""
     try:
         num_steps = fit(model, VOCAB)
     except TierFullError as error:
         refusal = str(error)
-    print(json.dumps(known | {"after": used(), "refusal": refusal, "num_steps": num_steps}), flush=True)
-
-
-if __name__ == "__main__":
-    given = sys.argv[1:6]
-    for how in sys.argv[6:]:
-        child = os.fork()
-        if not child:
-            main(*given, how)
-            os._exit(0)
-        print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])), flush=True)
+    note(after=used(), refusal=refusal, num_steps=num_steps)

@@ -10,13 +10,14 @@ well, with 130 the kernel killed it.
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests import processes
+from tests.integration import limited_run
 
 pytestmark = [pytest.mark.on_cpu, pytest.mark.alone]
 
@@ -32,26 +33,12 @@ class Group(NamedTuple):
     usage: str
     swap: str
 
-    def run(self, part, extra, *hows):
-        files = [self.folder / name for name in (self.limit, self.usage, "memory.stat")]
-        arguments = map(str, [*files, part, extra, *hows])
-        command = [sys.executable, "-m", "tests.integration.limited_run", *arguments]
-        done = subprocess.run(
-            ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs"), *command],
-            capture_output=True,
-            text=True,
-            timeout=200,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        assert not done.returncode, done.stderr
-        runs, lines = [], []
-        for each in map(json.loads, done.stdout.splitlines()):
-            if isinstance(each, dict):
-                lines.append(each)
-            else:
-                runs.append((each, lines))
-                lines = []
-        return runs
+    def run(self, notes, part, extra, *, checked=True):
+        """Return the exit status of a run, and what it has noted."""
+        given = (self.folder, self.limit, self.usage, notes, part, extra, checked)
+        process = processes.start(limited_run.main, *given)
+        process.join(200)
+        return process.exitcode, [json.loads(line) for line in notes.read_text().splitlines()]
 
 
 def own_group():
@@ -99,12 +86,13 @@ def group():
             time.sleep(0.1)  # the kernel is still taking the child's memory back
 
 
-def test_what_is_refused_would_not_have_fitted(group):
-    (status, (_, end)), (unchecked, lines) = group.run(TOO_LITTLE, 0, "checked", "unchecked")
+def test_what_is_refused_would_not_have_fitted(group, tmp_path):
+    status, (_, end) = group.run(tmp_path / "checked", TOO_LITTLE, 0)
     assert status == 0
     assert "cannot place" in end["refusal"] and "together" in end["refusal"]
     assert end["after"] - end["before"] < 20 * MB, "refused before anything is allocated"
 
+    unchecked, lines = group.run(tmp_path / "unchecked", TOO_LITTLE, 0, checked=False)
     assert unchecked == -9, "without checks the kernel kills it"
     assert len(lines) == 1, "while it trains"
     for of in (end, *lines):  # their limits differ: the page cache that is charged to a child differs
@@ -112,8 +100,8 @@ def test_what_is_refused_would_not_have_fitted(group):
 
 
 @pytest.mark.full
-def test_what_just_fits_is_accepted_and_ends_well(group):
-    ((status, lines),) = group.run(1.0, ROOM, "checked")
+def test_what_just_fits_is_accepted_and_ends_well(group, tmp_path):
+    status, lines = group.run(tmp_path / "notes", 1.0, ROOM)
     assert status == 0 and len(lines) == 2, lines
     end = lines[-1]
     assert end["refusal"] == "" and end["num_steps"] == 2
