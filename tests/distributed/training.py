@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-import lightning_cxl
 from lightning_cxl.errors import LightningCXLError
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.session import Session, cut_for
@@ -49,8 +48,6 @@ class Job:
     lora: bool = False
     quantised: str = ""
     """How the frozen linear layers of the llama are quantised: a key of `tests.integration.quantised.KINDS`."""
-    folder: str = ""
-    """Of the llama's files, which are quantised to 4 bit while they load in float32."""
     frozen: tuple[str, ...] = ()
     steps: int = 4
     micro_batches: int = 1
@@ -83,15 +80,7 @@ def make_model(job: Job) -> nn.Module:
     """Return the model of a job with the weights it begins with."""
     torch.manual_seed(place()[0] if job.seeds else 0)
     model: nn.Module
-    if job.folder:
-        from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-        how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-        loaded = lightning_cxl.from_pretrained(
-            AutoModelForCausalLM, job.folder, dtype=torch.float32, quantization_config=how
-        )
-        model = loaded.train()
-    elif job.model == "llama":
+    if job.model == "llama":
         from transformers import LlamaConfig, LlamaForCausalLM
 
         model = LlamaForCausalLM(LlamaConfig(**{**TINY_LLAMA, **job.sizes}, tie_word_embeddings=job.tied))
@@ -152,16 +141,16 @@ def make_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
 
 def by_fsdp(job: Job) -> Trained:
     """Train by FSDP2 alone; for bfloat16 with float32 shards, as our split master weights are."""
-    model, (rank, world) = make_model(job).to(device()), place()
+    model = make_model(job).to(device())
     policy = MixedPrecisionPolicy()
     if job.bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         model = model.to(torch.bfloat16).float()
-    mesh, root, whole = mesh_of(job, world), root_of(model), set(kept_whole(model).values())
+    mesh, root, whole = mesh_of(job, place()[1]), root_of(model), set(kept_whole(model).values())
     for _, unit in find_units(model):
         fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=whole)
     fully_shard(root, mesh=mesh, mp_policy=policy, ignored_params=whole)
-    return _train(job, model, make_optimizer(job, model), None, rank, world)
+    return _train(job, model, make_optimizer(job, model))
 
 
 def cut_model(model: nn.Module, job: Job | None = None, *, units: bool = True) -> Session:
@@ -230,7 +219,7 @@ class Training:
 
 def by_us(job: Job) -> Trained:
     with Training(job) as ours:
-        return _train(job, ours.model, ours.optimizer, ours.loop, ours.rank, ours.world)
+        return _train(job, ours.model, ours.optimizer, ours.loop)
 
 
 def by_one(job: Job) -> Trained:
@@ -238,18 +227,16 @@ def by_one(job: Job) -> Trained:
     model = make_model(job)
     if job.bf16:
         model = model.to(torch.bfloat16)
-    return _train(job, model, make_optimizer(job, model), None, 0, 1)
+    return _train(job, model, make_optimizer(job, model))
 
 
 def place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def _train(
-    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loop: UserLoop | None, rank: int, world: int
-) -> Trained:
+def _train(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loop: UserLoop | None = None) -> Trained:
     losses, norms = [], []
-    for step in batches(job, rank, world):
+    for step in batches(job, *place()):
         for index, tokens in enumerate(step):
             tokens = tokens.to(device())
             for cut_module in (each for each in model.modules() if job.no_sync and isinstance(each, FSDPModule)):
@@ -257,7 +244,7 @@ def _train(
             loss = loss_of(model, tokens) / job.micro_batches
             with contextlib.nullcontext() if loop is None else loop.backward():
                 loss.backward()
-            losses.append(mean(loss.detach().float(), world))
+            losses.append(mean(loss.detach().float()))
         if job.clip is not None:
             holders = [p for group in optimizer.param_groups for p in group["params"]]
             norm = torch.nn.utils.clip_grad_norm_(holders, job.clip)
@@ -268,11 +255,11 @@ def _train(
     return Trained(losses, weights, norms, None if loop is None else loop.session.report(device()))
 
 
-def mean(value: torch.Tensor, world: int) -> float:
-    if world > 1:
+def mean(value: torch.Tensor) -> float:
+    if dist.is_initialized():
         value = value.cpu()
         dist.all_reduce(value)
-    return float(value) / world
+    return float(value) / place()[1]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

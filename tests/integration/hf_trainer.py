@@ -48,16 +48,10 @@ def make_trainer(folder, offload=PLAIN, *, model=None, parts=None, ours=CXLTrain
     return ours(model, args, offload=offload, **parts)
 
 
-def losses_of(trainer):
-    return [
-        (entry["loss"], entry["grad_norm"], entry["learning_rate"])
-        for entry in trainer.state.log_history
-        if "loss" in entry
-    ]
-
-
 def finish(trainer):
-    result = losses_of(trainer), weights_of(trainer.model)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    losses = [(entry["loss"], entry["grad_norm"], entry["learning_rate"]) for entry in logged]
+    result = losses, weights_of(trainer.model)
     getattr(trainer, "end", trainer.accelerator.end_training)()  # transformers 5.17 has no `end`
     return result
 

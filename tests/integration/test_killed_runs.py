@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_kills", "options"),
     [
-        (7, ["--checkpoint", "reference"]),
+        (7, ["--checkpoint", "reference", "--state", "8bit"]),
         (20, ["--checkpoint", "copy", "--overlap", "--device", "apart"]),
         (21, ["--checkpoint", "reference", "--overlap", "--device", "apart", "--everything"]),
     ],

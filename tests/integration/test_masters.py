@@ -41,38 +41,6 @@ def model(depth=3):
     return TinyTransformer(depth=depth, dropout=0.0)
 
 
-class Zeroes(Task):
-    """Steps by hand with weights that never change; records the norm of the gradients that the optimizer sees."""
-
-    automatic_optimization = False
-
-    def __init__(self):
-        super().__init__(model(), "sgd", scheduler=False, lr=0.0)
-        self.norms = []
-
-    def training_step(self, batch, batch_idx):
-        self.manual_backward(self.loss(batch))
-        self.optimizers().step()
-        ZEROES[batch_idx % len(ZEROES)](self)
-
-    def on_before_optimizer_step(self, optimizer):
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self.norms.append(torch.stack([g.float().norm() for g in grads]).norm().item())
-
-
-ZEROES = [
-    lambda module: module.zero_grad(),
-    lambda module: module.model.zero_grad(),
-    lambda module: module.optimizers().zero_grad(),
-    lambda module: module.optimizers().zero_grad(set_to_none=False),
-]
-
-
-def test_zero_grad_reaches_the_masters():
-    ours, plain = (run(Zeroes, each, len(ZEROES) + 1)[0] for each in ({}, "auto"))
-    assert ours.norms == pytest.approx(plain.norms, rel=0.02)
-
-
 class Reads(Task):
     """Notes the norm of each of the model's own gradients wherever the loop may read them."""
 
@@ -95,26 +63,6 @@ def test_the_models_own_gradients_are_there_to_read(accumulate, precision, optio
     for own, theirs in zip(ours.norms, plain.norms, strict=True):
         assert own == pytest.approx(theirs, rel=0.05 if precision == "bf16-true" else 1e-4, abs=1e-5)
     assert min(map(max, ours.norms[1:])) > 0
-
-
-class ReadsBetween(Task):
-    """Reads gradients between the micro-batches of a step, where nothing says so before, by parameters that it kept."""
-
-    def __init__(self):
-        super().__init__(model(5), "sgd", scheduler=False, lr=0.01)
-        self.norms, self.kept = [], [self.model.embed.weight, self.model.norm.bias]
-
-    def training_step(self, batch, batch_idx):
-        self.norms.append([0.0 if p.grad is None else p.grad.float().norm().item() for p in self.kept])
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.usefixtures("late_copies")
-@pytest.mark.parametrize("options", [{"stream_weights": False}, SEPARATE[0]], ids=str)
-def test_gradients_are_there_between_micro_batches_whoever_reads_them(options):
-    ours, plain = (run(ReadsBetween, each, steps=2, accumulate_grad_batches=2)[0] for each in (options, "auto"))
-    assert ours.norms == [pytest.approx(norms, rel=0.05) for norms in plain.norms]
-    assert [min(norms) > 0 for norms in ours.norms] == [False] + [True] * 3
 
 
 class Surgery(Task):

@@ -7,7 +7,6 @@ from torch import nn
 
 import lightning_cxl
 from lightning_cxl import ConfigError, residency
-from lightning_cxl.errors import TierFullError
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.policies import POLICIES, Decision
 from tests.integration.training import EXACT, make_trainer, offload
@@ -140,14 +139,3 @@ def test_a_users_own_policy_decides_and_losses_do_not_depend_on_the_policy(tmp_p
     weights = sum(p.numel() * 4 for p in module.parameters())
     assert module.report["roles"]["momentum"] == {"cxl": weights}
     assert module.report["roles"]["variance"] == module.report["roles"]["compute_weights"] == {"dram": weights}
-
-
-def test_state_of_torchs_own_optimizers_is_planned():
-    """Weights and gradients fit, what the first step makes does not."""
-    model = TinyTransformer(vocab=512, width=128, depth=4)
-    nbytes = 4 * sum(p.numel() for p in model.parameters())
-    strategy = offload(policy="dram_only", tiers={"dram": int(2.8 * nbytes)}, cpu_adam=False)
-    module = Task(model, "sgd", momentum=0.9)
-    with pytest.raises(TierFullError, match="cannot place"):
-        make_trainer(strategy, max_steps=1).fit(module, token_data(1, batch=1, length=8, vocab=512))
-    assert all(tier["held_bytes"] == 0 for tier in strategy.report()["tiers"].values())

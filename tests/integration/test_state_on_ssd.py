@@ -13,12 +13,11 @@ from lightning_cxl.optim.swapped_state import StateSwapper
 from tests.integration import test_ssd_training as ssd_training
 from tests.integration.llama import LlamaInStep, tiny_llama
 from tests.integration.test_ssd_training import STATE
-from tests.integration.training import assert_same_weights, run
+from tests.integration.training import run
 from tests.storage_cases import damage
 
 REFERENCE = {"ssd": {"checkpoint": "reference"}}
 WEIGHTS = {"tier_rules": {"*": {"weights": "ssd"}}, "stream_weights": True}
-BOTH = {"tier_rules": ssd_training.BOTH, "stream_weights": True}
 
 
 def on_ssd(folder: Path, **options):
@@ -37,21 +36,6 @@ def fit(strategy, steps, *, make_model=bfloat16_llama, task=LlamaInStep, callbac
 
 def every_step(folder, **options):
     return ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=1, save_last=False, monitor=None, **options)
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "options"),
-    [("copy", {"state": "8bit"}), ("reference", {"state": "8bit"}), ("copy", BOTH), ("reference", BOTH)],
-    ids=str,
-)
-def test_a_run_resumes_exactly(tmp_path, checkpoint, options):
-    on_drive = {**options, "ssd": {"checkpoint": checkpoint}}
-    straight = fit({"state": options.get("state", "fp32")}, 7)
-    first = fit(on_ssd(tmp_path / "ssd", **on_drive), 4, callbacks=[every_step(tmp_path)])
-    saved = next(tmp_path.glob("*.ckpt"))
-    second = fit(on_ssd(tmp_path / "ssd", **on_drive), 7, ckpt_path=saved)
-    assert first.losses + second.losses == straight.losses
-    assert_same_weights(second, straight)
 
 
 def test_only_the_latest_checkpoint_of_a_run_can_be_loaded(tmp_path):
