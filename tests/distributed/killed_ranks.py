@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_cxl
 from tests.distributed.lightning_runs import Module
-from tests.distributed.training import whole
+from tests.distributed.training import whole_weights
 
 
 class Recording(Module):
@@ -51,7 +51,7 @@ def main(folder: Path, steps: int, *, asynchronous: bool) -> None:
         enable_progress_bar=False, enable_model_summary=False, plugins=[AsyncCheckpointIO()] if asynchronous else [],
     )  # fmt: skip
     trainer.fit(module, DataLoader(TensorDataset(torch.arange(64))), ckpt_path="last")
-    weights = {name: whole(value) for name, value in module.named_parameters()}
+    weights = whole_weights(module)
     if trainer.is_global_zero:
         torch.save(weights, folder / "weights.pt")
 

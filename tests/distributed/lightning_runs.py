@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM
 
 import lightning_cxl
-from tests.distributed.training import place, whole
+from tests.distributed.training import place, whole_weights
 from tests.integration.llama import tiny_llama
 from tests.models import TinyTransformer
 
@@ -112,4 +112,4 @@ def fit(
         if world > 1:
             assert Path(save).is_dir()
             dist.barrier()
-    return {"losses": task.losses, "weights": {name: whole(each) for name, each in task.named_parameters()}}
+    return {"losses": task.losses, "weights": whole_weights(task)}

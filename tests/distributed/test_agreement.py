@@ -45,26 +45,6 @@ def test_a_bad_element_of_one_shard_lets_all_leave_the_step_out(ranks, optimizer
         assert any("this step is left out" in text and "model.embed_tokens.weight" in text for text in texts), texts
 
 
-def gradients_of(job):
-    """Return the types of gradients before each micro-batch, as `p.grad` shows them, and the last sums, whole."""
-    types = []
-    with training.Training(job) as ours:
-        (step,) = training.batches(job, ours.rank, ours.world)
-        for tokens in step:
-            sums = {n: training.whole(p.grad) for n, p in ours.model.named_parameters() if p.grad is not None}
-            types.append({each.dtype for each in sums.values()})
-            with ours.loop.backward():
-                (training.loss_of(ours.model, tokens) / len(step)).backward()
-    return types, sums
-
-
-def test_bfloat16_gradients_are_added_up_in_float32(ranks):
-    job = Job(model="transformer", bf16=True, steps=1, micro_batches=3)
-    for types, sums in ranks.of(2).run(gradients_of, job):
-        assert types == [set(), {torch.bfloat16}, {torch.float32}]
-        assert any((each.bfloat16().float() != each).any() for each in sums.values()), "all are rounded"
-
-
 def copies(job):
     """Return whether all ranks with the same shard or scalar have the same values, right after the model was cut."""
     model = training.make_model(job)
@@ -131,7 +111,7 @@ def by_cpu_adam_alone(clip):
         optimizer.step()
         optimizer.zero_grad()
     state = {type(value).__name__ for entry in optimizer.state.values() for value in entry.values()}
-    return norms, {name: training.whole(p) for name, p in model.named_parameters()}, state
+    return norms, training.whole_weights(model), state
 
 
 @pytest.mark.parametrize("clip", [0.1, None])

@@ -5,13 +5,14 @@ import signal
 import statistics
 import time
 from contextlib import closing, suppress
+from functools import partial
 
 import pytest
 import torch
 
 from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint
 from tests.distributed import killed_ranks
-from tests.integration.several_ranks import processes_of, start
+from tests.integration.several_ranks import Started
 
 pytestmark = [pytest.mark.on_cpu, pytest.mark.slow, pytest.mark.timeout(900)]
 LIMIT_S = 60
@@ -19,26 +20,20 @@ KILLS = 4  # of a run that is started again each time
 STEPS = 3 * KILLS + 3
 
 
-class Job:
+class Job(Started):
     """Processes of the program, started in a folder."""
 
     def __init__(self, folder, launcher, steps, max_restarts=0, how=""):
         self.folder = folder
         self.folder.mkdir(exist_ok=True)
-        self._args = (launcher, folder, str(steps), how)
-        self._options = {"program": killed_ranks.__file__, "max_restarts": max_restarts}
+        options = {"program": killed_ranks.__file__, "max_restarts": max_restarts}
+        self.start = partial(super().__init__, launcher, folder, str(steps), how, **options)
         self.start()
-
-    def start(self):
-        self._processes = start(*self._args, **self._options)
 
     def losses(self):
         with suppress(FileNotFoundError):
             return [json.loads(line) for line in (self.folder / "losses.jsonl").read_text().splitlines()]
         return []
-
-    def log(self):
-        return (self.folder / "0.log").read_text()[-5000:]
 
     def wait_for_steps(self, count):
         """Wait until both ranks run, and so many more steps have ended."""
@@ -49,7 +44,7 @@ class Job:
     def _wait_until(self, is_so):
         end = time.monotonic() + 240
         while not is_so():
-            assert time.monotonic() < end and self._processes[0].poll() is None, self.log()
+            assert time.monotonic() < end and self._processes[0].poll() is None, self.logs()[0][-5000:]
             time.sleep(0.005)
 
     def kill(self, rank):
@@ -57,23 +52,6 @@ class Job:
         for path in self.folder.glob("*.pid"):
             path.unlink()  # each start writes its own
         os.kill(number, signal.SIGKILL)
-
-    def code(self, seconds):
-        """Wait until all processes have ended, and return the exit code of the first: it may be a rank of its own."""
-        first, end = self._processes[0], time.monotonic() + seconds
-        try:
-            code = first.wait(seconds)
-            while running := processes_of(first.pid):
-                assert time.monotonic() < end, f"{running} have not ended after {seconds} s\n{self.log()}"
-                time.sleep(0.05)
-            return code
-        finally:
-            self.close()
-
-    def close(self):
-        with suppress(ProcessLookupError):
-            os.killpg(self._processes[0].pid, signal.SIGKILL)
-        self._processes[0].wait()
 
 
 def check_checkpoints(folder):
@@ -101,7 +79,7 @@ def assert_as_if_nothing_was(job, whole):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     job = Job(tmp_path_factory.mktemp("whole"), "lightning", STEPS)
-    assert job.code(240) == 0, job.log()
+    assert job.codes(240) == [0], job.logs()[0][-5000:]
     return job
 
 
@@ -131,13 +109,13 @@ def test_a_run_goes_on_from_the_last_checkpoint(tmp_path, whole, launcher, how):
             job.kill(chance.randrange(2))
             if launcher == "lightning":
                 start = time.monotonic()
-                assert job.code(LIMIT_S) != 0
+                assert job.codes(LIMIT_S) != [0]
                 seconds.append(time.monotonic() - start)
                 whole_ones = check_checkpoints(job.folder)
                 assert whole_ones or (how and not goes_on), "the first one may still have been behind the training"
                 goes_on = goes_on or bool(whole_ones)
                 job.start()
-        assert job.code(240) == 0, job.log()
+        assert job.codes(240) == [0], job.logs()[0][-5000:]
     # who is killed between the two saves of a step leaves that of the step, which nobody remembers
     assert 3 <= check_checkpoints(job.folder) <= 3 + KILLS
     assert_as_if_nothing_was(job, whole)

@@ -19,7 +19,7 @@ from lightning_cxl.run.user_loop import UserLoop
 from lightning_cxl.weights.files import UnreadWeight
 from tests.cases import every_value, others_full
 from tests.distributed import lightning_runs
-from tests.distributed.training import assert_same_weights, cut_model, device, error_of, loss_of, place, whole
+from tests.distributed.training import assert_same_weights, cut_model, device, error_of, loss_of, place, whole_weights
 from tests.integration.weight_memory import Peak
 from tests.models import TINY_LLAMA
 
@@ -66,7 +66,7 @@ def begin(model: nn.Module) -> UserLoop:
 def prepared(model: nn.Module) -> dict[str, torch.Tensor]:
     """Let a run begin and end; return the whole weights by name."""
     with contextlib.closing(begin(model)):
-        return {name: whole(each) for name, each in model.named_parameters()}
+        return whole_weights(model)
 
 
 def changed(model: Any, change: str) -> Any:

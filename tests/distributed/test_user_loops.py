@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from lightning.fabric import Fabric
 from torch import nn
 
@@ -15,8 +14,9 @@ from lightning_cxl.accelerate import CXLAccelerator
 from tests.distributed.lightning_runs import BATCH, LENGTH, VOCAB, rows
 from tests.distributed.ranks import gone_on, of_rank_0
 from tests.distributed.test_volume import Traffic
-from tests.distributed.training import assert_close, assert_identical, place, whole
+from tests.distributed.training import assert_close, assert_identical, loss_of, place, whole_weights
 from tests.models import TinyTransformer
+from tests.processes import forget_libraries
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -31,14 +31,6 @@ def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     settings = {"eps": 1e-5} if "Adam" in kind else {"momentum": 0.9}
     made: torch.optim.Optimizer = getattr(torch.optim, kind)(groups, lr=1e-3, **settings)
     return made
-
-
-def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
 def by_fabric(
@@ -69,16 +61,14 @@ def by_fabric(
             stepper.zero_grad()
         if save is not None:
             fabric.save(save, {**state, "step": steps})
-        return {"losses": losses, "norms": norms, "weights": weights_of(model), "reduced": moved.reduce_scatter}
+        return {"losses": losses, "norms": norms, "weights": whole_weights(model), "reduced": moved.reduce_scatter}
     finally:
         fabric.strategy.teardown()
 
 
 def accelerator_of(**keywords: Any) -> CXLAccelerator:
     """Return an accelerator in this process, as launched."""
-    for state in (AcceleratorState, PartialState):
-        state._reset_state()
-    GradientState._reset_state()
+    forget_libraries()
     rank, world = place()
     if world > 1:  # a run of Lightning before takes some away
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
@@ -118,7 +108,7 @@ def by_accelerate(
         assert seen == BATCH * len(losses)
         if save is not None:
             accelerator.save_state(save)
-        gathered, weights = accelerator.get_state_dict(model), weights_of(model)
+        gathered, weights = accelerator.get_state_dict(model), whole_weights(model)
         if accelerator.is_main_process:
             assert all(torch.equal(gathered[name], value) for name, value in weights.items())
         return {"losses": losses, "norms": norms, "weights": weights, "reduced": moved.reduce_scatter}

@@ -115,7 +115,7 @@ def batches(job: Job, rank: int, world: int) -> Iterator[list[torch.Tensor]]:
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    if isinstance(model, TinyTransformer):
+    if isinstance(getattr(model, "module", model), TinyTransformer):  # Fabric wraps it
         return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     return loss
@@ -214,7 +214,7 @@ class Training:
         return next(batches(self.job, self.rank, self.world))[0].to(device())
 
     def whole(self) -> dict[str, torch.Tensor]:
-        return {name: whole(parameter) for name, parameter in self.model.named_parameters()}
+        return whole_weights(self.model)
 
 
 def by_us(job: Job) -> Trained:
@@ -251,8 +251,7 @@ def _train(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loop: U
             norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
         optimizer.step()
         optimizer.zero_grad()
-    weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
-    return Trained(losses, weights, norms, None if loop is None else loop.session.report(device()))
+    return Trained(losses, whole_weights(model), norms, None if loop is None else loop.session.report(device()))
 
 
 def mean(value: torch.Tensor) -> float:
@@ -265,6 +264,10 @@ def mean(value: torch.Tensor) -> float:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu().clone()
+
+
+def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
 def difference(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from lightning.pytorch import Callback, LightningModule, seed_everything
+from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
@@ -21,7 +21,7 @@ from lightning_cxl.optim.cpu_adam import AdamStep
 from lightning_cxl.run import run
 from tests import apart, training_device
 from tests.integration.training import make_trainer, offload
-from tests.models import TinyTransformer
+from tests.models import Task, TinyTransformer
 
 STEPS = 6
 
@@ -44,24 +44,6 @@ def unit_bytes() -> int:
     """Return the bytes of a unit's weights in float32."""
     width = size().width
     return 4 * (12 * width * width + 13 * width)
-
-
-class Job(LightningModule):
-    """Next-token prediction. The host is never made to wait for the device: losses are read at the end."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.model = TinyTransformer(vocab=64, width=size().width, depth=depth, dropout=0.0)
-        self.seen: list[torch.Tensor] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        tokens, targets = batch
-        loss = nn.functional.cross_entropy(self.model(tokens).flatten(0, 1).float(), targets.flatten())
-        self.seen.append(loss.detach())
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def data(lengths: list[int]) -> DataLoader:
@@ -105,12 +87,13 @@ def fit(
     lengths: list[int] | None = None,
     act: Callable[[int], None] = lambda _: None,
     **trainer: Any,
-) -> Job:
+) -> Task:
     """Train from a fixed seed with options of the strategy, or `PLAIN`, and return the module."""
     run.Run.min_activation_bytes = 1
     lengths = lengths or [size().length] * STEPS
     seed_everything(11, verbose=False)
-    job = Job(depth)
+    model = TinyTransformer(vocab=64, width=size().width, depth=depth, dropout=0.0)
+    job = Task(model, scheduler=False, lr=1e-3)  # reads losses at the end: the host never waits for the device
     strategy = SingleDeviceStrategy(training_device.current) if options is None else offload(**options)
     steps = BetweenSteps(act)
     steps.loader = data(lengths)
@@ -123,7 +106,7 @@ def train(options: dict[str, Any] | None, precision: str, **trainer: Any) -> tup
     """Train with torch's own AdamW, which computes alike wherever it is, and return losses and weights."""
     job = fit(options and {"cpu_adam": False, **options}, precision=precision, **trainer)
     weights = {name: value.detach().cpu().clone() for name, value in job.state_dict().items()}
-    return [float(loss) for loss in job.seen], weights
+    return job.losses, weights
 
 
 def bytes_left() -> int:

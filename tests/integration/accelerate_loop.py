@@ -8,23 +8,22 @@ import os
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from torch import nn
 
 from lightning_cxl.accelerate import CXLAccelerator
 from tests import training_device
-from tests.integration.training import assert_identical
+from tests.integration.training import EXACT, assert_identical
 from tests.models import TinyTransformer, token_data
+from tests.processes import forget_libraries
 
-__all__ = ["assert_identical"]
-EXACT = {"cpu_adam": False}  # the user's own torch optimizer on the host: bit-identical to plain Accelerate
+__all__ = ["EXACT", "assert_identical"]
 PLAIN = "plain"
 
 
 def forget_accelerators():
     """Let the next accelerator begin anew: Accelerate keeps device and precision for all of a process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_libraries()
     os.environ["ACCELERATE_TORCH_DEVICE"] = str(training_device.current)
 
 

@@ -14,9 +14,8 @@ from lightning_cxl import CXLFabricStrategy
 from tests import training_device
 from tests.integration import hf_trainer
 from tests.integration.accelerate_loop import PLAIN, make_accelerator
-from tests.integration.fabric_loop import make_fabric
 from tests.integration.llama import tiny_llama
-from tests.integration.training import assert_equal, make_trainer, offload
+from tests.integration.training import assert_equal, make_fabric, make_trainer, offload
 
 STEPS, HALF = 4, 2
 

@@ -1,12 +1,14 @@
-"""A program that trains in two processes, and the launchers that start it: `start`. A rank of it fails on demand."""
+"""A program that trains in two processes, and the launchers that start it: `Started`. A rank of it fails on demand."""
 
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -97,37 +99,59 @@ def main() -> None:
     (asked.folder / f"rank_{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
-def start(
-    launcher: str, folder: Path, *arguments: str, program: str = __file__, max_restarts: int = 0
-) -> list[subprocess.Popen]:
-    """Start two ranks of a program, and return the processes that a user of this launcher starts.
+class Started:
+    """Two ranks of a program, and the processes that a user of a launcher starts for them.
 
     Their output goes to `folder`: ``0.log``, ``1.log``. How often torchrun starts them again is `max_restarts`.
     """
-    port = str(free_port())
-    own = [str(Path(program).resolve()), str(folder), *arguments]
-    python = [sys.executable, *own]
-    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    slurm = {
-        "SLURM_JOB_ID": "1234", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_NODEID": "0", "SLURM_NNODES": "1",
-    }  # fmt: skip
-    started = {
-        "lightning": [({}, python)],
-        "machines": [({**here, "NODE_RANK": str(n)}, [*python, "--machines=2", "--devices=1"]) for n in range(2)],
-        "torchrun": [({}, [*torchrun, f"--max-restarts={max_restarts}", *own])],
-        "slurm": [({**here, **slurm, "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)}, python) for n in range(2)],
-    }[launcher]
-    others = ("SLURM_", "MASTER_", "WORLD_", "ACCELERATE_")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(others)}
-    clean.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    processes = []
-    for number, (more, command) in enumerate(started):
-        with (folder / f"{number}.log").open("w") as log:
-            options = {"cwd": folder, "stdout": log, "stderr": log, "start_new_session": True}
-            processes.append(subprocess.Popen(command, env={**clean, **more}, **options))
-    return processes
+
+    def __init__(
+        self, launcher: str, folder: Path, *arguments: str, program: str = __file__, max_restarts: int = 0
+    ) -> None:
+        port = str(free_port())
+        own = [str(Path(program).resolve()), str(folder), *arguments]
+        python = [sys.executable, *own]
+        here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        slurm = {
+            "SLURM_JOB_ID": "1234", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_NODEID": "0", "SLURM_NNODES": "1",
+        }  # fmt: skip
+        started = {
+            "lightning": [({}, python)],
+            "machines": [({**here, "NODE_RANK": str(n)}, [*python, "--machines=2", "--devices=1"]) for n in range(2)],
+            "torchrun": [({}, [*torchrun, f"--max-restarts={max_restarts}", *own])],
+            "slurm": [({**here, **slurm, "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)}, python) for n in range(2)],
+        }[launcher]
+        others = ("SLURM_", "MASTER_", "WORLD_", "ACCELERATE_")
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+        clean.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+        self._folder, self._processes = folder, []
+        for number, (more, command) in enumerate(started):
+            with (folder / f"{number}.log").open("w") as log:
+                options = {"cwd": folder, "stdout": log, "stderr": log, "start_new_session": True}
+                self._processes.append(subprocess.Popen(command, env={**clean, **more}, **options))
+
+    def logs(self) -> list[str]:
+        return [(self._folder / f"{number}.log").read_text() for number in range(len(self._processes))]
+
+    def codes(self, seconds: float, look: Callable[[], object] = lambda: None) -> list[int]:
+        """Wait until all processes have ended, also those of a rank of its own; return the exit codes."""
+        end = time.monotonic() + seconds
+        try:
+            while any(process.poll() is None or processes_of(process.pid) for process in self._processes):
+                look()
+                assert time.monotonic() < end, "\n".join(text[-5000:] for text in self.logs())
+                time.sleep(0.05)
+            return [process.returncode for process in self._processes]
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def processes_of(group):

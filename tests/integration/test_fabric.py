@@ -10,8 +10,7 @@ from torch import nn
 
 from lightning_cxl import CXLFabricStrategy
 from tests import training_device
-from tests.integration.fabric_loop import make_fabric
-from tests.integration.training import assert_equal
+from tests.integration.training import assert_equal, make_fabric, weights_of
 from tests.models import TinyTransformer
 
 
@@ -107,10 +106,6 @@ def step(fabric, model, optimizer, **zero):
     fabric.backward(model(torch.arange(16, device=training_device.current).view(2, 8)).square().mean())
     optimizer.step()
     optimizer.zero_grad(**zero)
-
-
-def weights_of(model):
-    return {name: value.cpu().clone() for name, value in model.state_dict().items()}
 
 
 def test_an_optimizer_that_is_loaded_alone_brings_no_weights_back(strategies):

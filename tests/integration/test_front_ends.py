@@ -13,13 +13,12 @@ from lightning_cxl.errors import LightningCXLWarning
 from lightning_cxl.memory.hook import active
 from tests import training_device
 from tests.cases import others_full
-from tests.integration.front_end_runs import FRONT_ENDS, HALF, STEPS, Job, assert_close, assert_identical, train
+from tests.integration.front_end_runs import FRONT_ENDS, HALF, PLAIN, STEPS, Job, assert_close, assert_identical, train
 from tests.integration.front_ends import bench, job_here
 from tests.integration.llama import tiny_llama
 from tests.integration.training import EXACT
 
 pytestmark = pytest.mark.every_case
-PLAIN = "plain"
 STREAMED, STAYS = {"stream_weights": True, **EXACT}, {"stream_weights": False, **EXACT}
 every_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS)
 

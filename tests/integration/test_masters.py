@@ -65,6 +65,26 @@ def test_the_models_own_gradients_are_there_to_read(accumulate, precision, optio
     assert min(map(max, ours.norms[1:])) > 0
 
 
+class ReadsBetween(Task):
+    """Reads gradients between the micro-batches of a step, where nothing says so before, by parameters that it kept."""
+
+    def __init__(self):
+        super().__init__(model(5), "sgd", scheduler=False, lr=0.01)
+        self.norms, self.kept = [], [self.model.embed.weight, self.model.norm.bias]
+
+    def training_step(self, batch, batch_idx):
+        self.norms.append([0.0 if p.grad is None else p.grad.float().norm().item() for p in self.kept])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.usefixtures("late_copies")
+@pytest.mark.parametrize("options", [{"stream_weights": False}, SEPARATE[0]], ids=str)
+def test_gradients_are_there_between_micro_batches_whoever_reads_them(options):
+    ours, plain = (run(ReadsBetween, each, steps=2, accumulate_grad_batches=2)[0] for each in (options, "auto"))
+    assert ours.norms == [pytest.approx(norms, rel=0.05) for norms in plain.norms]
+    assert [min(norms) > 0 for norms in ours.norms] == [False] + [True] * 3
+
+
 class Surgery(Task):
     """Adds up gradients by hand, as gradient surgery does, and edits some where they are."""
 

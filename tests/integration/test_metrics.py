@@ -7,10 +7,10 @@ import json
 import pickle
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.tracking import GeneralTracker
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from torch.cuda import _memory_viz
@@ -20,8 +20,7 @@ from lightning_cxl import CXLFabricStrategy, timing
 from lightning_cxl.optim.cpu_adam import AdamStep
 from lightning_cxl.text import format_bytes
 from tests.integration import accelerate_loop, hf_trainer
-from tests.integration.fabric_loop import make_fabric
-from tests.integration.training import offload, run
+from tests.integration.training import make_fabric, offload, run
 from tests.models import Task, TinyTransformer, token_data
 
 NAMES = {
@@ -117,31 +116,16 @@ def test_the_trainer_of_transformers_logs_them_where_something_reports(tmp_path)
 
 
 def test_accelerates_trackers_get_them_with_what_the_user_logs():
-    class Tracker(GeneralTracker):
-        name, requires_logging_directory, main_process_only = "seen", False, True
-
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        tracker = property(lambda self: self.seen)
-
-        def store_init_configuration(self, values):
-            pass
-
-        def log(self, values, step=None, **_):
-            self.seen.append((step, values))
-
-    tracker = Tracker()
-    accelerator = accelerate_loop.make_accelerator({}, log_with=tracker)
-    accelerator.init_trackers("run")
+    seen = []
+    accelerator = accelerate_loop.make_accelerator({})
+    accelerator.trackers = [SimpleNamespace(log=lambda values, step: seen.append(values), name="seen")]
     for step, loss in enumerate(accelerate_loop.steps(accelerator, *accelerate_loop.prepared(accelerator))):
         accelerator.log({"loss": loss}, step=step)
         accelerator.log({"again": loss}, step=step)
     accelerator.free_memory()
-    first, again = tracker.seen[2:4]
-    assert first[1]["loss"] > 0 and {f"cxl/{name}" for name in NAMES} <= first[1].keys()
-    assert set(again[1]) == {"again"}, "each step once"
+    first, again = seen[2:4]
+    assert first["loss"] > 0 and {f"cxl/{name}" for name in NAMES} <= first.keys()
+    assert set(again) == {"again"}, "each step once"
 
 
 def test_fabrics_strategy_returns_them():

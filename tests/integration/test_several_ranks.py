@@ -1,14 +1,11 @@
 """Every launcher starts ranks that meet, share the data out and agree; one that fails ends all."""
 
 import json
-import os
-import signal
 import time
-from contextlib import suppress
 
 import pytest
 
-from tests.integration.several_ranks import NUM_ROWS, processes_of, start
+from tests.integration.several_ranks import NUM_ROWS, Started
 
 pytestmark = [pytest.mark.on_cpu, pytest.mark.slow]
 SECONDS = 60
@@ -16,24 +13,17 @@ SECONDS = 60
 ENVIRONMENTS = {"machines": "LightningEnvironment", "torchrun": "TorchElasticEnvironment", "slurm": "SLURMEnvironment"}
 
 
-def run(launcher, folder, *arguments, seconds=240, **options):
+def run(launcher, folder, *arguments):
     """Return exit codes, what was printed, and the seconds from the moment of the failure on."""
-    processes, failed = start(launcher, folder, *arguments, **options), None
-    logs = [folder / f"{number}.log" for number in range(len(processes))]
-    try:
-        end = time.monotonic() + seconds
-        while any(process.poll() is None or processes_of(process.pid) for process in processes):
-            if failed is None and "failing" in "".join(log.read_text() for log in logs):
-                failed = time.monotonic()
-            assert time.monotonic() < end, "\n".join(log.read_text()[-2000:] for log in logs)
-            time.sleep(0.05)
-        took = 0.0 if failed is None else time.monotonic() - failed
-        return [process.returncode for process in processes], [log.read_text() for log in logs], took
-    finally:
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    failed = []
+
+    def look():
+        if not failed and "failing" in "".join(started.logs()):
+            failed.append(time.monotonic())
+
+    started = Started(launcher, folder, *arguments)
+    codes = started.codes(240, look)
+    return codes, started.logs(), time.monotonic() - failed[0] if failed else 0.0
 
 
 @pytest.mark.parametrize("launcher", ENVIRONMENTS)  # Lightning's on one machine: tests/distributed

@@ -1,6 +1,7 @@
 """What the integration tests share: quiet Trainers on the device under test, and one seeded run."""
 
 import torch
+from lightning.fabric import Fabric, plugins, strategies
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -39,6 +40,19 @@ def make_trainer(strategy="auto", *, precision=None, plugins=(), **kwargs):
         accelerator=training_device.accelerator(), strategy=strategy, precision=precision,
         plugins=list(plugins), **{**quiet, **kwargs},
     )  # fmt: skip
+
+
+def make_fabric(strategy="auto", precision=None):
+    """Return a Fabric for the device under test."""
+    device, mixed = training_device.current, []
+    if device.type == "apart":
+        strategy = strategies.SingleDeviceStrategy(device) if strategy == "auto" else strategy
+        if precision in ("bf16-mixed", "16-mixed"):
+            mixed, precision = [plugins.MixedPrecision(precision, device.type)], None
+    given = {"strategy": strategy, "precision": precision, "plugins": mixed}
+    fabric = Fabric(accelerator=training_device.accelerator(), devices=1, **given)
+    fabric.launch()
+    return fabric
 
 
 def offload(**options):
