@@ -1,34 +1,7 @@
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 
 from tests import apart
-
-
-def every_collective(device):
-    rank = dist.get_rank()
-    mine = torch.tensor([rank + 1.0, rank + 2.0]).to(device)
-    gathered, part = torch.empty(4, device=device), torch.empty(1, device=device)
-    each, sums, sent = [torch.empty(2, device=device) for _ in range(2)], mine.clone(), mine.clone()
-    dist.all_gather_single(gathered, mine)
-    dist.all_gather(each, mine)
-    dist.reduce_scatter_single(part, mine, op=dist.ReduceOp.AVG)
-    dist.all_reduce(sums)
-    dist.broadcast(sent, 1)
-    functions = (
-        functional.all_gather_tensor(mine, 0, dist.group.WORLD) + 0,
-        functional.all_reduce(mine, "sum", dist.group.WORLD) + 0,
-    )
-    objects = [None, None]
-    dist.all_gather_object(objects, {"rank": rank})
-    dist.barrier()
-    return [value.tolist() for value in (gathered, *each, part, sums, sent, *functions)], objects
-
-
-def test_every_collective_gives_what_gloo_gives(ranks):
-    expected = ranks.of(2).run(every_collective, "cpu")
-    assert ranks.of(2, "apart").run(every_collective, "apart") == expected
-    assert ranks.of(2, "apart").run(every_collective, "cpu") == expected, "of tensors on the host"
 
 
 def two_streams():

@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 from lightning.pytorch import Callback, seed_everything
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -20,7 +19,7 @@ from lightning_cxl.memory.resource import PoolResource
 from lightning_cxl.optim.cpu_adam import AdamStep
 from lightning_cxl.run import run
 from tests import apart, training_device
-from tests.integration.training import make_trainer, offload
+from tests.integration.training import make_trainer
 from tests.models import Task, TinyTransformer
 
 STEPS = 6
@@ -74,37 +73,34 @@ class BetweenSteps(Callback):
         self._act(len(self))
 
 
-PLAIN = None
-"""Lightning alone."""
 RESIDENT = {"stream_weights": False, "activation_offload": False}
 """The strategy, with only the optimizer on the host."""
 STREAMED: dict[str, Any] = {"stream_weights": "auto"}
 
 
 def fit(
-    options: dict[str, Any] | None,
+    options: dict[str, Any],
     depth: int = 4,
     lengths: list[int] | None = None,
     act: Callable[[int], None] = lambda _: None,
     **trainer: Any,
 ) -> Task:
-    """Train from a fixed seed with options of the strategy, or `PLAIN`, and return the module."""
+    """Train from a fixed seed with options of the strategy, and return the module."""
     run.Run.min_activation_bytes = 1
     lengths = lengths or [size().length] * STEPS
     seed_everything(11, verbose=False)
     model = TinyTransformer(vocab=64, width=size().width, depth=depth, dropout=0.0)
     job = Task(model, scheduler=False, lr=1e-3)  # reads losses at the end: the host never waits for the device
-    strategy = SingleDeviceStrategy(training_device.current) if options is None else offload(**options)
     steps = BetweenSteps(act)
     steps.loader = data(lengths)
     callbacks = [steps, *trainer.pop("callbacks", ())]
-    make_trainer(strategy, max_steps=len(lengths), callbacks=callbacks, **trainer).fit(job, steps)
+    make_trainer(options, max_steps=len(lengths), callbacks=callbacks, **trainer).fit(job, steps)
     return job
 
 
-def train(options: dict[str, Any] | None, precision: str, **trainer: Any) -> tuple[list[float], Weights]:
+def train(options: dict[str, Any], precision: str, **trainer: Any) -> tuple[list[float], Weights]:
     """Train with torch's own AdamW, which computes alike wherever it is, and return losses and weights."""
-    job = fit(options and {"cpu_adam": False, **options}, precision=precision, **trainer)
+    job = fit({"cpu_adam": False, **options}, precision=precision, **trainer)
     weights = {name: value.detach().cpu().clone() for name, value in job.state_dict().items()}
     return job.losses, weights
 

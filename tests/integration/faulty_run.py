@@ -95,13 +95,7 @@ class Outcome(NamedTuple):
 
 
 class Runs:
-    """Runs with faults, and the run without that they are compared with.
-
-    Args:
-        folder: for all files.
-        schedule: of the updates, one of `SCHEDULES`.
-        resumed: whether the runs begin with a checkpoint of step 2.
-    """
+    """Runs with faults, and the run without; with `resumed` they begin with a checkpoint of step 2."""
 
     def __init__(self, folder: Path, schedule: str, *, resumed: bool = False) -> None:
         self._folder, self._schedule = folder / "run", schedule

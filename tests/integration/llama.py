@@ -17,6 +17,13 @@ def tiny_llama(num_layers=3, **config):
     return model.train()
 
 
+def with_lora(model, targets=("q_proj", "v_proj", "down_proj")):
+    import peft
+
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=list(targets), task_type="CAUSAL_LM"))
+
+
 def word_tokenizer(words, **special):
     """Return a tokenizer that knows these words, one of which is ``<unk>``."""
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))

@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_cxl.run.run import Run
 from tests import training_device
-from tests.integration.llama import LlamaTask, tiny_llama
+from tests.integration.llama import LlamaTask, tiny_llama, with_lora
 from tests.integration.training import EXACT, offload, train
 from tests.models import Task, TinyConvNet, TinyTransformer, image_data, token_data
 
@@ -47,15 +47,6 @@ def frozen():
     return model
 
 
-def lora():
-    import peft
-
-    model = tiny_llama()
-    torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, config)
-
-
 MODELS = {
     "transformer": (TinyTransformer, Task, token_data),
     "tied": (lambda: TinyTransformer(tied=True), Task, token_data),
@@ -63,7 +54,7 @@ MODELS = {
     "positions": (WithPositions, Task, lambda: token_data(batch=1)),
     "convolution": (TinyConvNet, Task, image_data),
     "frozen": (frozen, Task, token_data),
-    "lora": (lora, LlamaTask, token_data),
+    "lora": (lambda: with_lora(tiny_llama()), LlamaTask, token_data),
 }
 IGNORE = {"on_overflow": "ignore"}
 STAYS = {"stream_weights": False}

@@ -31,7 +31,7 @@ from tests.integration.accelerate_loop import (
     warm,
     weights_of,
 )
-from tests.models import TinyTransformer, token_data
+from tests.models import TinyTransformer, no_dropout, token_data
 
 # torch's compiler looks for gradients of what units are called with
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -51,10 +51,6 @@ def compare(run, *options, **arguments):
             accelerator.free_memory()
         (assert_identical if EXACT.items() <= each.items() else assert_close)(plain, ours)
     return accelerator
-
-
-def without_dropout(depth=3):
-    return TinyTransformer(depth=depth, dropout=0.0)
 
 
 @pytest.mark.parametrize("order", ["optimizer first", "one by one"])
@@ -283,7 +279,7 @@ def test_gradients_from_before_the_run(options, is_dropped):
 
 
 def narrow(depth=3):
-    return made(partial(without_dropout, depth))
+    return made(partial(TinyTransformer, depth=depth, dropout=0.0))
 
 
 def one_step(accelerator, model, optimizer, batch, *, backward=None, zero=None):
@@ -452,7 +448,7 @@ def test_a_new_training_ends_the_one_that_had_the_model(wrap, caplog):
         optimizer = adamw(model)
         list(steps(accelerator, *accelerator.prepare(model, optimizer, token_data(2), warm(optimizer))))
 
-    held, ours = training_device.held(), without_dropout()
+    held, ours = training_device.held(), no_dropout()
     plain = copy.deepcopy(ours)
     first, second = make_accelerator(STREAMED), make_accelerator(STREAMED)
     train(first, ours)

@@ -6,11 +6,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_cxl
 from tests.cases import every_value
-from tests.integration.llama import tiny_llama
+from tests.integration.llama import tiny_llama, with_lora
 from tests.integration.training import EXACT, assert_identical, offload, train
 from tests.models import Task
 
-peft = pytest.importorskip("peft")
+pytest.importorskip("peft")
 
 STEPS = 4
 VOCABULARY = 4096
@@ -37,11 +37,6 @@ class AroundTheRun(FullTask):
         self.context.__enter__()
 
 
-def adapted_head():
-    torch.manual_seed(1)
-    return peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
-
-
 def frozen_head():
     model = tiny_llama()
     model.lm_head.requires_grad_(False)
@@ -52,7 +47,12 @@ def tied():
     return tiny_llama(tie_word_embeddings=True)
 
 
-MODELS = {"plain": tiny_llama, "tied": tied, "frozen": frozen_head, "adapted": adapted_head}
+MODELS = {
+    "plain": tiny_llama,
+    "tied": tied,
+    "frozen": frozen_head,
+    "adapted": lambda: with_lora(tiny_llama(), ["q_proj", "lm_head"]),
+}
 HEAD_STREAMS = {"units": ["*.layers.?", "*.lm_head"], "stream_weights": True}
 
 

@@ -15,7 +15,7 @@ from tests import training_device
 from tests.cases import others_full
 from tests.integration.front_end_runs import FRONT_ENDS, HALF, PLAIN, STEPS, Job, assert_close, assert_identical, train
 from tests.integration.front_ends import bench, job_here
-from tests.integration.llama import tiny_llama
+from tests.integration.llama import tiny_llama, with_lora
 from tests.integration.training import EXACT
 
 pytestmark = pytest.mark.every_case
@@ -32,10 +32,8 @@ def bfloat16():
 
 
 def adapted():
-    peft = pytest.importorskip("peft")
-    model = tiny_llama()
-    torch.manual_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    pytest.importorskip("peft")
+    return with_lora(tiny_llama(), ["q_proj"])
 
 
 CASES = {

@@ -48,15 +48,7 @@ def sft(folder, options=PLAIN, *, lora=False, **given):
 
 
 def grpo(folder, options=PLAIN, *, lora=False, judged=False, **given):
-    """Made from a folder: TRL loads the reference from there.
-
-    Args:
-        folder: of the trainer; the model's is beside it.
-        options: ours, or `PLAIN`.
-        lora: train adapters.
-        judged: a model gives rewards, too.
-        **given: arguments.
-    """
+    """Made from a folder, from where TRL loads the reference; a model gives rewards, too, if `judged`."""
     path = folder.parent / "model"
     defaults = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "max_steps": 3}
     args = arguments(folder, cls=trl.GRPOConfig, model_init_kwargs={"dtype": "float32"}, **{**defaults, **given})

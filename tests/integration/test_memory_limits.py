@@ -31,7 +31,6 @@ class Group(NamedTuple):
     folder: Path
     limit: str
     usage: str
-    swap: str
 
     def run(self, notes, part, extra, *, checked=True):
         """Return the exit status of a run, and what it has noted."""
@@ -68,11 +67,11 @@ def group():
         pytest.skip(f"no control group can be made in {parent}: {error.strerror}")
     try:
         if version == 1:
-            made = Group(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.memsw.limit_in_bytes")
+            made = Group(folder, "memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
-            made = Group(folder, "memory.max", "memory.current", "memory.swap.max")
+            made = Group(folder, "memory.max", "memory.current")
             with contextlib.suppress(OSError):
-                (folder / made.swap).write_text("0")
+                (folder / "memory.swap.max").write_text("0")
         if not os.access(folder / made.limit, os.W_OK):
             pytest.skip(f"{folder / made.limit} cannot be written")
         if version == 1 and _words(Path("/proc/swaps"))[5:]:

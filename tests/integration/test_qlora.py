@@ -13,7 +13,7 @@ from lightning_cxl import UnsupportedError, residency
 from lightning_cxl.storage.store import Store
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from tests.cases import every_value
-from tests.integration.llama import LlamaTask, tiny_llama
+from tests.integration.llama import LlamaTask, tiny_llama, with_lora
 from tests.integration.quantised import KINDS, quantise
 from tests.integration.training import EXACT, assert_identical, make_trainer, offload, train
 from tests.models import token_data
@@ -63,24 +63,18 @@ def ours(folder, way):
 
 
 class QLoRA(LightningModule):
-    """Loads and adds adapters in `configure_model`; records losses of training and validation.
+    """Loads the base and adds adapters in `configure_model`; records losses of training and validation."""
 
-    Args:
-        load: makes the quantised base.
-        prepare: what has had the base before.
-        **adapters: of peft.
-    """
-
-    def __init__(self, load, prepare=lambda model: model, **adapters):
+    def __init__(self, load, **adapters):
         super().__init__()
-        self.load, self.prepare, self.adapters = load, prepare, {**LAST_TOO, **adapters}
+        self.load, self.adapters = load, {**LAST_TOO, **adapters}
         self.model, self.losses = None, []
 
     def configure_model(self):
         if self.model is not None:
             return
         with torch.device("cpu"):  # plain Lightning would let the device draw the adapters
-            model = self.prepare(self.load())
+            model = self.load()
             self.at_once = {name: set(residency(p)) for name, p in model.named_parameters()}
             torch.manual_seed(1)
             config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", **self.adapters)
@@ -252,9 +246,7 @@ def test_models_train_as_without_us_where_the_cpu_computes(tmp_path, case):
 def quantised(kind, width=64):
     model = tiny_llama(hidden_size=width)
     quantise(model, kind)
-    torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, config)
+    return with_lora(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)

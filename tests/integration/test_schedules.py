@@ -313,26 +313,6 @@ def test_writes_between_steps_count(task, accumulate, behind):
         assert_same(fit(options, **given), fit(AFTER, **given))
 
 
-class RollsBack(Task):
-    """Goes back to an earlier state of the optimizer, whose first parameter streams."""
-
-    def configure_optimizers(self):
-        own = [p for name, p in self.named_parameters() if "blocks" in name]
-        return torch.optim.AdamW(own[::-1], lr=3e-3)
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        optimizer = self.trainer.optimizers[0]
-        if batch_idx == 1:
-            self.saved = copy.deepcopy(optimizer.state_dict())
-        if batch_idx == 3:
-            optimizer.load_state_dict(self.saved)
-
-
-@slow_updates
-def test_an_optimizer_that_is_rolled_back_between_steps():
-    assert_same(fit({}, task=RollsBack, steps=6), fit(AFTER, task=RollsBack, steps=6))
-
-
 class Manual(Task):
     """Two micro-batches a step, by hand; keeps copies of the gradients of the blocks after each, and where they are."""
 

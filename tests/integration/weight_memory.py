@@ -60,15 +60,6 @@ class Peak:
         self.end = self.start + self.look()  # on a busy machine the last sample may be old
 
 
-class Views(nn.Module):
-    """Its parameters are views of one piece of memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        piece = torch.full((DEPTH, WIDTH, WIDTH), 0.5)
-        self.weights = nn.ParameterList(piece.unbind())
-
-
 def layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
 
@@ -103,7 +94,7 @@ def prepare(task: str, folder: Path) -> tuple[Callable[[], object], object]:
         model = make()
         return lambda: lightning_cxl.save_weights(model, folder / "saved", "100MiB", dtype), model
     if task.startswith("checkpoint of views"):
-        views = Views()
+        views = nn.ParameterList(torch.full((DEPTH, WIDTH, WIDTH), 0.5).unbind())
         return lambda: save_file({"state_dict": views.state_dict()}, folder / "views.ckpt"), views
     assert task == "resume"
     model = make()
