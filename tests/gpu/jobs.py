@@ -10,8 +10,9 @@ from unittest import mock
 
 import torch
 from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_cxl.devices import device_type_of
 from lightning_cxl.gradients.step import Updates
@@ -45,32 +46,23 @@ def unit_bytes() -> int:
     return 4 * (12 * width * width + 13 * width)
 
 
-def data(lengths: list[int]) -> DataLoader:
-    generator = torch.Generator().manual_seed(0)
-    tokens = [torch.randint(0, 64, (size().batch, length + 1), generator=generator) for length in lengths]
-    return DataLoader([(each[:, :-1], each[:, 1:]) for each in tokens], batch_size=None)
-
-
-class BetweenSteps(Callback):
-    """Batches of a loader; `act` is called with how many steps are over, when the next batch is asked for or none is.
+class Batches(Dataset):
+    """Tokens of these lengths; `act` is called with how many steps are over, when the next batch is asked for.
 
     Hooks at the ends of steps would do so, too, but with one of them updates do not run behind the backward.
     """
 
-    def __init__(self, act: Callable[[int], None]) -> None:
+    def __init__(self, lengths: list[int], act: Callable[[int], None]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._tokens = [torch.randint(0, 64, (size().batch, length + 1), generator=generator) for length in lengths]
         self._act = act
-        self.loader: Any = ()
 
-    def __len__(self) -> int:  # Lightning fetches ahead what has no length
-        return len(self.loader)
+    def __len__(self) -> int:
+        return len(self._tokens)
 
-    def __iter__(self) -> Iterator[Any]:
-        for index, batch in enumerate(self.loader):
-            self._act(index)
-            yield batch
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        self._act(len(self))
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._act(index)
+        return self._tokens[index][:, :-1], self._tokens[index][:, 1:]
 
 
 RESIDENT = {"stream_weights": False, "activation_offload": False}
@@ -91,10 +83,10 @@ def fit(
     seed_everything(11, verbose=False)
     model = TinyTransformer(vocab=64, width=size().width, depth=depth, dropout=0.0)
     job = Task(model, scheduler=False, lr=1e-3)  # reads losses at the end: the host never waits for the device
-    steps = BetweenSteps(act)
-    steps.loader = data(lengths)
-    callbacks = [steps, *trainer.pop("callbacks", ())]
-    make_trainer(options, max_steps=len(lengths), callbacks=callbacks, **trainer).fit(job, steps)
+    at_the_end = LambdaCallback(on_train_end=lambda *_: act(len(lengths)))
+    callbacks = [at_the_end, *trainer.pop("callbacks", ())]
+    loader = DataLoader(Batches(lengths, act), batch_size=None)
+    make_trainer(options, max_steps=len(lengths), callbacks=callbacks, **trainer).fit(job, loader)
     return job
 
 
