@@ -44,7 +44,7 @@ def run(
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="numa_vm-")))
         job, status = job_text(command, str(folder), environment), scratch / "status"
-        (scratch / "initrd").write_bytes(initrd(fetch.busybox(), module, job, shares))
+        (scratch / "initrd").write_bytes(initrd(scratch / "tree", fetch.busybox(), module, job, shares))
         sockets = {tag: _serve_files(tag, point, scratch, cleanup) for tag, point in shares.items()}
         source, sink = os.pipe()
         cleanup.callback(os.close, source)

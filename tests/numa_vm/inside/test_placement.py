@@ -18,14 +18,6 @@ def memory(topology):
     memory.close()
 
 
-@pytest.mark.parametrize("tier", ["dram", "cxl"])
-@pytest.mark.parametrize("nbytes", [1, 4096, 5 * MIB + 1, 64 * MIB])
-def test_one_tier_holds_all_of_a_buffer(memory, topology, tier, nbytes):
-    buffer = memory.allocate(nbytes, Placement((tier,)), MOMENTUM)
-    check_spans(buffer)
-    assert bytes_by_tier(buffer, topology) == {tier: nbytes}
-
-
 def test_cards_share_a_buffer_equally(memory, cards):
     buffer = memory.allocate(64 * MIB, Placement(("cxl",)), MOMENTUM)
     assert page_nodes(buffer.address, buffer.nbytes) == {node: 64 * MIB // len(cards) for node in cards}
