@@ -40,7 +40,7 @@ def _do_now(written: list[torch.Tensor], read: list[torch.Tensor], call: int) ->
     _calls.pop(call)(written, read)
 
 
-for _name in (*_IN_PLACE, *_FROM_TO, "all_to_all_single"):
+for _name in (*_IN_PLACE, *_FROM_TO):
     _library.define(f"{_name}(Tensor(a!)[] written, Tensor[] read, int call) -> ()")
     _library.impl(_name, _do_now, "CPU")  # the device runs it on a stream: [Note: Running ahead] in csrc/operators
     _library.impl(_name, lambda written, read, call: None, "Meta")
@@ -117,9 +117,6 @@ class ApartProcessGroup(dist.ProcessGroup):
         with torch.no_grad(), torch.apart.stream(self._stream):
             getattr(torch.ops.apart_collectives, name)(list(_flat(written)), list(_flat(read)), call)
         return ApartWork(self._stream.record_event(), tensors)
-
-    def all_to_all_single(self, output, input, output_sizes, input_sizes, *options):
-        return self._start("all_to_all_single", output, input, output_sizes or [], input_sizes or [], *options)
 
 
 def _collective(name: str) -> Callable[..., dist.Work]:

@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_cxl
 from tests.distributed.lightning_runs import Module
 from tests.distributed.training import whole_weights
+from tests.integration.training import make_trainer
 
 
 class Recording(Module):
@@ -45,10 +45,9 @@ def main(folder: Path, steps: int, *, asynchronous: bool) -> None:
         folder / "checkpoints", "{step}", monitor="step", mode="max", save_top_k=2, save_last=True,
         every_n_train_steps=1,
     )  # fmt: skip
-    trainer = Trainer(
-        accelerator="cpu", devices=2, max_steps=steps, max_epochs=-1, use_distributed_sampler=False,
-        strategy=lightning_cxl.CXLOffloadStrategy(tiers={"dram": "1GiB"}), callbacks=[saving], logger=False,
-        enable_progress_bar=False, enable_model_summary=False, plugins=[AsyncCheckpointIO()] if asynchronous else [],
+    trainer = make_trainer(
+        {"tiers": {"dram": "1GiB"}}, devices=2, max_steps=steps, use_distributed_sampler=False, callbacks=[saving],
+        enable_checkpointing=True, plugins=[AsyncCheckpointIO()] if asynchronous else [],
     )  # fmt: skip
     trainer.fit(module, DataLoader(TensorDataset(torch.arange(64))), ckpt_path="last")
     weights = whole_weights(module)

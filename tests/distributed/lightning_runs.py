@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import lightning_cxl
 from tests.distributed.training import place, whole_weights
 from tests.integration.llama import tiny_llama
+from tests.integration.training import make_trainer
 from tests.models import TinyTransformer
 
 BATCH, LENGTH, VOCAB = 4, 12, 37
@@ -97,12 +98,8 @@ def fit(
     _, world = place()
     seed_everything(5, verbose=False)
     task = kind(**(module or {}))
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    defaults = {"strategy": lightning_cxl.CXLOffloadStrategy(**(options or {})), **dict.fromkeys(off, False)}
-    runner = Trainer(
-        accelerator="cpu", devices=world, max_steps=steps, max_epochs=-1, use_distributed_sampler=False,
-        callbacks=callback, **{**defaults, **(trainer or {})},
-    )  # fmt: skip
+    given = {"strategy": options or {}, "devices": world, "callbacks": callback, **(trainer or {})}
+    runner = make_trainer(**given, max_steps=steps, use_distributed_sampler=False)
     loader = DataLoader(TensorDataset(torch.arange(64)))
     if evaluate:
         runner.validate(task, loader, verbose=False)

@@ -63,12 +63,6 @@ def begin(model: nn.Module) -> UserLoop:
     return loop
 
 
-def prepared(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Let a run begin and end; return the whole weights by name."""
-    with contextlib.closing(begin(model)):
-        return whole_weights(model)
-
-
 def changed(model: Any, change: str) -> Any:
     """Return a model as users change one before they train it."""
     torch.manual_seed(7)
@@ -89,7 +83,9 @@ def changed(model: Any, change: str) -> Any:
 def weights(folder: Path, change: str = "", late_s: float = 0, **options: Any) -> dict[str, torch.Tensor]:
     """Return the whole weights that a run begins with; rank 1 comes late."""
     time.sleep(late_s * place()[0])
-    return prepared(changed(load(folder, **options), change))
+    model = changed(load(folder, **options), change)
+    with contextlib.closing(begin(model)):
+        return whole_weights(model)
 
 
 def kinds(folder: Path, **options: Any) -> tuple[set[str], list[str]]:

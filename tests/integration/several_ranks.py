@@ -14,12 +14,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_cxl
+from tests.integration.training import make_trainer
 from tests.models import Task, TinyTransformer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +51,7 @@ class Failing(Task):
         return loss
 
     def fails(self, how: str) -> bool:
-        return self.asked.fail == how and self.global_rank == self.asked.rank
+        return self.asked.fail == how and self.global_rank == 1
 
 
 @record
@@ -60,22 +61,15 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--machines", type=int, default=1)
     parser.add_argument("--fail")
-    parser.add_argument("--rank", type=int, default=1)
     parser.add_argument("--timeout", type=float)
-    parser.add_argument("--steps", type=int, default=-1)
     asked = parser.parse_args()
     seed_everything(3, verbose=False)
-    strategy = lightning_cxl.CXLOffloadStrategy(
-        tiers={"dram": "1GiB"},
-        on_tier_full="error",
-        replicate_machines=True,
-        timeout=None if asked.timeout is None else timedelta(seconds=asked.timeout),
-    )
-    trainer = Trainer(
-        accelerator="cpu", devices=asked.devices, num_nodes=asked.machines, strategy=strategy, logger=False,
-        callbacks=[ModelCheckpoint(asked.folder, save_on_exception=True)] if asked.fail == "raise, and save" else [],
-        enable_checkpointing=asked.fail == "raise, and save", enable_progress_bar=False, enable_model_summary=False,
-        max_epochs=1 if asked.steps < 0 else -1, max_steps=asked.steps,
+    timeout = None if asked.timeout is None else timedelta(seconds=asked.timeout)
+    options = {"tiers": {"dram": "1GiB"}, "on_tier_full": "error", "replicate_machines": True, "timeout": timeout}
+    saves = [ModelCheckpoint(asked.folder, save_on_exception=True)] if asked.fail == "raise, and save" else []
+    trainer = make_trainer(
+        options, devices=asked.devices, num_nodes=asked.machines, callbacks=saves, enable_checkpointing=bool(saves),
+        max_epochs=1,
     )  # fmt: skip
     rows = torch.arange(NUM_ROWS).repeat_interleave(4).view(NUM_ROWS, 4)
     data = DataLoader(TensorDataset(rows, rows), batch_size=2)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 
-import lightning_cxl
+from tests.integration.training import make_trainer
 
 pytestmark = [pytest.mark.on_cpu, pytest.mark.every_case]
 
@@ -63,21 +63,19 @@ def pattern(count: int, salt: int) -> torch.Tensor:
     return ((torch.arange(count) * 37 + salt * 11) % 101 - 50) / 64
 
 
-def run(name: str, steps: int, ckpt_path: Path, drive: Path | None = None) -> tuple[Task, Trainer]:
+def run(name: str, ckpt_path: Path, drive: Path | None = None) -> Task:
+    """Train to the fifth step."""
     options = dict((CASES | ON_SSD | {SHARDED: {}, REFERENCE: {"checkpoint": "reference"}})[name])
     size, precision = options.pop("size", 16), options.pop("precision", "32-true")
     if drive is not None:
         ssd = {"path": str(drive), "budget": "1MiB", "checkpoint": options.pop("checkpoint")}
         options |= {"tiers": {"ssd": ssd}, "tier_rules": {"*": {"optimizer_state": "ssd"}}}
-    trainer = Trainer(
-        accelerator="cpu", precision=precision, max_steps=steps, max_epochs=-1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        devices=1, accumulate_grad_batches=options.pop("accumulate_grad_batches", 1),
-        strategy=lightning_cxl.CXLOffloadStrategy(**options),
-    )  # fmt: skip
+    accumulate = options.pop("accumulate_grad_batches", 1)
+    trainer = make_trainer(options, precision=precision, max_steps=5, accumulate_grad_batches=accumulate)
     task = Task(size)
     trainer.fit(task, ckpt_path=ckpt_path)
-    return task, trainer
+    assert trainer.global_step == 5
+    return task
 
 
 def assert_reached(task: Task, name: str, near: bool = False) -> None:
@@ -93,16 +91,14 @@ def assert_reached(task: Task, name: str, near: bool = False) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_it_reaches_the_same_weights(name):
     before = torch.load(FOLDER / f"{name}.ckpt")["state_dict"]
-    task, trainer = run(name, 5, FOLDER / f"{name}.ckpt")
-    assert trainer.global_step == 5
+    task = run(name, FOLDER / f"{name}.ckpt")
     assert_reached(task, name, near="torch" in name)
     assert not any(torch.equal(before[key], value) for key, value in task.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ON_SSD)
 def test_state_on_ssd_goes_on(tmp_path, name):
-    task, trainer = run(name, 5, FOLDER / f"{name}.ckpt", tmp_path)
-    assert trainer.global_step == 5
+    task = run(name, FOLDER / f"{name}.ckpt", tmp_path)
     assert_reached(task, name)
 
 
@@ -110,14 +106,12 @@ def test_a_checkpoint_that_refers_to_state_on_ssd_goes_on():
     shutil.rmtree(WRITTEN_AT, ignore_errors=True)
     shutil.copytree(FOLDER / REFERENCE, WRITTEN_AT)
     try:
-        task, trainer = run(REFERENCE, 5, WRITTEN_AT / "a.ckpt", WRITTEN_AT / "drive")
-        assert trainer.global_step == 5
+        task = run(REFERENCE, WRITTEN_AT / "a.ckpt", WRITTEN_AT / "drive")
         assert_reached(task, REFERENCE)
     finally:
         shutil.rmtree(WRITTEN_AT)
 
 
 def test_the_folder_of_two_ranks_goes_on_in_one_process():
-    task, trainer = run(SHARDED, 5, FOLDER / f"{SHARDED}.ckpt")
-    assert trainer.global_step == 5
+    task = run(SHARDED, FOLDER / f"{SHARDED}.ckpt")
     assert_reached(task, SHARDED)

@@ -13,14 +13,8 @@ from tests.models import Task, TinyTransformer, token_data
 EXACT = {"cpu_adam": False}  # the user's own torch optimizer on the host: bit-identical to plain Lightning
 
 
-def reference():
-    """Return what is trained with as the reference: plain Lightning on the device under test."""
-    device = training_device.current
-    return SingleDeviceStrategy(device) if device.type == "apart" else "auto"  # Lightning does not know it
-
-
 def make_trainer(strategy="auto", *, precision=None, plugins=(), **kwargs):
-    """Return a Trainer for the device under test; ``"auto"`` is the `reference` there, a dict has options of ours."""
+    """Return a Trainer for the device under test; ``"auto"`` is plain Lightning, a dict has options of ours."""
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
@@ -30,8 +24,8 @@ def make_trainer(strategy="auto", *, precision=None, plugins=(), **kwargs):
         "devices": 1,
     }
     device = training_device.current
-    if strategy == "auto":
-        strategy = reference()
+    if strategy == "auto" and device.type == "apart":  # Lightning does not know it
+        strategy = SingleDeviceStrategy(device)
     elif isinstance(strategy, dict):
         strategy = offload(**strategy)
     if device.type == "apart" and precision in ("16-mixed", "bf16-mixed"):  # Lightning takes it for a kind of CPU
