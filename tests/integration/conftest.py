@@ -12,6 +12,7 @@ import torch
 
 from lightning_cxl.optim.cpu_adam import AdamStep
 from lightning_cxl.run.run import Run
+from lightning_cxl.storage.store import Store
 from tests import training_device
 
 
@@ -47,34 +48,34 @@ def kernels_of_bitsandbytes():
         yield
 
 
+def before_updates(monkeypatch, act):
+    """Call a function before each update that runs behind."""
+    apply = AdamStep.apply
+
+    def acts_first(step, work, scale):
+        if threading.current_thread() is not threading.main_thread():
+            act()
+        apply(step, work, scale)
+
+    monkeypatch.setattr(AdamStep, "apply", acts_first)
+
+
 @pytest.fixture
 def slow_updates(monkeypatch):
     """Let every update of a unit take longer than the device's work."""
-    apply = AdamStep.apply
-
-    def late(step, work, scale):
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.01)
-        apply(step, work, scale)
-
-    monkeypatch.setattr(AdamStep, "apply", late)
+    before_updates(monkeypatch, lambda: time.sleep(0.01))
 
 
 class Gate:
     """Holds every update on the worker until it is opened."""
 
     def __init__(self, monkeypatch):
-        self.is_open = threading.Event()
-        self.num_waiting = 0
-        apply = AdamStep.apply
+        self.is_open, self.num_waiting = threading.Event(), 0
+        before_updates(monkeypatch, self._wait)
 
-        def gated(step, work, scale):
-            if threading.current_thread() is not threading.main_thread():
-                self.num_waiting += 1
-                assert self.is_open.wait(30), "nobody opened the gate: the step waits for its updates"
-            apply(step, work, scale)
-
-        monkeypatch.setattr(AdamStep, "apply", gated)
+    def _wait(self):
+        self.num_waiting += 1
+        assert self.is_open.wait(30), "nobody opened the gate: the step waits for its updates"
 
     def open_when_one_waits(self):
         deadline = time.monotonic() + 30
@@ -86,3 +87,16 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch):
     return Gate(monkeypatch)
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """A list that gets the name of every record that is written."""
+    names, write = [], Store.write
+
+    def noted(store, record, memory):
+        names.append(record.name)
+        return write(store, record, memory)
+
+    monkeypatch.setattr(Store, "write", noted)
+    return names

@@ -10,7 +10,6 @@ from lightning.pytorch import LightningModule, seed_everything
 
 import lightning_cxl
 from lightning_cxl import UnsupportedError, residency
-from lightning_cxl.storage.store import Store
 from lightning_cxl.streaming.unit_weights import UnitWeights
 from tests.integration.llama import LlamaTask, tiny_llama, with_lora
 from tests.integration.quantised import KINDS, quantise
@@ -135,15 +134,8 @@ def test_a_layer_whose_backward_is_not_known_is_refused(folder, monkeypatch):
     under_us(folder, NF4, stream_weights=False)  # as the message says
 
 
-def test_weights_on_ssd_are_read_and_never_written(folder, tmp_path, monkeypatch):
-    written, write = [], Store.write
-
-    def noted(store, record, memory):
-        written.append(record.name)
-        return write(store, record, memory)
-
+def test_weights_on_ssd_are_read_and_never_written(folder, tmp_path, written):
     expected = under_us(folder, NESTED)[0]
-    monkeypatch.setattr(Store, "write", noted)
     on_ssd = {"tiers": {"ssd": {"path": str(tmp_path / "ssd"), "budget": "64MiB"}}}
     on_ssd |= {"tier_rules": {"*": {"weights": "ssd"}}}
     result, strategy, _ = under_us(folder, NESTED, stream_weights=True, **on_ssd)

@@ -18,6 +18,7 @@ from lightning_cxl.gradients.offload import MAX_STAGED, GradientOffload, HostWor
 from lightning_cxl.optim.cpu_adam import AdamStep
 from tests import training_device
 from tests.cases import every_value, others_full
+from tests.integration.conftest import before_updates
 from tests.integration.training import EXACT, assert_equal, assert_same_weights, offload, run, train
 from tests.models import Block, Task, TinyTransformer
 
@@ -183,13 +184,7 @@ def test_whoever_looks_at_weights_or_holds_them_sees_the_new_values(form, option
 
 
 def test_an_update_that_begins_after_the_weights_were_read_is_awaited(monkeypatch):
-    reads, apply = threading.Event(), AdamStep.apply
-
-    def late(step, work, scale):
-        if threading.current_thread() is not threading.main_thread():
-            reads.wait(10)
-            time.sleep(0.02)
-        apply(step, work, scale)
+    reads = threading.Event()
 
     class LooksBefore(Looks):
         def on_before_optimizer_step(self, trainer, module, optimizer):
@@ -200,7 +195,7 @@ def test_an_update_that_begins_after_the_weights_were_read_is_awaited(monkeypatc
             reads.set()
             super().on_train_batch_end(*arguments)
 
-    monkeypatch.setattr(AdamStep, "apply", late)
+    before_updates(monkeypatch, lambda: (reads.wait(10), time.sleep(0.02)))
     assert_looks_alike({}, LooksBefore)
 
 

@@ -18,7 +18,6 @@ from lightning_cxl.memory.host_memory import HeapTrimmer
 from lightning_cxl.run.session import format_report
 from lightning_cxl.storage import store
 from lightning_cxl.storage.drive import System
-from lightning_cxl.storage.store import Store
 from tests.cases import every_pair, every_value, others_full
 from tests.faulty_system import FaultySystem
 from tests.integration.llama import LlamaTask, tiny_llama
@@ -186,19 +185,6 @@ class Frozen(LlamaTask):
 
     def configure_optimizers(self):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3)
-
-
-@pytest.fixture
-def written(monkeypatch):
-    """A list that gets the name of every record that is written."""
-    names, write = [], Store.write
-
-    def noted(store, record, memory):
-        names.append(record.name)
-        return write(store, record, memory)
-
-    monkeypatch.setattr(Store, "write", noted)
-    return names
 
 
 def test_frozen_weights_are_written_only_where_a_user_has_written(tmp_path, written):
