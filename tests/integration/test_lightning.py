@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LightningCLI
-from torch import nn
 
 from tests.cases import every_value
 from tests.integration.training import assert_equal, make_trainer, run
@@ -50,16 +49,6 @@ def test_validate_test_and_predict_without_fit(make, options):
     predicted, expected = ours.predict(module, token_data()), plain.predict(module, token_data())
     assert len(predicted) == len(expected) > 0 and all(map(torch.equal, predicted, expected))
     assert ours.strategy.report()["num_parameters"] == sum(p.numel() for p in module.parameters())
-
-
-@on_cpu
-def test_float64_parameters_train_with_torchs_adam():
-    class Double(Task):
-        def loss(self, batch):
-            return nn.functional.cross_entropy(self.model(batch[0]).flatten(0, -2), batch[1].flatten())
-
-    plain, ours = (run(each, lambda: Double(no_dropout().double()), 4, precision="64-true")[0] for each in ("auto", {}))
-    assert ours.losses == plain.losses
 
 
 @on_cpu
