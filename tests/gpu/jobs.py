@@ -158,12 +158,9 @@ def copies_beside_compute() -> dict[str, float]:
 
     with mock.patch.object(Updates, "_updating", counted):
         fit({"on_overflow": "ignore"}, 8, act=record)
-    merged = {kind: _union(each) for kind, each in intervals.items()}
-    found = {"updates_behind_backward": len(updates), **{f"{kind}_s": _length(each) for kind, each in merged.items()}}
-    for kind in ("h2d", "d2h"):
-        both = _length(merged[kind]) + _length(merged["kernel"]) - _length(_union(merged[kind] + merged["kernel"]))
-        found[f"{kind}_beside_compute_s"] = both
-    return found
+    h2d, kernels = (_union(intervals[kind]) for kind in ("h2d", "kernel"))
+    both = _length(h2d) + _length(kernels) - _length(_union(h2d + kernels))
+    return {"updates_behind_backward": len(updates), "h2d_s": _length(h2d), "h2d_beside_compute_s": both}
 
 
 def _union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -44,14 +44,6 @@ class ChangesLength(Task):
         return super().training_step((x[:, :length], y[:, :length]), batch_idx)
 
 
-class ScalesInside(Task):
-    """Its own autocast around a part of the step, with the cache of casts that torch keeps by default."""
-
-    def loss(self, batch):
-        with torch.autocast(self.device.type, torch.bfloat16):
-            return super().loss(batch)
-
-
 class PaddedLlama(LlamaTask):
     """Rows of different length: a mask goes to every block beside its input."""
 
@@ -64,7 +56,6 @@ class PaddedLlama(LlamaTask):
 
 
 CASES = {
-    "autocast in the step": (TinyTransformer, ScalesInside, {}),
     "lengths, bf16-mixed": (TinyTransformer, ChangesLength, {"precision": "bf16-mixed"}),
     "recurrent blocks that share": (OfRecurrent, Task, {}),
     "SDPA with a mask": (lambda: tiny_llama(attn_implementation="sdpa", attention_dropout=0.1), PaddedLlama, {}),
