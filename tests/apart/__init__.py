@@ -40,7 +40,6 @@ def _finish() -> None:
 
 
 def synchronize() -> None:
-    """Wait for all devices."""
     for index in range(_ops.device_count()):
         torch.accelerator.synchronize(index)
 
@@ -81,7 +80,6 @@ def set_poison(yes: bool, *, when_taken: bool = False) -> None:
 
 
 def set_capacity(nbytes: int, device: int = 0) -> None:
-    """Set how much memory the device has."""
     _ops.set_capacity(device, nbytes)
 
 
@@ -105,7 +103,6 @@ class HostUsage(NamedTuple):
 
 
 def host_usage() -> HostUsage:
-    """Return what is registered and pinned now."""
     return HostUsage(*_ops.host_usage())
 
 

@@ -11,6 +11,7 @@ import torch
 
 from lightning_cxl.run.sharded_checkpoint import ShardedCheckpoint
 from tests.distributed import killed_ranks
+from tests.distributed.training import assert_same_weights
 from tests.integration.several_ranks import Started
 
 pytestmark = [pytest.mark.on_cpu, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -68,9 +69,7 @@ def assert_as_if_nothing_was(job, whole):
     """Compare with the run that nobody has killed: every loss that was seen, and the weights."""
     expected = dict(map(tuple, whole.losses()))
     assert all(expected[step] == loss for step, loss in job.losses())
-    ours, theirs = [torch.load(each.folder / "weights.pt") for each in (job, whole)]
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_weights(*(torch.load(each.folder / "weights.pt") for each in (job, whole)))
     left = [path.name for path in (job.folder / "checkpoints").iterdir()]
     assert not [name for name in left if name.startswith(".")], left
 

@@ -82,7 +82,6 @@ class Cut(Module):
     """Cuts its model as Lightning asks its users to."""
 
     def configure_model(self) -> None:
-        """Cut each block, then the rest."""
         mesh = self.device_mesh["data_parallel"]
         for block in self.model.model.layers:
             fully_shard(block, mesh=mesh)
@@ -90,7 +89,6 @@ class Cut(Module):
 
 
 def fit_plain(steps, **keywords):
-    """Train without us."""
     trainer = {"strategy": ModelParallelStrategy(place()[1], 1)}
     return lightning_runs.fit(steps, kind=Cut, module=PLAIN_JOB, trainer=trainer, **keywords)
 

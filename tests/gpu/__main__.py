@@ -104,7 +104,6 @@ def pytest(paths: Sequence[str], device: str, limit_s: float) -> Part:
 
 
 def bench(device: str, limit_s: float) -> Part:
-    """Run the benchmark of one shape; on another device than CUDA only to see that it runs."""
     job = ["--shape", "llama-3.2-1b", "--seq", "8192", "--steps", "5", "--device", "cuda"]
     if device != "cuda":
         job = ["--shape", "tiny", "--seq", "64", "--steps", "3", "--device", "cpu"]
@@ -119,7 +118,6 @@ def bench(device: str, limit_s: float) -> Part:
 
 
 def main() -> None:
-    """Run what was asked for, in order, and write the file after each part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "apart"], default="cuda")
     parser.add_argument("--json", type=Path, default=Path("gpu.json"))

@@ -116,7 +116,6 @@ CHECKS = {
 
 
 def main(name: str, device: str) -> None:
-    """Run a check and print its figures."""
     warnings.simplefilter("default")
     training_device.choose(device)
     if training_device.unavailable is not None:

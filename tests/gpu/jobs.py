@@ -41,7 +41,6 @@ def size() -> Size:
 
 
 def unit_bytes() -> int:
-    """Return the bytes of a unit's weights in float32."""
     width = size().width
     return 4 * (12 * width * width + 13 * width)
 
@@ -98,7 +97,6 @@ def train(options: dict[str, Any], precision: str, **trainer: Any) -> tuple[list
 
 
 def bytes_left() -> int:
-    """Return what is still allocated on the device."""
     gc.collect()
     torch.accelerator.synchronize()
     training_device.clear_workspaces()

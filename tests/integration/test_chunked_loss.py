@@ -1,5 +1,7 @@
 """A loss without all logits under the strategy: wherever the output layer is, the run is the plain one."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -43,13 +45,9 @@ def frozen_head():
     return model
 
 
-def tied():
-    return tiny_llama(tie_word_embeddings=True)
-
-
 MODELS = {
     "plain": tiny_llama,
-    "tied": tied,
+    "tied": partial(tiny_llama, tie_word_embeddings=True),
     "frozen": frozen_head,
     "adapted": lambda: with_lora(tiny_llama(), ["q_proj", "lm_head"]),
 }

@@ -4,6 +4,7 @@ Features of the engine are tested once, with one of them; what a front end has o
 """
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -23,10 +24,6 @@ STREAMED, STAYS = {"stream_weights": True, **EXACT}, {"stream_weights": False, *
 every_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS)
 
 
-def tied():
-    return tiny_llama(tie_word_embeddings=True)
-
-
 def bfloat16():
     return tiny_llama(hidden_size=64, intermediate_size=128).bfloat16()
 
@@ -39,7 +36,7 @@ def adapted():
 CASES = {
     "streamed": (STREAMED, {}),
     "weights stay, accumulated": (STAYS, {"accumulate": 2}),
-    "not clipped, tied": (STREAMED, {"clip": 0.0, "make_model": tied}),
+    "not clipped, tied": (STREAMED, {"clip": 0.0, "make_model": partial(tiny_llama, tie_word_embeddings=True)}),
     "bf16-mixed, evaluated": (STREAMED, {"precision": "bf16-mixed", "evaluates": True}),
     "adapters, accumulated": (STREAMED, {"make_model": adapted, "accumulate": 3}),
 }

@@ -21,9 +21,6 @@ STREAMED = {"stream_weights": True}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
 
 
-TRAINERS = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer, "grpo": trl.GRPOTrainer}
-
-
 def tokenizer():
     return word_tokenizer(WORDS, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
@@ -33,8 +30,7 @@ def texts(num_rows):
     return [" ".join(words[(i * (k + 1) + k) % len(words)] for k in range(4 + i % 3)) for i in range(num_rows)]
 
 
-def made(trainer, options, lora, **parts):
-    cls = TRAINERS[trainer]
+def made(cls, options, lora, **parts):
     parts |= {"processing_class": tokenizer(), "peft_config": LoraConfig(**LORA) if lora else None}
     if options == PLAIN:
         return cls(**parts)
@@ -44,7 +40,7 @@ def made(trainer, options, lora, **parts):
 def sft(folder, options=PLAIN, *, lora=False, **given):
     args = arguments(folder, cls=trl.SFTConfig, dataset_num_proc=None, max_length=16, **given)
     data = Dataset.from_dict({"text": texts(16)})
-    return made("sft", options, lora, model=tiny_llama(), args=args, train_dataset=data)
+    return made(trl.SFTTrainer, options, lora, model=tiny_llama(), args=args, train_dataset=data)
 
 
 def grpo(folder, options=PLAIN, *, lora=False, judged=False, **given):
@@ -64,7 +60,7 @@ def grpo(folder, options=PLAIN, *, lora=False, judged=False, **given):
         rewards, judges = [*rewards, LlamaForSequenceClassification(config).eval()], [None, tokenizer()]
     data = Dataset.from_dict({"prompt": texts(8)})
     parts = {"reward_funcs": rewards, "reward_processing_classes": judges}
-    return made("grpo", options, lora, model=str(path), args=args, train_dataset=data, **parts)
+    return made(trl.GRPOTrainer, options, lora, model=str(path), args=args, train_dataset=data, **parts)
 
 
 def dpo(folder, options=PLAIN, *, lora=False, reference=True, **given):
@@ -78,7 +74,7 @@ def dpo(folder, options=PLAIN, *, lora=False, reference=True, **given):
             if PartialState().is_local_main_process:
                 data.save_to_disk(folder / "data")
         data = Dataset.load_from_disk(folder / "data")
-    return made("dpo", options, lora, model=model, ref_model=ref_model, args=args, train_dataset=data)
+    return made(trl.DPOTrainer, options, lora, model=model, ref_model=ref_model, args=args, train_dataset=data)
 
 
 def train(make, folder, options=PLAIN, **given):

@@ -17,8 +17,7 @@ SLAB_BYTES = 64 * 1024
 
 class Registrations:
     def __init__(self) -> None:
-        self.calls: list[int] = []  # bytes
-        self.ranges: dict[int, int] = {}
+        self.num_bytes, self.ranges = 0, {}  # of all calls; those that are page-locked now
 
     def cover(self, tensor: torch.Tensor) -> bool:
         address, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
@@ -33,7 +32,7 @@ def registrations(monkeypatch, device_apart):
 
     def noted(address: int, nbytes: int) -> None:
         register(address, nbytes)
-        seen.calls.append(nbytes)
+        seen.num_bytes += nbytes
         seen.ranges[address] = nbytes
 
     def forgotten(address: int) -> None:
@@ -50,10 +49,10 @@ class LateTask(Task):
 
     def configure_model(self):
         self.model = TinyTransformer(width=64, depth=6, dropout=0.0)
-        self.created = len(self.registrations.calls)
+        self.created = self.registrations.num_bytes
 
     def on_train_start(self):
-        self.held, self.registered = sum(self.registrations.ranges.values()), sum(self.registrations.calls)
+        self.held, self.registered = sum(self.registrations.ranges.values()), self.registrations.num_bytes
         self.roles = self.trainer.strategy.report()["roles"]
 
     def on_before_optimizer_step(self, optimizer):
@@ -70,7 +69,7 @@ def test_what_the_device_copies_is_page_locked_and_weights_once_where_they_stay(
     make_trainer(offload(pin_memory=pin_memory), max_steps=2).fit(module, token_data(2, length=64))
     locked = pin_memory == "auto"
     assert module.seen == {"weight": locked, "gradient": locked, "moment": False}
-    assert bool(registrations.calls) is locked and module.created == 0
+    assert bool(registrations.num_bytes) is locked and module.created == 0
     weights = sum(module.roles[TensorRole.COMPUTE_WEIGHTS.value].values())
     assert weights > 0
     assert module.registered - module.held < weights // 4  # nothing that large was page-locked and let go

@@ -24,7 +24,6 @@ _MIN_QEMU = 8
 
 
 def cache_folder() -> Path:
-    """Return where fetched files are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_cxl" / "numa_vm"
 
 
@@ -61,7 +60,6 @@ def qemu() -> list[str]:
 
 
 def busybox() -> Path:
-    """Return the static busybox."""
     found = shutil.which("busybox")
     if found is None or b"ld-linux" in Path(found).read_bytes()[:4096]:
         raise VmError(f"there is no static busybox: `apt-get install {_PACKAGES}`")
