@@ -11,8 +11,6 @@ _initialized = True  # torch.utils.checkpoint asks for this name before it saves
 
 
 class Properties(NamedTuple):
-    """What there is to know of a device."""
-
     name: str
     total_memory: int
 
@@ -60,8 +58,6 @@ def set_device(device: object) -> None:
 
 
 class device(contextlib.AbstractContextManager):
-    """Makes a device the current one."""
-
     def __init__(self, device: object):
         self._index = _index(device)
 

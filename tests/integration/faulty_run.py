@@ -58,8 +58,6 @@ def newest(folder: Path) -> Path | None:
 
 
 class Result(NamedTuple):
-    """Of one run that ended well."""
-
     losses: list[float]
     weights: dict[str, torch.Tensor]
 

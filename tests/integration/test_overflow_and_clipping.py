@@ -163,8 +163,7 @@ def norm(grads):
 
 
 def fit_clipped(strategy="cxl_offload", task=Recording, *, steps=8, **given):
-    given = {"gradient_clip_val": CLIP, **given}
-    module, trainer = run(strategy, lambda: task(TinyTransformer(dropout=0.0)), steps, seed=11, **given)
+    module, trainer = fit(strategy, task, steps=steps, **{"gradient_clip_val": CLIP, **given})
     assert "clip_grad_by_norm" not in vars(trainer.precision_plugin), "nothing stays"
     return module, trainer
 

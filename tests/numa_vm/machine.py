@@ -35,8 +35,6 @@ class NodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A guest."""
-
     nodes: tuple[NodeSpec, ...]
 
     @property
