@@ -1,6 +1,7 @@
 """Every command of the README, as it is written, in a new environment and a copy of this repository.
 
-Benchmarks run fewer cases: with all of them three take 25 minutes.
+Benchmarks run fewer cases: with all of them three take 25 minutes. Their figures are not looked at, so it runs beside
+other tests.
 
 What this repository depends on is taken from the environment that runs the tests: to install it again takes minutes.
 """
@@ -61,7 +62,6 @@ def test_the_commands_are_found():
 
 
 @pytest.mark.full
-@pytest.mark.alone  # benchmarks that look at clocks and memory
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_every_command_of_the_readme_works_in_a_new_environment(tmp_path):
