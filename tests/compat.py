@@ -1,6 +1,6 @@
 """Run what depends on torch most with the oldest and the newest torch that are declared.
 
-    python -m tests.compat [--torch 2.11 2.15] [--python python3.12] [--keep] [-- PYTEST_ARGUMENT ...]
+    python -m tests.compat [--torch 2.11 2.15] [-- PYTEST_ARGUMENT ...]
 
 Each version gets an environment of its own, and a copy of the project below ``build/compat``, because compiled modules
 lie beside the sources. The other dependencies have their newest versions. Both are removed afterwards. Each takes 6 GB
@@ -38,7 +38,7 @@ def declared_versions() -> list[str]:
     return [oldest, f"{major}.{int(minor) - 1}"]
 
 
-def run_one(version: str, python: str, arguments: list[str], *, keep: bool) -> str:
+def run_one(version: str, arguments: list[str]) -> str:
     """Return one line about the tests with one version of torch."""
     place, log = BUILD / version, BUILD / f"{version}.log"
     shutil.rmtree(place, ignore_errors=True)
@@ -46,7 +46,7 @@ def run_one(version: str, python: str, arguments: list[str], *, keep: bool) -> s
     own_python = environment / "bin" / "python"
     pip = [own_python, "-m", "pip", "install", "--disable-pip-version-check"]
     steps = (
-        [python, "-m", "venv", environment],
+        [sys.executable, "-m", "venv", environment],
         [*pip, f"torch=={version}.*"],  # first: with it installed, nothing else pulls another one
         [*pip, "-e", f"{tree}[test]"],
         [own_python, "-m", "pytest", "-ra", f"--junit-xml={results}", *TESTS, *arguments],
@@ -65,8 +65,7 @@ def run_one(version: str, python: str, arguments: list[str], *, keep: bool) -> s
         installed = subprocess.run([own_python, "-c", ABOUT], cwd=tree, capture_output=True, text=True).stdout.strip()
         return f"{installed}: {summary(results)}, exit status {code}, {(time.monotonic() - began) / 60:.0f} min"
     finally:
-        if not keep:
-            shutil.rmtree(place)
+        shutil.rmtree(place)
 
 
 ABOUT = """
@@ -89,14 +88,12 @@ def summary(results: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser("tests.compat", description=__doc__.partition("\n")[0])
     parser.add_argument("--torch", nargs="+", default=declared_versions(), metavar="VERSION", help="such as 2.13")
-    parser.add_argument("--python", default=sys.executable, help="what makes the environments")
-    parser.add_argument("--keep", action="store_true", help="leave copies and environments in build/compat")
     parser.add_argument("pytest", nargs="*", help="after --: more arguments of pytest")
     options = parser.parse_args()
     BUILD.mkdir(parents=True, exist_ok=True)
     lines = []
     for version in options.torch:
-        lines.append(run_one(version, options.python, options.pytest, keep=options.keep))
+        lines.append(run_one(version, options.pytest))
         print(lines[-1], flush=True)
     return 0 if all(" 0 failed" in line and "exit status 0" in line for line in lines) else 1
 

@@ -11,6 +11,7 @@ their index; manifests of drives; records of the flight recorder; files of DeepS
 
 import argparse
 import contextlib
+import faulthandler
 import io
 import json
 import multiprocessing
@@ -22,9 +23,7 @@ import tempfile
 import time
 import warnings
 import zlib
-from collections.abc import Iterator
 from dataclasses import fields
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,6 @@ from lightning_cxl.storage.store import FORMAT, decode
 from lightning_cxl.weights.models import load_weights, save_weights
 
 PATIENCE_S, MEMORY_BYTES = 10, 4 << 30
-CASES = 100_000
 MACHINES = sorted((Path(__file__).parent.parent / "examples" / "machines").glob("*.yaml"))
 NATIVE = (OSError, ValueError, TypeError, OverflowError, BufferError)
 
@@ -241,70 +239,60 @@ TARGETS = {each.__name__: each for each in (*_DAMAGED, native)}
 TOPOLOGY: Any = None
 
 
-def work(target: str, seeds: range, at: Any, findings: Connection) -> None:
+def work(target: str, seeds: range, at: Any, num_findings: Any) -> None:
     """Try cases; `at` shows which one runs, and is -1 at the end."""
     most = psutil.Process().memory_info().vms + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    told = set()
     with tempfile.TemporaryDirectory() as files, tempfile.TemporaryDirectory() as name:
         sound = sound_files(Path(files))
         for seed in seeds:
-            at.value = seed
+            at.value, text = seed, ""
+            faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
             try:
                 TARGETS[target](Random(f"{target} {seed}"), Path(name), sound)
             except LightningCXLError as error:
-                if not str(error).strip():
-                    findings.send((seed, f"{type(error).__name__} says nothing"))
+                text = "" if str(error).strip() else f"{type(error).__name__} says nothing"
             except BaseException as error:
                 if target != "native" or not isinstance(error, NATIVE):
-                    findings.send((seed, f"{type(error).__name__}: {str(error)[:200]}"))
+                    text = f"{type(error).__name__}: {str(error)[:200]}"
+            num_findings.value += bool(text)
+            if text[:60] not in {"", *told}:
+                told.add(text[:60])
+                print(f"  {target} {seed}: {text}", flush=True)
     at.value = -1
 
 
-def fuzz(target: str, seeds: range) -> Iterator[tuple[int, str]]:
-    """Try cases in a process; where one ends it, tell so and go on behind it. Yields seeds, and what they show."""
+def fuzz(target: str, seeds: range) -> int:
+    """Try cases in a process; where one ends it, tell so and go on behind it. Returns how many findings there are."""
     context = multiprocessing.get_context("fork")
+    at, num_findings = context.Value("q", seeds.start), context.Value("q", 0)
     while seeds:
-        at, (receiver, sender) = context.Value("q", seeds.start), context.Pipe(duplex=False)
-        process = context.Process(target=work, args=(target, seeds, at, sender))
+        process = context.Process(target=work, args=(target, seeds, at, num_findings))
         process.start()
-        sender.close()
-        seen, since = seeds.start, time.monotonic()
-        while True:
-            if receiver.poll(0.2):
-                try:
-                    yield receiver.recv()
-                except EOFError:
-                    break
-            if at.value != seen:
-                seen, since = at.value, time.monotonic()
-            elif time.monotonic() - since > PATIENCE_S:
-                process.kill()
         process.join()
         if at.value == -1:
-            return
-        yield at.value, f"the process ended with status {process.exitcode}"
+            break
+        num_findings.value += 1
+        print(f"  {target} {at.value}: the process ended with status {process.exitcode}", flush=True)
         seeds = range(at.value + 1, seeds.stop)
+    return num_findings.value
 
 
 def main() -> None:
     global TOPOLOGY
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=CASES)
+    parser.add_argument("--cases", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--only", default="", metavar="WORD", help="what is damaged")
     asked = parser.parse_args()
     TOPOLOGY = Topology.detect()
-    targets = [each for each in TARGETS if asked.only in each]
-    found: set[tuple[str, str]] = set()
+    targets, found = [each for each in TARGETS if asked.only in each], 0
     for target in targets:
-        begin, count, new = time.monotonic(), -(-asked.cases // len(targets)), 0
-        for seed, text in fuzz(target, range(asked.seed, asked.seed + count)):
-            new += 1
-            if (target, text[:60]) not in found:
-                found.add((target, text[:60]))
-                print(f"  {target} {seed}: {text}", flush=True)
+        begin, count = time.monotonic(), -(-asked.cases // len(targets))
+        found += (new := fuzz(target, range(asked.seed, asked.seed + count)))
         print(f"{target}: {count:,} cases, {new} findings, {time.monotonic() - begin:.0f} s", flush=True)
     sys.exit(1 if found else 0)
 

@@ -1,6 +1,6 @@
 """Install the wheel of this machine in empty environments without a compiler, and train with it there.
 
-    python tests/wheel.py [PYTHON ...] [--dist FOLDER] [--keep]
+    python tests/wheel.py [PYTHON ...]
 
 For each CPython: an environment below ``build/wheels-check`` with the wheel and what ``dist/requirements.lock`` locks;
 the commands `env` and `verify`, and ``examples/quickstart.py``, in a folder that is not the clone. ``PATH`` has the
@@ -78,8 +78,6 @@ def check(python: str, dist: Path, place: Path, log: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser("tests/wheel.py", description=__doc__.partition("\n")[0])
     parser.add_argument("python", nargs="*", default=[sys.executable], help="interpreters (default: this one)")
-    parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="where the wheel and its lock file are")
-    parser.add_argument("--keep", action="store_true", help="leave the environments in build/wheels-check")
     options = parser.parse_args()
     BUILD.mkdir(parents=True, exist_ok=True)
     status = 0
@@ -88,13 +86,12 @@ def main() -> int:
         shutil.rmtree(place, ignore_errors=True)
         log.unlink(missing_ok=True)
         try:
-            print(check(python, options.dist.resolve(), place, log), flush=True)
+            print(check(python, ROOT / "dist", place, log), flush=True)
         except Failed as failure:
             print(f"{python}: {failure}", flush=True)
             status = 1
         finally:
-            if not options.keep:
-                shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(place, ignore_errors=True)
     return status
 
 

@@ -543,43 +543,6 @@ def test_what_keeps_weights_beyond_a_call_is_refused(engine, stream):
         model(x)
 
 
-def in_place(weight, by):
-    """As peft merges an adapter."""
-    weight.data += by
-
-
-def to_other_memory(weight, by):
-    """As peft merges an adapter with ``safe_merge=True``."""
-    weight.data = weight.data + by
-
-
-def evaluate_between(model, write, finish=lambda: None):
-    """Two micro-batches a step; writes before an evaluation, and undoes it, after every backward."""
-    losses = []
-    for step in range(6):
-        loss = model(batch(step, model.first))
-        loss.backward()
-        finish()
-        for block in model.blocks:
-            write(block.up.weight, 0.25)
-        with torch.no_grad():
-            losses += [loss.item(), model(batch(100, model.first)).item()]
-        for block in model.blocks:
-            write(block.up.weight, -0.25)
-        if step % 2:
-            descend(model)
-    return losses
-
-
-@pytest.mark.parametrize("num_slots", [2, 9])
-@pytest.mark.parametrize("write", [in_place, to_other_memory])
-def test_writes_that_torch_does_not_count_are_seen(engine, stream, write, num_slots):
-    ours, theirs = make(), make().to(engine.device)
-    streamed = stream(engine, ours, num_slots)
-    assert evaluate_between(ours, write, streamed.finish) == evaluate_between(theirs, write)
-    assert_same_weights(ours, theirs)
-
-
 def scale(model, factor):
     for block in model.blocks:
         block.up.weight.data.mul_(factor)
