@@ -57,15 +57,6 @@ def run_benchmark(name, *options, succeeds=True):
 
 
 BENCHMARKS = [  # what each must measure, and rows that have a limit
-    (
-        "adam --rounds=2 --threads=2 --sections step --sizes 4096 70K --plot=step.png",
-        [
-            f"fp32 step, {size}: {name}"
-            for size in ("4.096K", "70K")
-            for name in ("roof", "CPUAdam", "torch fused", "torch foreach", "torch.compile", "CPUAdam / torch fused")
-        ],
-        {},
-    ),
     ("step --steps=3 --size=tiny --only lightning cxl_offload", ["lightning: peak", "cxl_offload: step"], {}),
     (
         "several_ranks --size=tiny --ranks 2 --rounds=2 --steps=1 --only fsdp2 ours",

@@ -176,10 +176,6 @@ AIO = {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submi
 BF16 = {"bf16": {"enabled": True}}
 # what is given, options of the strategy, arguments of the Trainer
 FILES = {
-    "transformers, stage 2": (
-        {"fp16": FP16, "bf16": {"enabled": "auto"}, "zero_optimization": STAGE_2, **AUTO},
-        {"stream_weights": False}, {},
-    ),
     "transformers, stage 3 on drives": (
         {
             **BF16, "aio": AIO, **AUTO, "steps_per_print": 2000, "wall_clock_breakdown": False,
@@ -191,7 +187,8 @@ FILES = {
         {
             "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
             "gradient_clipping": 1.0, "fp16": {**FP16, "enabled": True}, "data_types": {"grad_accum_dtype": "bf16"},
-            "zero_force_ds_cpu_optimizer": False, "zero_optimization": {"stage": 2, "cpu_offload": True},
+            "zero_force_ds_cpu_optimizer": False, "bf16": {"enabled": "auto"}, "scheduler": AUTO["scheduler"],
+            "zero_optimization": STAGE_2,
             "optimizer": {"type": "Adam", "params": {"lr": 1.5e-4, "betas": [0.9, 0.95]}},
             "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
             "tensorboard": {"enabled": True, "output_path": "logs/"},
@@ -236,8 +233,10 @@ def test_what_is_printed_is_taken_by_every_front_end(name, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("old", [{"cpu_offload_param": True}, {"offload_param": {"device": "auto"}}])
-def test_weights_stream_where_deepspeed_offloads_them(old):
-    assert convert({"zero_optimization": {"stage": 3, **old}}).strategy == {}
+def test_weights_stream_where_deepspeed_offloads_them_and_what_is_auto_is_the_trainers(old):
+    asked = convert({"zero_optimization": {"stage": 3, **old}, "fp16": FP16, **AUTO})
+    assert (asked.strategy, asked.trainer) == ({}, {})
+    assert convert({"zero_optimization": {"stage": 2, "cpu_offload": True}}).strategy == {"stream_weights": False}
     assert convert({"zero_optimization": True}).strategy == {"stream_weights": False}
 
 

@@ -181,13 +181,6 @@ def test_a_list_of_tensors_that_names_files_elsewhere_is_refused(tmp_path, name)
         ShardedCheckpoint(path)
 
 
-def test_a_value_that_asks_for_code_is_refused(tmp_path):
-    folder = ShardedCheckpoint(folder_with(tmp_path / "a.ckpt", value=Hostile(tmp_path / "made")))
-    with pytest.raises(CheckpointError, match=r"was not read.*mkdir"):
-        folder.read({"optimizer_0.value": None})
-    assert not (tmp_path / "made").exists()
-
-
 @pytest.mark.parametrize("value", [Hostile("made"), Kept()], ids=["blocked", "unknown"])
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_no_error_advises_to_run_code(tmp_path, kind, value):
@@ -203,10 +196,12 @@ def test_no_error_advises_to_run_code(tmp_path, kind, value):
     assert "False" not in str(found.value)
 
 
-def test_a_class_that_the_user_names_is_read(tmp_path):
-    folder = ShardedCheckpoint(folder_with(tmp_path / "a.ckpt", value=Kept(5)))
-    with pytest.raises(CheckpointError, match=r"Kept.*add_safe_globals"):
-        folder.read({"optimizer_0.value": None})
+def test_a_value_that_asks_for_code_is_refused_and_a_class_that_the_user_names_is_read(tmp_path):
+    folder = ShardedCheckpoint(folder_with(tmp_path / "a.ckpt", value=Kept(5), other=Hostile(tmp_path / "made")))
+    for name, message in (("value", r"Kept.*add_safe_globals"), ("other", r"was not read.*mkdir")):
+        with pytest.raises(CheckpointError, match=message):
+            folder.read({f"optimizer_0.{name}": None})
+    assert not (tmp_path / "made").exists()
     with torch.serialization.safe_globals([Kept]):
         assert folder.read({"optimizer_0.value": None})["optimizer_0.value"].number == 5
 

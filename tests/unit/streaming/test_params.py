@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import gc
-import pickle
 import signal
 import threading
 import weakref
@@ -373,16 +372,6 @@ def test_a_forward_does_not_see_gradients_that_are_on_another_device(engine, str
     assert Compilable.seen == [False] * 2 * 5, "in the forward and in the recompute"
     streamed.finish()
     assert all(each.grad is grad and each.data_ptr() == home for each, grad, home in before)
-
-
-def test_copies_of_the_model_run_on_their_own(engine, stream):
-    model = make(2)
-    x = torch.randn(4, WIDTH, device="cpu")
-    expected = model(x).item()
-    streamed = stream(engine, model)
-    twins = copy.deepcopy(model).cpu(), pickle.loads(pickle.dumps(model)).cpu()
-    streamed.close()
-    assert [twin(x).item() for twin in twins] == [expected] * 2
 
 
 def test_slots_are_let_go_and_weights_stay(device_engine, stream):
