@@ -1,19 +1,17 @@
 """Which cases of a product run: few in which all values occur, or meet; and which of them are ``full``."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import pytest
 
 
-def covering(cases: Sequence[tuple[Any, ...]], together: int) -> list[tuple[Any, ...]]:
+def covering(cases, together):
     """Return few of the cases that have every combination of `together` values of theirs; greedy, always the same.
 
     Values are told apart by identity, so that they may be dicts.
     """
 
-    def combinations(case: tuple[Any, ...]) -> set[tuple[tuple[int, int], ...]]:
+    def combinations(case):
         return set(itertools.combinations(((column, id(value)) for column, value in enumerate(case)), together))
 
     wanted = set().union(*map(combinations, cases))
@@ -25,12 +23,12 @@ def covering(cases: Sequence[tuple[Any, ...]], together: int) -> list[tuple[Any,
     return chosen
 
 
-def every_value(*columns: Iterable[Any]) -> list[Any]:
+def every_value(*columns):
     """Return few cases of a product, for ``parametrize``, in which every value of every column occurs."""
     return covering(list(itertools.product(*columns)), 1)
 
 
-def every_pair(*columns: Iterable[Any], where: Callable[..., bool] = lambda *_: True) -> list[Any]:
+def every_pair(*columns, where=lambda *_: True):
     """Return few cases of a product, for ``parametrize``, in which every two values of two columns meet.
 
     `where` says which cases there are.
@@ -38,11 +36,11 @@ def every_pair(*columns: Iterable[Any], where: Callable[..., bool] = lambda *_: 
     return covering([case for case in itertools.product(*columns) if where(*case)], 2)
 
 
-def others_full(cases: Iterable[Any], stay: Iterable[Any]) -> list[Any]:
+def others_full(cases, stay):
     """Return cases of one argument, or tuples of several; those that are not in `stay` are ``full``."""
     stay = list(stay)
     return [case if case in stay else _param(case, pytest.mark.full) for case in cases]
 
 
-def _param(case: Any, marks: Any) -> Any:
+def _param(case, marks):
     return pytest.param(*case, marks=marks) if isinstance(case, tuple) else pytest.param(case, marks=marks)

@@ -1,7 +1,6 @@
 """Doubles: host memory that reuses and poisons what dies, and engines that note what they copy."""
 
 import weakref
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from tests import training_device
 class LoggingDeviceEngine(DeviceEngine):
     """The device's engine, and direction and bytes of every copy that it has started."""
 
-    def __init__(self, *args) -> None:
+    def __init__(self, *args):
         super().__init__(*args)
         self.log: list[tuple[str, int]] = []
 
@@ -30,10 +29,10 @@ class LoggingDeviceEngine(DeviceEngine):
 
 
 class _Bytes:
-    def __init__(self, chunk: np.ndarray) -> None:
+    def __init__(self, chunk):
         self._chunk = chunk
 
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, shape, dtype):
         return torch.from_numpy(self._chunk).view(dtype)[: int(np.prod(shape))].view(tuple(shape))
 
 
@@ -46,13 +45,13 @@ class RecyclingMemory:
         limit_bytes: more than this at a time is a MemoryError.
     """
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
+    def __init__(self, limit_bytes=None):
         self.limit_bytes = limit_bytes
         self.live_bytes = self.peak_bytes = self.num_live = 0
         self.requests: list[tuple[int, str]] = []
         self._free: dict[int, list[np.ndarray]] = {}
 
-    def allocate(self, nbytes: int, unit: str) -> _Bytes:
+    def allocate(self, nbytes, unit):
         self.requests.append((nbytes, unit))
         if self.limit_bytes is not None and self.live_bytes + nbytes > self.limit_bytes:
             raise MemoryError(f"{nbytes} bytes for {unit} on top of {self.live_bytes}")
@@ -65,14 +64,14 @@ class RecyclingMemory:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return _Bytes(chunk)
 
-    def _take_back(self, memory: np.ndarray) -> None:
+    def _take_back(self, memory):
         memory[:] = 0xFF  # NaN in every floating-point type
         self.live_bytes -= memory.nbytes
         self.num_live -= 1
         self._free[memory.nbytes].append(memory)
 
 
-def _aligned(nbytes: int) -> np.ndarray:
+def _aligned(nbytes):
     pinned = training_device.current.type != "cpu"
     raw = torch.empty(nbytes + 64, dtype=torch.uint8, device="cpu", pin_memory=pinned).numpy()
     skip = -raw.ctypes.data % 64

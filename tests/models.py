@@ -14,7 +14,7 @@ TINY_LLAMA = {  # arguments of transformers' LlamaConfig
 class Block(nn.Module):
     """A pre-norm transformer block with dropout, causal attention by SDPA; a gate without dimensions if `scalars`."""
 
-    def __init__(self, width: int, dropout: float, *, scalars=False) -> None:
+    def __init__(self, width, dropout, *, scalars=False):
         super().__init__()
         self.gate = nn.Parameter(torch.rand(())) if scalars else None
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -38,9 +38,7 @@ class TinyTransformer(nn.Module):
     With `scalars` it has parameters without dimensions, in blocks and outside of them.
     """
 
-    def __init__(
-        self, vocab: int = 37, width: int = 32, depth: int = 3, *, dropout=0.1, tied=False, twice=False, scalars=False
-    ) -> None:
+    def __init__(self, vocab=37, width=32, depth=3, *, dropout=0.1, tied=False, twice=False, scalars=False):
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.blocks = nn.ModuleList(Block(width, dropout, scalars=scalars) for _ in range(depth))
@@ -62,14 +60,14 @@ class TinyTransformer(nn.Module):
         return logits if self.logit_scale is None else logits * self.logit_scale.exp()
 
 
-def no_dropout() -> TinyTransformer:
+def no_dropout():
     return TinyTransformer(dropout=0.0)
 
 
 class TinyConvNet(nn.Module):
     """Residual convolution blocks with BatchNorm in a ModuleList, channels-last weights."""
 
-    def __init__(self, width: int = 8, depth: int = 3) -> None:
+    def __init__(self, width=8, depth=3):
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1)
         self.blocks = nn.ModuleList(
@@ -91,7 +89,7 @@ class TinyConvNet(nn.Module):
 class Task(LightningModule):
     """Cross-entropy on a model; records every training loss."""
 
-    def __init__(self, model: nn.Module, optimizer: str = "adamw", *, scheduler: bool = True, **kwargs) -> None:
+    def __init__(self, model, optimizer="adamw", *, scheduler=True, **kwargs):
         super().__init__()
         self.model = model
         self.optimizer, self.scheduler, self.kwargs = optimizer, scheduler, kwargs
@@ -99,11 +97,11 @@ class Task(LightningModule):
         self.lrs: list[float] = []
 
     @property
-    def losses(self) -> list[float]:
+    def losses(self):
         """Every loss that was recorded."""
         return [loss.item() for loss in self._losses]
 
-    def record(self, loss: torch.Tensor) -> None:
+    def record(self, loss):
         self._losses.append(loss.detach())
 
     def loss(self, batch):
@@ -144,12 +142,12 @@ class InStep:
         return super().training_step(batch, batch_idx)
 
 
-def token_data(num_batches: int = 20, batch: int = 2, length: int = 12, vocab: int = 37) -> DataLoader:
+def token_data(num_batches=20, batch=2, length=12, vocab=37):
     data = torch.randint(0, vocab, (num_batches * batch, length + 1), generator=torch.Generator().manual_seed(0))
     return DataLoader(TensorDataset(data[:, :-1], data[:, 1:]), batch_size=batch)
 
 
-def image_data(num_batches: int = 20, batch: int = 4) -> DataLoader:
+def image_data(num_batches=20, batch=4):
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(num_batches * batch, 3, 8, 8, generator=generator)
     labels = torch.randint(0, 5, (num_batches * batch,), generator=generator)

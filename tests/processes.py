@@ -9,36 +9,34 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 _IMPORTED = ["lightning_cxl", "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama"]
 
 
-def context() -> Any:
+def context():
     """Return what makes such processes, and their queues."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     return context
 
 
-def start(function: Callable[..., Any], *args: Any) -> Any:
+def start(function, *args):
     """Return a process that runs a function of a module, with the environment that is this process's now."""
     process = context().Process(target=_call, args=(dict(os.environ), function, args), daemon=True)
     process.start()
     return process
 
 
-def _call(environ: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _call(environ, function, args):
     os.environ.clear()
     os.environ.update(environ)
     function(*args)
 
 
-def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
+def in_a_process(function, *args):
     """Return what a function of a module returns in a process of its own."""
     here, there = context().Pipe(duplex=False)
     process = start(_answer, there, function, *args)
@@ -49,11 +47,11 @@ def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
         process.join()
 
 
-def _answer(pipe: Any, function: Callable[..., Any], *args: Any) -> None:
+def _answer(pipe, function, *args):
     pipe.send(function(*args))
 
 
-def run_python(*command: Any, timeout: float = 240, **environ: str) -> "subprocess.CompletedProcess[str]":
+def run_python(*command, timeout=240, **environ):
     """Run ``python -c code ...`` or ``python -m module ...``, and return its exit code and what it has written."""
     with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
         names = [f"/proc/{os.getpid()}/fd/{each.fileno()}" for each in (out, err)]
@@ -66,7 +64,7 @@ def run_python(*command: Any, timeout: float = 240, **environ: str) -> "subproce
         return subprocess.CompletedProcess(command, process.exitcode, *texts)
 
 
-def _run(command: list[str], environ: dict[str, str], *outputs: str) -> None:
+def _run(command, environ, *outputs):
     os.environ.update(environ)
     for number, output in enumerate(outputs, 1):
         os.dup2(os.open(output, os.O_WRONLY), number)
@@ -78,7 +76,7 @@ def _run(command: list[str], environ: dict[str, str], *outputs: str) -> None:
         exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
 
 
-def copy_tree(target: Path, *, with_compiled: bool = False) -> None:
+def copy_tree(target, *, with_compiled=False):
     """Copy what git knows, or would add, as it is in the working tree; perhaps the compiled modules, too."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
@@ -89,7 +87,7 @@ def copy_tree(target: Path, *, with_compiled: bool = False) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
-def forget_libraries() -> None:
+def forget_libraries():
     """Forget what libraries remember for a whole process.
 
     Accelerate: the device of its first use, and tests name it another. Optimizers of bitsandbytes: which parameters, by

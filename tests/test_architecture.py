@@ -6,7 +6,6 @@ import importlib
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -40,14 +39,14 @@ OUTSIDE = {
 MAX_LINES = 1000
 
 
-def folder_of(path: Path) -> str:
+def folder_of(path):
     """Return the folder below the package, or the name of a module that lies in none."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1]) or parts[0]
 
 
 @functools.cache
-def imported_names(path: Path) -> list[str]:
+def imported_names(path):
     """Return the absolute dotted names a module imports anywhere, also inside functions and TYPE_CHECKING."""
     names = []
     for node in ast.walk(ast.parse(path.read_text())):
@@ -59,13 +58,13 @@ def imported_names(path: Path) -> list[str]:
     return names
 
 
-def module_of(path: Path) -> str:
+def module_of(path):
     """Return the dotted name of a module in the package; that of a folder for its `__init__`."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "__init__"
 
 
-def module_named(name: str) -> str:
+def module_named(name):
     """Return the module that an absolute name in the package is, or is something in."""
     parts = name.split(".")[1:]
     while parts and not (PACKAGE.joinpath(*parts).is_dir() or PACKAGE.joinpath(*parts).with_suffix(".py").exists()):
@@ -73,14 +72,14 @@ def module_named(name: str) -> str:
     return ".".join(parts) or "__init__"
 
 
-def home_of(name: str) -> str:
+def home_of(name):
     """Return the folder of what an absolute name in the package names: a module, or something in one."""
     module = module_named(name)
     path = PACKAGE.joinpath(*module.split("."))
     return module if path.is_dir() else folder_of(path.with_suffix(".py"))
 
 
-def arrows(of: Callable[[Path], str], to: Callable[[str], str]) -> dict[str, set[str]]:
+def arrows(of, to):
     """Return which folder, or module, imports which."""
     found: dict[str, set[str]] = {of(path): set() for path in MODULES}
     for path in MODULES:
@@ -93,7 +92,7 @@ def arrows(of: Callable[[Path], str], to: Callable[[str], str]) -> dict[str, set
     return found
 
 
-def circle(graph: Mapping[str, Iterable[str]]) -> list[str]:
+def circle(graph):
     """Return the nodes of one circle in their order, nothing where there is none."""
     try:
         TopologicalSorter(graph).prepare()
@@ -115,7 +114,7 @@ def test_forward_and_update_do_not_know_each_other():
     assert not [each for each in of_gradients if each.startswith("streaming")]
 
 
-def reached(start: str, graph: Mapping[str, set[str]]) -> set[str]:
+def reached(start, graph):
     """Return what a folder imports, and what that imports in turn."""
     found, new = set(), {start}
     while new:
@@ -157,7 +156,7 @@ ENGINE = "devices.py"
 STREAM_METHODS = {"current_stream", "set_stream", "wait_stream", "wait_event", "record_event", "record_stream"}
 
 
-def uses_of_streams(code: str) -> list[str]:
+def uses_of_streams(code):
     """Return where a module makes streams or events of torch, or asks for streams."""
     found = []
     for node in ast.walk(ast.parse(code)):
@@ -180,7 +179,7 @@ def test_the_accelerator_its_streams_and_events_only_at_their_seams():
 
 
 @functools.cache
-def strip_docstrings(code: str) -> str:
+def strip_docstrings(code):
     tree = ast.parse(code)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
@@ -198,7 +197,7 @@ KEPT_PRIVATE = {"_version", "_parameters", "_buffers", "_modules", "_non_persist
 
 
 @functools.cache
-def private_names_of_torch() -> frozenset[str]:
+def private_names_of_torch():
     """Return what torch's own objects have under names with one leading underscore."""
     parameter, modules = torch.nn.Parameter(torch.ones(1)), ("optim.optimizer", "utils._pytree", "_C")
     objects = (
@@ -210,11 +209,11 @@ def private_names_of_torch() -> frozenset[str]:
     return frozenset(name for name in names if is_private(name)) - KEPT_PRIVATE
 
 
-def is_private(name: str) -> bool:
+def is_private(name):
     return name.startswith("_") and not name.startswith("__") and name.strip("_") != ""
 
 
-def uses_of_private_torch(code: str, known: frozenset[str]) -> list[str]:
+def uses_of_private_torch(code, known):
     """Return what a module takes from torch under private names: by import, attribute, or name in a string."""
     tree = ast.parse(code)
     own = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_set_on_self(node)}
@@ -235,7 +234,7 @@ def uses_of_private_torch(code: str, known: frozenset[str]) -> list[str]:
     return [path for path in found if any(map(is_private, path.split(".")))]
 
 
-def is_set_on_self(node: ast.Attribute) -> bool:
+def is_set_on_self(node):
     return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 

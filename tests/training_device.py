@@ -20,7 +20,6 @@ import gc
 import importlib
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,14 +38,14 @@ from tests.cases import others_full
 class CountedCuda(CudaDevices):
     """CUDA, and which addresses are page-locked."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.registered: set[int] = set()
 
-    def register(self, address: int, nbytes: int) -> None:
+    def register(self, address, nbytes):
         super().register(address, nbytes)
         self.registered.add(address)
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, address):
         super().unregister(address)
         self.registered.discard(address)
 
@@ -82,7 +81,7 @@ unavailable: str | None = None
 """Why the chosen device cannot be used."""
 
 
-def choose(name: str) -> None:
+def choose(name):
     """Make the device known to torch and to the package, once a process."""
     global chosen, unavailable
     if name == "apart":
@@ -137,7 +136,7 @@ def accelerator():
 
 
 @contextlib.contextmanager
-def on_chosen() -> Iterator[torch.device]:
+def on_chosen():
     """Train on the chosen device inside; afterwards nothing may be left there. Skips where there is no such device."""
     global current
     if unavailable is not None:
@@ -161,20 +160,20 @@ def on_chosen() -> Iterator[torch.device]:
     assert not left, f"left behind: {left}"
 
 
-def _races() -> list[str]:
+def _races():
     if chosen.type != "cpu":
         torch.accelerator.synchronize()
     return apart.violations() if chosen.type == "apart" else []
 
 
-def forget_races() -> None:
+def forget_races():
     """Wait, and forget what races were seen, in a test that makes one."""
     _races()
     if chosen.type == "apart":
         apart.clear_violations()
 
 
-def _left(before: dict[str, int]) -> dict[str, int]:
+def _left(before):
     """Return what is held and was not before; garbage is collected only if something is."""
     for _ in range(3):  # what has a finaliser of its own goes one round later
         if held() != before:
@@ -183,14 +182,14 @@ def _left(before: dict[str, int]) -> dict[str, int]:
     return {name: now - before[name] for name, now in held().items() if now > before[name]}
 
 
-def close_loops() -> None:
+def close_loops():
     """Close loops that a test has left open: torch keeps their hooks, and these all memory of their runs."""
     for each in gc.get_objects():
         if type(each) is UserLoop and each.__dict__.get("_prepared"):
             each.close()
 
 
-def clear_workspaces() -> None:
+def clear_workspaces():
     """Give back what cuBLAS keeps for every stream and thread that has multiplied matrices: it is nobody's leak."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if chosen.type == "cuda" and clear is not None:
@@ -198,7 +197,7 @@ def clear_workspaces() -> None:
         clear()
 
 
-def held() -> dict[str, int]:
+def held():
     """Return what the chosen device has of memory, and of registered host memory."""
     if chosen.type == "cpu":
         return {}
@@ -212,13 +211,13 @@ def held() -> dict[str, int]:
     return found
 
 
-def needs_late(needed: bool = True) -> None:
+def needs_late(needed=True):
     """Skip a test of what is only seen while a copy is under way, where copies cannot be made late."""
     if needed and chosen.type == "cuda":
         pytest.skip("copies of this device cannot be made late")
 
 
-def make_late(what: str) -> None:
+def make_late(what):
     """Delay what `LATE` says for the rest of the test; only the device apart can."""
     if current.type == "apart":
         apart.set_delay(**LATE[what])

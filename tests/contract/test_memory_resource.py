@@ -1,6 +1,6 @@
 import gc
 import threading
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import pytest
@@ -33,19 +33,19 @@ class Case:
     tiers: Set[str] = frozenset({"cxl"})
 
 
-def numa(topology: Topology, free: int = LIMIT) -> NumaResource:
+def numa(topology, free=LIMIT):
     return NumaResource("cxl", 0, topology, free_bytes=lambda: free)
 
 
-def striped(topology: Topology) -> StripedResource:
+def striped(topology):
     return StripedResource([(numa(topology, LIMIT // 2), 3.0), (numa(topology, LIMIT // 2), 1.0)])
 
 
-def pin(upstream: MemoryResource) -> PinnedResource:
+def pin(upstream):
     return PinnedResource(upstream, register=lambda address, nbytes: None, unregister=lambda address: None)
 
 
-def make_split(topology: Topology) -> Case:
+def make_split(topology):
     """A pool over a budgeted split of both tiers, of which `cxl` has two children that pretend to be nodes."""
     budgets = {"dram": Budget("dram", LIMIT * 3 // 4), "cxl": Budget("cxl", LIMIT // 4)}
     dram = BudgetResource(NumaResource("dram", 0, topology, free_bytes=lambda: 2 * LIMIT), budgets["dram"])
@@ -55,7 +55,7 @@ def make_split(topology: Topology) -> Case:
     return Case(pool, lambda: (pool.trim(), held())[1], {"dram", "cxl"})
 
 
-def make_budgeted(topology: Topology) -> Case:
+def make_budgeted(topology):
     budget = Budget("cxl", LIMIT)
     return Case(BudgetResource(numa(topology), budget), lambda: budget.held_bytes)
 
@@ -71,16 +71,16 @@ CASES: dict[str, Callable[[Topology], Case]] = {
 
 
 @pytest.fixture(scope="module")
-def topology() -> Topology:
+def topology():
     return Topology.detect()
 
 
 @pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest, topology: Topology) -> Iterator[Case]:
+def case(request, topology):
     yield CASES[request.param](topology)
 
 
-def test_buffer_has_exactly_the_size_and_its_spans_cover_it(case: Case) -> None:
+def test_buffer_has_exactly_the_size_and_its_spans_cover_it(case):
     empty = case.resource.allocate(0)
     assert (empty.nbytes, empty.spans, empty.slice(0, 0).spans) == (0, (), ())
     assert empty.tensor((0, 3), torch.float32).shape == (0, 3)
@@ -99,7 +99,7 @@ def test_buffer_has_exactly_the_size_and_its_spans_cover_it(case: Case) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [100, 5 * MIB + 1])
-def test_memory_is_backed_on_return_and_aligned_as_asked(case: Case, nbytes: int) -> None:
+def test_memory_is_backed_on_return_and_aligned_as_asked(case, nbytes):
     for alignment in (64, 4096, 2 * MIB):
         buffers = [case.resource.allocate(nbytes, alignment=alignment) for _ in range(3)]
         assert [buffer.address % alignment for buffer in buffers] == [0, 0, 0]
@@ -107,7 +107,7 @@ def test_memory_is_backed_on_return_and_aligned_as_asked(case: Case, nbytes: int
         del buffers
 
 
-def test_living_buffers_never_share_bytes(case: Case) -> None:
+def test_living_buffers_never_share_bytes(case):
     sizes = [1, 64, 100, 4096, 5000, 300_000, 3 * MIB, 7 * MIB]
     buffers = [case.resource.allocate(size, alignment=64) for size in sizes * 2]
     tensors = [buffer.tensor((buffer.nbytes,), torch.uint8).fill_(i) for i, buffer in enumerate(buffers)]
@@ -115,7 +115,7 @@ def test_living_buffers_never_share_bytes(case: Case) -> None:
         assert bool((tensor == i).all())
 
 
-def test_too_much_is_refused_and_leaves_nothing_behind(case: Case) -> None:
+def test_too_much_is_refused_and_leaves_nothing_behind(case):
     for nbytes in (LIMIT + 1, 2**40, 2**50, 2**62, 2**63, 2**70):
         before = mapped_bytes()
         with pytest.raises(TierFullError, match=r"tier `(cxl|dram)`"):
@@ -125,7 +125,7 @@ def test_too_much_is_refused_and_leaves_nothing_behind(case: Case) -> None:
         assert case.resource.allocate(LIMIT // 4).nbytes == LIMIT // 4
 
 
-def test_tensor_keeps_its_memory_alive(case: Case) -> None:
+def test_tensor_keeps_its_memory_alive(case):
     tensor = case.resource.allocate(4 * MIB).tensor((MIB,), torch.float32)
     view = tensor.fill_(3.0)[10:20]
     del tensor
@@ -134,8 +134,8 @@ def test_tensor_keeps_its_memory_alive(case: Case) -> None:
     assert view.tolist() == [3.0] * 10
 
 
-def test_thousands_of_cycles_do_not_leak(case: Case) -> None:
-    def cycle(times: int) -> None:
+def test_thousands_of_cycles_do_not_leak(case):
+    def cycle(times):
         for i in range(times):
             kept = [case.resource.allocate(size) for size in (100 + i % 7, 70_000, 4 * MIB if i % 20 == 0 else 5000)]
             del kept
@@ -147,15 +147,15 @@ def test_thousands_of_cycles_do_not_leak(case: Case) -> None:
     assert case.held_bytes() == 0
 
 
-def test_buffers_may_die_on_any_thread_and_inside_the_garbage_collector(case: Case) -> None:
+def test_buffers_may_die_on_any_thread_and_inside_the_garbage_collector(case):
     class Knot:
-        def __init__(self, buffer: Buffer) -> None:
+        def __init__(self, buffer):
             self.buffer, self.me = buffer, self
 
     handed_over: list[Buffer] = []
     stop = threading.Event()
 
-    def reaper() -> None:
+    def reaper():
         while not stop.is_set() or handed_over:
             if handed_over:
                 handed_over.pop()
@@ -175,12 +175,12 @@ def test_buffers_may_die_on_any_thread_and_inside_the_garbage_collector(case: Ca
     assert case.held_bytes() == 0
 
 
-def test_concurrent_allocations_get_disjoint_memory(topology: Topology) -> None:
+def test_concurrent_allocations_get_disjoint_memory(topology):
     for name in ("pool", "split"):
         resource = CASES[name](topology).resource
         wrong: list[int] = []
 
-        def work(mark: int, resource: MemoryResource = resource, wrong: list[int] = wrong) -> None:
+        def work(mark, resource=resource, wrong=wrong):
             for nbytes in range(100, 3800, 37):
                 tensor = resource.allocate(nbytes).tensor((nbytes,), torch.uint8).fill_(mark)
                 if not bool((tensor == mark).all()):
@@ -194,6 +194,6 @@ def test_concurrent_allocations_get_disjoint_memory(topology: Topology) -> None:
         assert wrong == [], name
 
 
-def mapped_bytes() -> int:
+def mapped_bytes():
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[0]) * 4096

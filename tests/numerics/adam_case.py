@@ -1,9 +1,6 @@
 """One span for the Adam kernel in any formats: its tensors, its row of the table, what the definition makes of it."""
 
-from __future__ import annotations
-
 from array import array
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_cxl.native import _adam, _cpu
 from lightning_cxl.optim import kernels as formats
 from lightning_cxl.optim.kernels import BLOCK_SIZE
-from lightning_cxl.optim.parameter_state import AdamScalars, scalars_of
+from lightning_cxl.optim.parameter_state import scalars_of
 from tests.numerics.reference import blockwise
 from tests.numerics.reference.adam import adam_update, read
 
@@ -32,12 +29,12 @@ class Formats(NamedTuple):
     weights: int
     state: formats.StatePrecision
 
-    def __str__(self) -> str:
+    def __str__(self):
         grad = str(self.grad).removeprefix("torch.")
         return f"{grad}-{('fp32', 'fp32+bf16', 'fp32+fp16', 'split')[self.weights]}-{self.state}"
 
     @property
-    def code(self) -> int:
+    def code(self):
         return formats.pack(formats.GRAD_FORMATS[self.grad], self.weights, formats.STATE_FORMATS[self.state])
 
 
@@ -53,19 +50,11 @@ PLAIN = Formats(torch.float32, formats.WEIGHTS_FP32, "fp32")
 class Case:
     """The tensors of one span, by field of the table; None where its formats have none."""
 
-    def __init__(self, formats_: Formats, key: int, tensors: dict[str, torch.Tensor | None]) -> None:
+    def __init__(self, formats_, key, tensors):
         self.formats, self.key, self.tensors = formats_, key, tensors
 
     @classmethod
-    def of(
-        cls,
-        master: torch.Tensor,
-        grads: torch.Tensor,
-        momentum: torch.Tensor,
-        variance: torch.Tensor,
-        formats_: Formats,
-        key: int = 0x9E3779B97F4A7C15,
-    ) -> Case:
+    def of(cls, master, grads, momentum, variance, formats_, key=0x9E3779B97F4A7C15):
         tensors: dict[str, torch.Tensor | None] = dict.fromkeys(TENSORS)
         tensors["grads"] = grads.to(formats_.grad)
         if formats_.weights == formats.WEIGHTS_SPLIT:
@@ -83,16 +72,7 @@ class Case:
         return cls(formats_, key, tensors)
 
     @classmethod
-    def random(
-        cls,
-        size: int,
-        formats_: Formats = PLAIN,
-        seed: int = 0,
-        *,
-        special: bool = False,
-        fill: float = 1.0,
-        ratio: float = 0.0,
-    ) -> Case:
+    def random(cls, size, formats_=PLAIN, seed=0, *, special=False, fill=1.0, ratio=0.0):
         """Draw normal numbers times `fill`, and times up to ten to the power of plus or minus `ratio`.
 
         With `special`, two fifths of all elements are special values.
@@ -108,18 +88,18 @@ class Case:
         return cls.of(*torch.from_numpy(values).unbind(), formats_, key=formats.mix_key(seed))
 
     @property
-    def numel(self) -> int:
+    def numel(self):
         return self["grads"].numel()
 
-    def __getitem__(self, field: str) -> torch.Tensor:
+    def __getitem__(self, field):
         tensor = self.tensors[field]
         assert tensor is not None
         return tensor
 
-    def clone(self) -> Case:
+    def clone(self):
         return Case(self.formats, self.key, {k: None if t is None else t.clone() for k, t in self.tensors.items()})
 
-    def part(self, start: int, stop: int) -> Case:
+    def part(self, start, stop):
         """Return the elements from `start`, a whole number of blocks, to `stop`, in the same memory."""
         parts = {}
         for name, tensor in self.tensors.items():
@@ -127,33 +107,33 @@ class Case:
             parts[name] = None if tensor is None else tensor[start // size : -(-stop // size)]
         return Case(self.formats, self.key, parts)
 
-    def span(self, row: int = 0, team: int = 0, first: int = 0) -> list[int]:
+    def span(self, row=0, team=0, first=0):
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in self.tensors.values()]
         return [*addresses, self.key, self.numel, row, self.formats.code, team, first]
 
-    def run(self, scalars: AdamScalars, isa: str = ISAS[-1], num_threads: int = 1) -> Case:
+    def run(self, scalars, isa=ISAS[-1], num_threads=1):
         update([self.span()], [scalars], isa, num_threads)
         return self
 
-    def defined(self, scalars: AdamScalars, first: int = 0) -> Case:
+    def defined(self, scalars, first=0):
         """Return what the definition in plain torch makes of it; `first` is the number of its first element."""
         new = self.clone()
         adam_update(new.tensors, scalars, self.key, first)
         return new
 
-    def master(self) -> torch.Tensor:
+    def master(self):
         if self.formats.weights == formats.WEIGHTS_SPLIT:
             return formats.join(self["compute"], self["rest"])
         return self["weights"]
 
-    def state(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def state(self):
         """Return momentum and variance as float32."""
         return tuple(
             read(self[name], self.tensors[f"{name}_scale"], unsigned=name == "variance")
             for name in ("momentum", "variance")
         )
 
-    def assert_same(self, other: Case, context: object = "") -> None:
+    def assert_same(self, other, context=""):
         """Every bit is equal; one NaN is as good as another, as is what belongs to a NaN."""
         for name, tensor in self.tensors.items():
             if tensor is None:
@@ -167,13 +147,7 @@ class Case:
             assert not len(bad), f"{self.formats} {name}{bad.tolist()}: {tensor[bad]} {other[name][bad]} {context}"
 
 
-def update(
-    spans: Sequence[Sequence[int]],
-    rows: Sequence[AdamScalars],
-    isa: str = ISAS[-1],
-    num_threads: int = 1,
-    cpus: Sequence[int] | None = None,
-) -> None:
+def update(spans, rows, isa=ISAS[-1], num_threads=1, cpus=None):
     table = array("Q", [number for span in spans for number in span])
     scalars = array("f", [number for row in rows for number in row])
     _adam.update(table, scalars, num_threads, isa, None if cpus is None else array("q", cpus))
@@ -182,7 +156,7 @@ def update(
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
-def equal_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def equal_bits(a, b):
     """Every bit equal, so -0.0 is not 0.0; one NaN is as good as another."""
     assert a.dtype == b.dtype
     if not a.is_floating_point():
@@ -190,11 +164,11 @@ def equal_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a.view(INTEGERS[a.dtype]) == b.view(INTEGERS[a.dtype])) | (a.isnan() & b.isnan())
 
 
-def step_scalars_of(step: float, *, decoupled: bool, grad_scale: float = 1.0, **options: object) -> AdamScalars:
+def step_scalars_of(step, *, decoupled, grad_scale=1.0, **options):
     return scalars_of({**options, "decoupled_weight_decay": decoupled}, step, grad_scale)
 
 
-def scalars_at(step: float = 3.0, **changes: object) -> AdamScalars:
+def scalars_at(step=3.0, **changes):
     options = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
     return step_scalars_of(step, **(options | changes))  # type: ignore[arg-type]
 
@@ -214,7 +188,7 @@ steps = st.integers(1, 10**6).map(float)
 step_scalars = st.builds(lambda step, options: step_scalars_of(step, **options), steps, hyper_parameters)
 
 
-def examples(count: int) -> settings:
+def examples(count):
     """Return settings for `count` examples, or the share of them that the profile in use asks for."""
     share = settings.get_profile(settings.get_current_profile_name()).max_examples / 100
     return settings(max_examples=max(3, round(count * share)))

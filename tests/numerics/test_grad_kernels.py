@@ -33,14 +33,14 @@ class Case(NamedTuple):
     source: torch.dtype
     destination: torch.dtype | None = None
 
-    def define(self, source: torch.Tensor, destination: torch.Tensor | None, key: int = KEY) -> float:
+    def define(self, source, destination, key=KEY):
         if self.name == "measure":
             return grad_reference.sum_of_squares(source)
         if self.name == "accumulate":
             return grad_reference.accumulate(source, destination, key)
         return grad_reference.sum_of_squares(destination.copy_(source))
 
-    def run(self, spans: list[list[int]], isa: str, num_threads: int = 1) -> array:
+    def run(self, spans, isa, num_threads=1):
         results = array("d", [-1.0] * len(spans))
         table = array("Q", [number for span in spans for number in span])
         getattr(_grads, self.name)(table, results, num_threads, isa)
@@ -56,7 +56,7 @@ IDS = ["-".join(str(part).removeprefix("torch.") for part in case if part) for c
 every_case = pytest.mark.parametrize("case", CASES, ids=IDS)
 
 
-def values(size: int, dtype: torch.dtype, seed: int, *, special: bool = False) -> torch.Tensor:
+def values(size, dtype, seed, *, special=False):
     """Random numbers of many magnitudes; with `special`, many are none."""
     rng = np.random.default_rng(seed)
     numbers = (rng.standard_normal(size) * 10.0 ** rng.uniform(-8, 4, size)).astype(np.float32)
@@ -70,7 +70,7 @@ def values(size: int, dtype: torch.dtype, seed: int, *, special: bool = False) -
     return torch.from_numpy(numbers).to(dtype)
 
 
-def span(source: torch.Tensor, destination: torch.Tensor | None = None, key: int = KEY) -> list[int]:
+def span(source, destination=None, key=KEY):
     """The row of one span; without a destination its format and the key are nonsense on purpose."""
     row = [source.data_ptr(), 0, source.numel(), GRAD_FORMATS[source.dtype], 77, key]
     if destination is not None:
@@ -78,17 +78,15 @@ def span(source: torch.Tensor, destination: torch.Tensor | None = None, key: int
     return row
 
 
-def start_of(case: Case, size: int, seed: int, *, special: bool = False) -> torch.Tensor | None:
+def start_of(case, size, seed, *, special=False):
     return None if case.destination is None else values(size, case.destination, seed, special=special)
 
 
-def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def copied(tensor):
     return None if tensor is None else tensor.clone()
 
 
-def check(
-    case: Case, source: torch.Tensor, around: torch.Tensor | None, part: slice = slice(None), threads: tuple = (1,)
-) -> None:
+def check(case, source, around, part=slice(None), threads=(1,)):
     """One span gives what the definition gives, and writes to nothing but its part of what is around it."""
     expected, before = copied(around), source.clone()
     total = case.define(source, None if expected is None else expected[part])

@@ -4,7 +4,6 @@ No test sees what was measured on this machine, nor its devices where speeds are
 """
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,10 @@ _FIXTURES = Path(__file__).parents[1] / "fixtures" / "sysfs"
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Callable[..., Path]:
+def machine(tmp_path):
     """Return ``machine("3node", {"proc/x": "text", "proc/y": None})``: a copy with files written or removed."""
 
-    def make(name: str, files: dict[str, str | None] | None = None) -> Path:
+    def make(name, files=None):
         root = tmp_path / name
         shutil.copytree(_FIXTURES / name, root)
         for path, text in (files or {}).items():

@@ -16,7 +16,7 @@ from tests.numerics.reference.blockwise import dequantize, quantize
 from tests.numerics.reference.rounding import fused_multiply_add, random_bits, round_stochastic
 
 
-def adam_update(t: dict[str, torch.Tensor | None], scalars: AdamScalars, key: int = 0, first: int = 0) -> None:
+def adam_update(t, scalars, key=0, first=0):
     """Apply one Adam update in place. The dtypes of the tensors, all contiguous, say how each is kept.
 
     Args:
@@ -58,14 +58,12 @@ def adam_update(t: dict[str, torch.Tensor | None], scalars: AdamScalars, key: in
     _store(new_v, t["variance"], t["variance_scale"], random >> 16, unsigned=True)
 
 
-def read(state: torch.Tensor, scale: torch.Tensor | None, *, unsigned: bool) -> torch.Tensor:
+def read(state, scale, *, unsigned):
     """Return momentum or variance as float32."""
     return state.float() if scale is None else dequantize(state, scale, unsigned=unsigned)
 
 
-def _store(
-    values: torch.Tensor, home: torch.Tensor, scale: torch.Tensor | None, random: torch.Tensor, *, unsigned: bool
-) -> None:
+def _store(values, home, scale, random, *, unsigned):
     if scale is not None:
         codes, largest = quantize(values, unsigned=unsigned)
         home.copy_(codes)

@@ -2,15 +2,12 @@
 
 import os
 import resource
-from collections.abc import Callable
-
-import torch
 
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.topology import Topology
 from lightning_cxl.memory.hook import HostAllocationMode
 from lightning_cxl.memory.host_memory import HostMemory, residency
-from lightning_cxl.memory.placement import Placer, TensorRole
+from lightning_cxl.memory.placement import Placer
 from lightning_cxl.memory.resource import NumaResource, PinnedResource, Span
 from tests.fakes import fake_topology
 
@@ -21,7 +18,7 @@ LIMIT = 64 * MIB
 class Leaf(NumaResource):
     """Pretends to be node `label` and really uses node 0; where it is `full`, it fails when it has backed memory."""
 
-    def __init__(self, tier="dram", label=0, *, free=2**30, full=False, inherit=False) -> None:
+    def __init__(self, tier="dram", label=0, *, free=2**30, full=False, inherit=False):
         super().__init__(tier, 0, fake_topology(("64GiB",), ()), inherit=inherit, free_bytes=lambda: free)
         self.label, self.full = label, full
         self.sizes: list[int] = []
@@ -37,17 +34,17 @@ class Leaf(NumaResource):
 class Host:
     """Real memory of this machine under the hook, and what tests ask about it."""
 
-    def __init__(self, **options) -> None:
+    def __init__(self, **options):
         self.topology = Topology.detect()
         self.pinned: dict[int, int] = {}
         options = {"budgets": {"dram": LIMIT, "cxl": LIMIT}, "pin": True, **options}
         self.memory = HostMemory(self.topology, pinner=self.pinner, **options)
         self.placer = Placer(self.topology, self.memory.free_bytes)
 
-    def mode(self, **options) -> HostAllocationMode:
+    def mode(self, **options):
         return HostAllocationMode(self.memory, self.placer, **options)
 
-    def tier(self, tensor: torch.Tensor) -> str | None:
+    def tier(self, tensor):
         """Return the one tier that holds all of a tensor, None when its memory is not ours."""
         if self.memory.tier_at(tensor.data_ptr()) is None:
             return None
@@ -55,18 +52,18 @@ class Host:
         assert nbytes == tensor.numel() * tensor.element_size()
         return name
 
-    def bytes_of(self, role: TensorRole) -> dict[str, int]:
+    def bytes_of(self, role):
         return {name: size for name, size in self.memory.stats()["roles"].get(role.value, {}).items() if size}
 
     def pinner(self, upstream):
         return PinnedResource(upstream, register=self.pinned.__setitem__, unregister=self.pinned.pop, where=None)
 
 
-def used(memory: HostMemory, key: str = "used_bytes") -> dict[str, int]:
+def used(memory, key="used_bytes"):
     return {name: tier[key] for name, tier in memory.stats()["tiers"].items() if tier[key]}
 
 
-def ends_in_child(call: Callable[[], object]) -> int:
+def ends_in_child(call):
     """Return how a forked child ends: 0 where the call is true, or the negative number of a signal."""
     pid = os.fork()
     if pid == 0:

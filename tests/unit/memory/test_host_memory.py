@@ -1,7 +1,6 @@
 import signal
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -28,19 +27,19 @@ ROLE = TensorRole.MOMENTUM
 
 
 @pytest.fixture
-def topology() -> Topology:
+def topology():
     return Topology.detect()
 
 
 @pytest.fixture
-def memory(topology: Topology) -> Iterator[HostMemory]:
+def memory(topology):
     memory = HostMemory(topology, budgets={"cxl": 32 * MIB, "dram": 64 * MIB})
     yield memory
     memory.close()
 
 
 @pytest.mark.parametrize("role", list(TensorRole))
-def test_tensors_have_the_shape_asked_for_and_live_on_the_first_tier(memory, topology, role) -> None:
+def test_tensors_have_the_shape_asked_for_and_live_on_the_first_tier(memory, topology, role):
     for shape in ((), (0,), (3, 0, 2), (5,), (1000, 1001)):
         tensor = memory.tensor(shape, torch.bfloat16, CXL_FIRST, role)
         assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (torch.Size(shape), torch.bfloat16, True)
@@ -49,7 +48,7 @@ def test_tensors_have_the_shape_asked_for_and_live_on_the_first_tier(memory, top
         assert memory.stats()["roles"].get(role.value, {}).get("cxl", 0) == nbytes
 
 
-def test_accounts_go_up_and_down_and_remember_the_peak_until_a_run_begins(memory) -> None:
+def test_accounts_go_up_and_down_and_remember_the_peak_until_a_run_begins(memory):
     a = memory.allocate(5 * MIB, CXL_FIRST, TensorRole.VARIANCE)
     b = memory.allocate(1000, DRAM, TensorRole.VARIANCE)
     before = memory.stats()
@@ -68,7 +67,7 @@ def test_accounts_go_up_and_down_and_remember_the_peak_until_a_run_begins(memory
     del b
 
 
-def test_one_budget_counts_all_pools_and_what_one_keeps_unused_serves_another(memory) -> None:
+def test_one_budget_counts_all_pools_and_what_one_keeps_unused_serves_another(memory):
     cxl = Placement(("cxl",))
     memory.allocate(30 * MIB, cxl, TensorRole.MOMENTUM)
     kept = memory.allocate(30 * MIB, cxl, TensorRole.COMPUTE_WEIGHTS)
@@ -79,7 +78,7 @@ def test_one_budget_counts_all_pools_and_what_one_keeps_unused_serves_another(me
     assert memory.allocate(30 * MIB, cxl, TensorRole.MOMENTUM).nbytes == 30 * MIB
 
 
-def test_spilling_warns_once_per_role_and_tier(memory) -> None:
+def test_spilling_warns_once_per_role_and_tier(memory):
     text = r"momentum \(20\.0 MiB\) went to tier `dram`: `cxl` has 2\.0 MiB of 32\.0 MiB"
     full = memory.allocate(30 * MIB, CXL_FIRST, ROLE)
     with pytest.warns(SpillWarning, match=text):
@@ -95,7 +94,7 @@ def test_spilling_warns_once_per_role_and_tier(memory) -> None:
     assert memory.stats()["roles"]["momentum"] == {"cxl": 0, "dram": 0}, "no warning keeps a buffer"
 
 
-def test_close_refuses_more_and_living_tensors_stay_valid_until_they_die(topology) -> None:
+def test_close_refuses_more_and_living_tensors_stay_valid_until_they_die(topology):
     memory = HostMemory(topology)
     tensors = [memory.tensor((MIB,), torch.float32, DRAM, role).fill_(2.0) for role in (ROLE, TensorRole.ACTIVATIONS)]
     memory.close()
@@ -108,7 +107,7 @@ def test_close_refuses_more_and_living_tensors_stay_valid_until_they_die(topolog
     assert used(memory, "held_bytes") == used(memory) == {}
 
 
-def test_what_is_not_reused_leaves_the_budget_when_it_dies(topology) -> None:
+def test_what_is_not_reused_leaves_the_budget_when_it_dies(topology):
     memory = HostMemory(topology, reuse_below=MIB)
     buffer = memory.allocate(MIB, DRAM, ROLE)
     assert used(memory, "held_bytes") == {"dram": MIB}
@@ -118,7 +117,7 @@ def test_what_is_not_reused_leaves_the_budget_when_it_dies(topology) -> None:
     assert used(memory, "held_bytes") == {"dram": 16 * MIB}, "small ones are cut from a slab that is kept"
 
 
-def test_pinned_memory_stays_with_the_driver_when_its_buffer_dies() -> None:
+def test_pinned_memory_stays_with_the_driver_when_its_buffer_dies():
     """A copy that does not block may still read it."""
     host, off = Host(reuse_below=MIB, budgets={}), Host(pin=False)
     placement = Placement(("dram",), pinned=True)
@@ -134,13 +133,13 @@ def test_pinned_memory_stays_with_the_driver_when_its_buffer_dies() -> None:
     assert host.pinned == {}
 
 
-def test_a_forked_child_sees_weights_and_nothing_else_and_has_memory_of_its_own(memory) -> None:
+def test_a_forked_child_sees_weights_and_nothing_else_and_has_memory_of_its_own(memory):
     """What user code may hand to a DataLoader worker is inherited; what only the parent writes would cost twice."""
 
-    def made(role: TensorRole) -> torch.Tensor:
+    def made(role):
         return memory.tensor((1024,), torch.float32, DRAM, role).fill_(3.0)
 
-    def allocates_in_child() -> bool:
+    def allocates_in_child():
         return all(made(role).sum().item() == 3 * 1024 for role in (ROLE, TensorRole.ACTIVATIONS))
 
     weights, momentum = made(TensorRole.COMPUTE_WEIGHTS), made(ROLE)
@@ -173,7 +172,7 @@ def test_a_budget_wins_over_the_part_of_a_shared_machine_and_that_over_the_capac
     assert budgets(without_card, budgets={"dram": MIB})["cxl"] == 8 * 2**30, "is for bytes under its name"
 
 
-def test_residency_tells_tiers_apart_by_the_nodes_the_kernel_names() -> None:
+def test_residency_tells_tiers_apart_by_the_nodes_the_kernel_names():
     fake, tensor = fake_topology(dram=("1GiB",), cxl=("1GiB", "1GiB")), torch.ones(10_000)
     nodes = {(tensor.data_ptr(), 40_000): {0: 10_000, 1: 15_000, 2: 5_000, 7: 4_000, -1: 6_000}}
     found = residency(tensor, fake, where=lambda *part: nodes[part])
@@ -200,35 +199,35 @@ THREE = Placement(("dram", "cxl", "far"), shares=(0.5, 0.3, 0.2))
 class Machine:
     """DRAM on node 0, two cards on nodes 1 and 2, far memory on node 3; one real node plays them all."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.leaves: list[Leaf] = []
         dram, *cards, far = (Node(index, index == 0, 2**30, 10) for index in range(4))
         card = Tier("cxl", TierKind.CXL, tuple(cards))
         self.topology = Topology((Tier("dram", TierKind.DRAM, (dram,)), card, Tier("far", TierKind.CXL, (far,))))
 
-    def leaf(self, tier: Tier, inherit: bool) -> Leaf | StripedResource:
+    def leaf(self, tier, inherit):
         leaves = [Leaf(tier.name, node, free=10**10, inherit=inherit) for node in tier.node_ids]
         self.leaves += leaves
         return leaves[0] if len(leaves) == 1 else StripedResource([(leaf, 1.0) for leaf in leaves])
 
-    def memory(self, **options) -> HostMemory:
+    def memory(self, **options):
         options = {"budgets": {"dram": 192 * MIB, "cxl": 64 * MIB, "far": 64 * MIB}, **options}
         return HostMemory(self.topology, leaf=self.leaf, **options)
 
 
 @pytest.fixture
-def machine() -> Machine:
+def machine():
     return Machine()
 
 
 @pytest.fixture
-def tiers(machine: Machine) -> Iterator[HostMemory]:
+def tiers(machine):
     memory = machine.memory()
     yield memory
     memory.close()
 
 
-def by_tier(buffers: Iterable[Buffer]) -> dict[str, int]:
+def by_tier(buffers):
     counts: Counter[str] = Counter()
     for buffer in buffers:
         assert sum(span.nbytes for span in buffer.spans) == buffer.nbytes
@@ -238,7 +237,7 @@ def by_tier(buffers: Iterable[Buffer]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("role", [ROLE, TensorRole.COMPUTE_WEIGHTS, TensorRole.ACTIVATIONS])
-def test_a_buffer_is_divided_by_its_shares_in_stripes(tiers, role) -> None:
+def test_a_buffer_is_divided_by_its_shares_in_stripes(tiers, role):
     buffer = tiers.allocate(64 * MIB, SPLIT, role)
     nodes = Counter[int]()
     for span in buffer.spans:
@@ -250,7 +249,7 @@ def test_a_buffer_is_divided_by_its_shares_in_stripes(tiers, role) -> None:
     assert by_tier([buffer]) == tiers.stats()["roles"][role.value] == used(tiers, "peak_bytes") == expected
 
 
-def test_a_buffer_on_three_tiers_is_pinned_as_a_whole(machine) -> None:
+def test_a_buffer_on_three_tiers_is_pinned_as_a_whole(machine):
     host = Host()
     memory = machine.memory(pin=True, pinner=host.pinner)
     buffer = memory.allocate(40 * MIB, replace(THREE, pinned=True), ROLE)
@@ -259,7 +258,7 @@ def test_a_buffer_on_three_tiers_is_pinned_as_a_whole(machine) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [5000, 300_000, 5 * MIB])
-def test_small_requests_add_up_to_the_shares(tiers, nbytes) -> None:
+def test_small_requests_add_up_to_the_shares(tiers, nbytes):
     buffers = [tiers.allocate(nbytes, SPLIT, ROLE) for _ in range(120 * MIB // nbytes)]
     assert used(tiers) == by_tier(buffers)
     assert by_tier(buffers)["cxl"] == pytest.approx(30 * MIB, abs=4 * MIB + nbytes)
@@ -277,7 +276,7 @@ def test_small_requests_add_up_to_the_shares(tiers, nbytes) -> None:
         max_size=40,
     )
 )
-def test_accounts_are_exact_after_any_allocations_and_frees(requests) -> None:
+def test_accounts_are_exact_after_any_allocations_and_frees(requests):
     memory = Machine().memory(budgets={"dram": 48 * MIB, "cxl": 20 * MIB, "far": 12 * MIB})
     living: list[Buffer] = []
     with warnings.catch_warnings():
@@ -299,7 +298,7 @@ def test_accounts_are_exact_after_any_allocations_and_frees(requests) -> None:
     assert memory.free_bytes() == {"dram": 48 * MIB, "cxl": 20 * MIB, "far": 12 * MIB}
 
 
-def test_the_others_take_the_share_of_a_tier_without_room(tiers) -> None:
+def test_the_others_take_the_share_of_a_tier_without_room(tiers):
     blocked = tiers.allocate(60 * MIB, Placement(("cxl",)), TensorRole.STAGING)
     text = r"momentum \(64\.0 MiB\) went to dram 100 % instead of dram 75 %, cxl 25 %: `cxl` has 4\.0 MiB of 64\.0 MiB"
     with pytest.warns(SpillWarning, match=text) as caught:
@@ -310,7 +309,7 @@ def test_the_others_take_the_share_of_a_tier_without_room(tiers) -> None:
     assert used(tiers, "held_bytes") == {}
 
 
-def test_a_node_that_turns_out_to_be_full_is_like_a_budget(machine, tiers) -> None:
+def test_a_node_that_turns_out_to_be_full_is_like_a_budget(machine, tiers):
     tiers.allocate(8 * MIB, SPLIT, ROLE)
     tiers.trim()
     for leaf in machine.leaves:
@@ -329,7 +328,7 @@ def test_a_node_that_turns_out_to_be_full_is_like_a_budget(machine, tiers) -> No
     assert by_tier([buffer]) == used(tiers, "held_bytes") == {"dram": 16 * MIB}
 
 
-def test_a_split_without_room_goes_on_to_the_spill_tiers_and_is_an_error_where_all_are_full(tiers) -> None:
+def test_a_split_without_room_goes_on_to_the_spill_tiers_and_is_an_error_where_all_are_full(tiers):
     full = {"dram": 190 * MIB, "cxl": 62 * MIB}
     blocked = [tiers.allocate(nbytes, Placement((name,)), TensorRole.STAGING) for name, nbytes in full.items()]
     with pytest.warns(SpillWarning, match="went to far 100 % instead of dram 75 %, cxl 25 %: `dram` has .*, `cxl` has"):
@@ -340,7 +339,7 @@ def test_a_split_without_room_goes_on_to_the_spill_tiers_and_is_an_error_where_a
     assert used(tiers, "held_bytes") == used(tiers) == by_tier([*blocked, buffer])
 
 
-def test_error_instead_of_spilling_leaves_everything_as_it_was_and_no_free_memory_counts_twice(machine) -> None:
+def test_error_instead_of_spilling_leaves_everything_as_it_was_and_no_free_memory_counts_twice(machine):
     memory = machine.memory(on_tier_full="error")
     blocked = memory.allocate(56 * MIB, Placement(("cxl",)), TensorRole.STAGING)
     assert by_tier([memory.allocate(32 * MIB, SPLIT, ROLE)]) == {"dram": 24 * MIB, "cxl": 8 * MIB}
@@ -355,7 +354,7 @@ def test_error_instead_of_spilling_leaves_everything_as_it_was_and_no_free_memor
     assert by_tier([memory.allocate(32 * MIB, SPLIT, ROLE)]) == {"dram": 24 * MIB, "cxl": 8 * MIB}
 
 
-def test_every_byte_answers_with_its_own_tier_and_with_what_was_wanted(tiers) -> None:
+def test_every_byte_answers_with_its_own_tier_and_with_what_was_wanted(tiers):
     buffer = tiers.allocate(16 * MIB, SPLIT, ROLE)
     for span in buffer.spans:
         for offset in (span.offset, span.offset + span.nbytes - 1):

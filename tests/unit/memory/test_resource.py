@@ -2,7 +2,6 @@ import mmap
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -78,7 +77,7 @@ def test_only_whole_pages_inside_the_mapping_and_of_a_file(file, offset, nbytes)
             mapping.show(0, PAGE, file[1], file_offset)
 
 
-def test_mapping_is_backed_only_where_populated() -> None:
+def test_mapping_is_backed_only_where_populated():
     mapping = Mapping(8 * MIB, 2 * MIB)
     assert mapping.address % (2 * MIB) == 0
     assert page_nodes(mapping.address, mapping.nbytes) == {NOWHERE: 8 * MIB}
@@ -88,11 +87,11 @@ def test_mapping_is_backed_only_where_populated() -> None:
     assert page_nodes(mapping.address + MIB + 100, 4096) == {NOWHERE: 3996, 0: 100}
 
 
-def node(where=None, **options) -> NumaResource:
+def node(where=None, **options):
     return NumaResource("dram", 0, Topology.detect(), where=where, **options)
 
 
-def test_a_full_node_is_refused_before_anything_is_touched_and_no_more_is_held_than_asked() -> None:
+def test_a_full_node_is_refused_before_anything_is_touched_and_no_more_is_held_than_asked():
     asked = []
     resource = node(lambda *part: asked.append(part) or page_nodes(*part), free_bytes=lambda: 10 * MIB)
     with pytest.raises(TierFullError, match=r"11\.0 MiB on node 0 of tier `dram`: 10\.0 MiB free"):
@@ -100,7 +99,7 @@ def test_a_full_node_is_refused_before_anything_is_touched_and_no_more_is_held_t
     assert asked == []
     assert resource.allocate(10 * MIB).nbytes == 10 * MIB
 
-    def resident() -> int:
+    def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
     before = resident()
@@ -110,11 +109,11 @@ def test_a_full_node_is_refused_before_anything_is_touched_and_no_more_is_held_t
 
 
 @pytest.mark.parametrize("discards", [False, True])
-def test_pages_that_land_elsewhere_are_moved_and_then_accepted(discards) -> None:
+def test_pages_that_land_elsewhere_are_moved_and_then_accepted(discards):
     """Linux 6.12 discards zero pages of a huge page that it splits: they are populated again."""
     mapping, found = Mapping(4 * MIB), []
 
-    def where(address: int, nbytes: int) -> dict[int, int]:
+    def where(address, nbytes):
         found.append(page_nodes(address, nbytes))
         if len(found) == 1 and discards:
             mapping.discard(0, 2 * MIB)
@@ -125,14 +124,14 @@ def test_pages_that_land_elsewhere_are_moved_and_then_accepted(discards) -> None
 
 
 @pytest.mark.parametrize(("elsewhere", "text"), [(1, r"on node 1\. They were given back"), (NOWHERE, "nowhere")])
-def test_pages_that_stay_elsewhere_or_unbacked_are_given_back(elsewhere, text) -> None:
+def test_pages_that_stay_elsewhere_or_unbacked_are_given_back(elsewhere, text):
     resource, mapping = node(lambda _, nbytes: {0: nbytes - 8192, elsewhere: 8192}), Mapping(4 * MIB)
     with pytest.raises(TierFullError, match=rf"8\.0 KiB {text}"):
         resource.back(mapping, [(MIB, 2 * MIB)])
     assert page_nodes(mapping.address, mapping.nbytes) == {NOWHERE: 4 * MIB}
 
 
-def test_a_kernel_that_refuses_is_an_error_where_there_are_several_nodes() -> None:
+def test_a_kernel_that_refuses_is_an_error_where_there_are_several_nodes():
     with pytest.raises(PlacementError, match="allow the system call move_pages"):
         node(Mock(side_effect=PermissionError(1, "Operation not permitted"))).allocate(4096)
     with pytest.raises(PlacementError, match=r"node 1 of tier `cxl`.*CAP_SYS_NICE"):  # which does not exist here
@@ -141,14 +140,14 @@ def test_a_kernel_that_refuses_is_an_error_where_there_are_several_nodes() -> No
     assert single.allocate(4096).nbytes == 4096
 
 
-def bytes_by_label(buffer: Buffer) -> Counter[int]:
+def bytes_by_label(buffer):
     count: Counter[int] = Counter()
     for span in buffer.spans:
         count[span.node_id] += span.nbytes
     return count
 
 
-def test_stripes_follow_the_weights() -> None:
+def test_stripes_follow_the_weights():
     buffer = StripedResource([(Leaf("cxl", 1), 3.0), (Leaf("cxl", 2), 1.0)]).allocate(64 * MIB)
     assert bytes_by_label(buffer) == {1: 48 * MIB, 2: 16 * MIB}
     assert max(span.nbytes for span in buffer.spans if span.node_id == 2) == 2 * MIB
@@ -165,7 +164,7 @@ def test_stripes_follow_the_weights() -> None:
     assert [stripe_bytes_for(capacity) // MIB for capacity in capacities] == [2, 2, 32, 34]
 
 
-def test_a_turn_comes_when_all_before_it_are_full() -> None:
+def test_a_turn_comes_when_all_before_it_are_full():
     near, also_near, far = (Leaf("cxl", 1 + index, free=free) for index, free in enumerate((9 * MIB, 9 * MIB, 2**30)))
     resource = StripedResource([(far, 1.0), (near, 1.0), (also_near, 1.0)], turns=[21, 10, 10])
     assert bytes_by_label(resource.allocate(12 * MIB)) == {1: 6 * MIB, 2: 6 * MIB}
@@ -179,28 +178,26 @@ def test_a_turn_comes_when_all_before_it_are_full() -> None:
 class Driver(dict[int, int]):
     """Registers ranges as the CUDA driver does: whole, disjoint, up to a limit of locked bytes."""
 
-    def __init__(self, limit: int = 2**40) -> None:
+    def __init__(self, limit=2**40):
         self.limit = limit
 
-    def register(self, address: int, nbytes: int) -> None:
+    def register(self, address, nbytes):
         if sum(self.values()) + nbytes > self.limit:
             raise PinnedMemoryError("locked-memory limit")
         assert address not in self
         self[address] = nbytes
 
-    def resource(self, budget: Budget, **options) -> PinnedResource:
+    def resource(self, budget, **options):
         upstream = BudgetResource(Leaf(), budget)
         return PinnedResource(upstream, register=self.register, **{"unregister": self.pop, **options})
 
 
 @pytest.fixture
-def budget() -> Budget:
+def budget():
     return Budget("dram", 64 * MIB)
 
 
-def test_memory_is_registered_as_a_whole_and_unregistered_before_it_goes_back_by_its_own_process(
-    budget, monkeypatch
-) -> None:
+def test_memory_is_registered_as_a_whole_and_unregistered_before_it_goes_back_by_its_own_process(budget, monkeypatch):
     driver, order = Driver(), []
     resource = driver.resource(
         budget, unregister=lambda address: order.append((driver.pop(address), budget.held_bytes))
@@ -217,7 +214,7 @@ def test_memory_is_registered_as_a_whole_and_unregistered_before_it_goes_back_by
     assert list(driver.values()) == [MIB]
 
 
-def test_failure_falls_back_to_pageable_with_one_warning_or_is_raised_when_pinning_is_required(budget) -> None:
+def test_failure_falls_back_to_pageable_with_one_warning_or_is_raised_when_pinning_is_required(budget):
     driver = Driver(limit=6 * MIB)
     resource = driver.resource(budget, required=True)
     with pytest.raises(PinnedMemoryError, match="locked-memory limit"):
@@ -241,7 +238,7 @@ def test_failure_falls_back_to_pageable_with_one_warning_or_is_raised_when_pinni
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_torch_sees_the_memory_as_pinned() -> None:
+def test_torch_sees_the_memory_as_pinned():
     driver, upstream = CudaDevices(), NumaResource("dram", 0, Topology.detect())
     buffer = PinnedResource(upstream, driver.register, driver.unregister, required=True).allocate(8 * MIB)
     tensor = buffer.tensor((MIB,), torch.float32)
@@ -253,7 +250,7 @@ RANGES = {0: 4096, 4096: 8192, 20480: 1 << 16}  # the first two touch
 
 
 class Blocks(RuleBasedStateMachine):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = BlockList()
         for offset, nbytes in RANGES.items():
@@ -261,7 +258,7 @@ class Blocks(RuleBasedStateMachine):
         self.live: dict[int, int] = {}
 
     @rule(nbytes=st.integers(1, 9000), shift=st.integers(0, 13))
-    def allocate(self, nbytes: int, shift: int) -> None:
+    def allocate(self, nbytes, shift):
         offset = self.blocks.allocate(nbytes, 1 << shift)
         if offset is None:
             assert not any(self.fits(start, end, nbytes, 1 << shift) for start, end in self.gaps())
@@ -271,13 +268,13 @@ class Blocks(RuleBasedStateMachine):
         self.live[offset] = -(-nbytes // 64) * 64
 
     @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
+    def free(self, data):
         if self.live:
             offset = data.draw(st.sampled_from(sorted(self.live)))
             self.blocks.free(offset)
             del self.live[offset]
 
-    def gaps(self) -> Iterator[tuple[int, int]]:
+    def gaps(self):
         """The free parts as the live blocks leave them."""
         for start, nbytes in RANGES.items():
             position = start
@@ -286,11 +283,11 @@ class Blocks(RuleBasedStateMachine):
                 position = offset + self.live[offset]
             yield position, start + nbytes
 
-    def fits(self, start: int, end: int, nbytes: int, alignment: int) -> bool:
+    def fits(self, start, end, nbytes, alignment):
         return -(-start // alignment) * alignment + -(-nbytes // 64) * 64 <= end
 
     @invariant()
-    def ranges_are_free_exactly_when_nothing_lives_in_them(self) -> None:
+    def ranges_are_free_exactly_when_nothing_lives_in_them(self):
         expected = [start for start, size in RANGES.items() if not any(start <= o < start + size for o in self.live)]
         assert self.blocks.free_ranges() == expected
         for start in RANGES.keys() - expected:
@@ -302,12 +299,12 @@ Blocks.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestBlocks = Blocks.TestCase
 
 
-def usage(pool: PoolResource) -> tuple[int, int]:
+def usage(pool):
     pool._drain()
     return pool._used_bytes, pool._held_bytes
 
 
-def test_small_requests_share_a_slab_and_large_ones_get_their_own_which_serve_any_size_that_fits_later() -> None:
+def test_small_requests_share_a_slab_and_large_ones_get_their_own_which_serve_any_size_that_fits_later():
     upstream = Leaf()
     pool = PoolResource(upstream, slab_bytes=4 * MIB)
     kept = [pool.allocate(size) for size in (100, 200_000, 300_000, MIB, 3 * MIB + 5)]
@@ -324,7 +321,7 @@ def test_small_requests_share_a_slab_and_large_ones_get_their_own_which_serve_an
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_lengths_that_change_beside_gradients_settle(seed: int) -> None:
+def test_lengths_that_change_beside_gradients_settle(seed):
     """Gradients, whose sizes do not change, come while inputs go, and live on in turns of a few units."""
     draw = random.Random(seed)
     upstream = Leaf()
@@ -349,7 +346,7 @@ def test_lengths_that_change_beside_gradients_settle(seed: int) -> None:
     assert usage(pool)[1] <= 1.5 * peak + MIB // 16
 
 
-def test_free_slabs_do_not_pile_up_beyond_the_peak_and_a_full_upstream_gets_them_back_first() -> None:
+def test_free_slabs_do_not_pile_up_beyond_the_peak_and_a_full_upstream_gets_them_back_first():
     pool = PoolResource(Leaf(), slab_bytes=MIB)
     for size in range(1, 40):  # every size is new, so nothing can be reused
         pool.allocate(size * 5 * MIB // 4 + 4096)
@@ -367,7 +364,7 @@ def test_free_slabs_do_not_pile_up_beyond_the_peak_and_a_full_upstream_gets_them
     assert usage(pool) == (kept.nbytes, 12 * MIB)
 
 
-def test_the_end_of_a_budget_smaller_than_a_slab_is_usable() -> None:
+def test_the_end_of_a_budget_smaller_than_a_slab_is_usable():
     budget = Budget("dram", 10 * 4096)
     pool = PoolResource(BudgetResource(Leaf(), budget), slab_bytes=16 * MIB)
     kept = [pool.allocate(4096) for _ in range(10)]

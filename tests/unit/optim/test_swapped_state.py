@@ -7,18 +7,15 @@ import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_cxl.errors import StorageError, UnsupportedError
-from lightning_cxl.memory.placement import TensorRole
-from lightning_cxl.memory.resource import Buffer
 from lightning_cxl.optim.cpu_adam import AdamStep, CPUAdam
 from lightning_cxl.optim.swapped_state import OnSsd as StandIn
-from lightning_cxl.optim.swapped_state import StateRecord, StateSwapper
-from lightning_cxl.storage.drive import StorageTransfer, System
+from lightning_cxl.optim.swapped_state import StateSwapper
+from lightning_cxl.storage.drive import StorageTransfer
 from lightning_cxl.storage.store import Store
 from lightning_cxl.storage.swap import BufferPool, Swapper
 from tests.faulty_system import FaultySystem
@@ -32,14 +29,7 @@ NUM_RECORDS = 3  # the parameters after those of the records are in memory
 class OnSsd:
     """An optimizer whose state lies in records, two parameters in each; the rest of it in memory."""
 
-    def __init__(
-        self,
-        folder: Path,
-        parameters: list[torch.nn.Parameter],
-        num_buffers: float = 2,
-        system: System | None = None,
-        **options,
-    ) -> None:
+    def __init__(self, folder, parameters, num_buffers=2, system=None, **options):
         self.parameters = parameters
         self.largest_bytes = 0
         self.allocated = 0
@@ -48,57 +38,57 @@ class OnSsd:
         self.records = [self.state.reserve(f"unit {index}", 200_000) for index in range(NUM_RECORDS)]
         self.optimizer = CPUAdam(parameters, allocate_state=self.flat, swapper=self.state, **options)
 
-    def allocate(self, nbytes: int) -> Buffer:
+    def allocate(self, nbytes):
         self.allocated += nbytes
         return memory_of(nbytes)
 
-    def flat(self, parameter, role: TensorRole, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    def flat(self, parameter, role, dtype, numel):
         index = next(i for i, p in enumerate(self.parameters) if p is parameter) // 2
         if index >= NUM_RECORDS:
             return torch.empty(numel, dtype=dtype)
         return self.records[index].take(dtype, numel)
 
-    def close(self) -> None:
+    def close(self):
         self.state.swapper.close()
         self.store.close()
 
 
-def make_parameters(dtype: torch.dtype, seed: int = 1) -> list[torch.nn.Parameter]:
+def make_parameters(dtype, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
 
 
-def give_gradients(parameters: list[torch.nn.Parameter], step: int, leave_out: frozenset[int] = frozenset()) -> None:
+def give_gradients(parameters, step, leave_out=frozenset()):
     generator = torch.Generator().manual_seed(100 + step)
     for index, parameter in enumerate(parameters):
         grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         parameter.grad = None if index in leave_out else grad
 
 
-def stepped_beside(own: OnSsd, steps: int, **options) -> CPUAdam:
+def stepped_beside(own, steps, **options):
     plain = CPUAdam(make_parameters(own.parameters[0].dtype), **options)
     for step in range(steps):
         take_step(step, own.optimizer, plain)
     return plain
 
 
-def take_step(number: int, *optimizers: CPUAdam, leave_out: frozenset[int] = frozenset()) -> None:
+def take_step(number, *optimizers, leave_out=frozenset()):
     for optimizer in optimizers:
         give_gradients(optimizer.param_groups[0]["params"], number, leave_out)
         optimizer.step()
 
 
 @torch.no_grad()
-def copy_values(source: list[torch.nn.Parameter], target: list[torch.nn.Parameter]) -> None:
+def copy_values(source, target):
     for theirs, ours in zip(source, target, strict=True):
         ours.copy_(theirs)
 
 
-def state_of(optimizer: CPUAdam) -> dict[int, dict[str, torch.Tensor]]:
+def state_of(optimizer):
     return {index: {k: v.clone() for k, v in entry.items()} for index, entry in optimizer.state_dict()["state"].items()}
 
 
-def assert_equal_runs(own: OnSsd, plain: CPUAdam) -> None:
+def assert_equal_runs(own, plain):
     assert_equal(own.parameters, plain.param_groups[0]["params"])
     assert_equal(state_of(own.optimizer), state_of(plain))
 
@@ -107,7 +97,7 @@ def assert_equal_runs(own: OnSsd, plain: CPUAdam) -> None:
 def on_ssd(tmp_path):
     with contextlib.ExitStack() as closing:
 
-        def make(num_buffers: float = 2, *, dtype=torch.float32, steps: int = 0, folder=tmp_path, **options) -> OnSsd:
+        def make(num_buffers=2, *, dtype=torch.float32, steps=0, folder=tmp_path, **options):
             own = OnSsd(folder, make_parameters(dtype), num_buffers, **options)
             closing.callback(own.close)
             for step in range(steps):
@@ -124,7 +114,7 @@ def num_buffers(request):
 
 @pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "split"])
-def test_updates_are_those_of_state_in_memory(on_ssd, state, dtype, num_buffers) -> None:
+def test_updates_are_those_of_state_in_memory(on_ssd, state, dtype, num_buffers):
     own = on_ssd(num_buffers, dtype=dtype, state=state)
     plain = CPUAdam(make_parameters(dtype), state=state)
     for step in range(4):
@@ -133,16 +123,16 @@ def test_updates_are_those_of_state_in_memory(on_ssd, state, dtype, num_buffers)
     assert own.store.stats()["written_bytes"] > 0
 
 
-def test_buffers_never_take_more_than_their_cap(on_ssd) -> None:
+def test_buffers_never_take_more_than_their_cap(on_ssd):
     assert on_ssd(4, steps=3).allocated == 480_000
 
 
-def test_a_record_that_is_larger_than_the_cap_gets_the_memory_for_itself(on_ssd) -> None:
+def test_a_record_that_is_larger_than_the_cap_gets_the_memory_for_itself(on_ssd):
     own = on_ssd(0.1, steps=1)
     assert own.allocated == own.records[0].record.padded_nbytes
 
 
-def test_records_are_prefetched_in_the_order_of_the_step_before(on_ssd) -> None:
+def test_records_are_prefetched_in_the_order_of_the_step_before(on_ssd):
     """Each unit by itself, as updates behind a backward come: only the first step does not know what comes next."""
     own = on_ssd(6)
     order = [2, 0, 1]
@@ -156,7 +146,7 @@ def test_records_are_prefetched_in_the_order_of_the_step_before(on_ssd) -> None:
     assert own.state.swapper.num_late == late == 1  # in the second step, the record that the first one began with
 
 
-def test_two_threads_update_different_records(on_ssd) -> None:
+def test_two_threads_update_different_records(on_ssd):
     own = on_ssd(1.8)
     plain = CPUAdam(make_parameters(torch.float32))
     with ThreadPoolExecutor(3) as threads:
@@ -171,7 +161,7 @@ def test_two_threads_update_different_records(on_ssd) -> None:
 
 
 @pytest.mark.parametrize(("saved", "state"), [("fp32", "fp32"), ("8bit", "8bit"), ("fp32", "8bit")])
-def test_what_is_loaded_counts(on_ssd, saved, state) -> None:
+def test_what_is_loaded_counts(on_ssd, saved, state):
     """A kernel codes float32 state in 8 bits, and counts versions up as operations of torch do."""
     source = CPUAdam(make_parameters(torch.bfloat16), state=saved)
     take_step(0, source)
@@ -186,7 +176,7 @@ def test_what_is_loaded_counts(on_ssd, saved, state) -> None:
     assert_equal_runs(own, plain)
 
 
-def test_loading_reads_and_writes_each_record_once(on_ssd) -> None:
+def test_loading_reads_and_writes_each_record_once(on_ssd):
     own = on_ssd(2, steps=1)
     saved = copy.deepcopy(own.optimizer.state_dict())
     before = own.store.stats()
@@ -212,14 +202,14 @@ def test_loading_reads_and_writes_each_record_once(on_ssd) -> None:
         lambda state: torch._foreach_mul_([state["exp_avg"]], 2),
     ],
 )
-def test_direct_access_says_how_to_read_and_write_it(on_ssd, use) -> None:
+def test_direct_access_says_how_to_read_and_write_it(on_ssd, use):
     own = on_ssd(steps=1)
     with pytest.raises(UnsupportedError, match=r"tier `ssd`.*state_dict\(\)` reads it.*load_state_dict\(\)` writes it"):
         use(own.optimizer.state[own.parameters[0]])
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_copies_of_an_optimizer_are_in_memory_and_go_on(on_ssd, tmp_path, how) -> None:
+def test_copies_of_an_optimizer_are_in_memory_and_go_on(on_ssd, tmp_path, how):
     own = on_ssd(folder=tmp_path / "ssd")
     plain = stepped_beside(own, 1)
     both = own.parameters, own.optimizer
@@ -235,7 +225,7 @@ def test_copies_of_an_optimizer_are_in_memory_and_go_on(on_ssd, tmp_path, how) -
     assert all(map(torch.equal, parameters, plain.param_groups[0]["params"]))
 
 
-def test_what_is_written_to_a_state_dict_changes_no_state_until_it_is_loaded(on_ssd) -> None:
+def test_what_is_written_to_a_state_dict_changes_no_state_until_it_is_loaded(on_ssd):
     own = on_ssd(steps=1)
     before, changed = state_of(own.optimizer), own.optimizer.state_dict()
     changed["state"][0]["exp_avg"].fill_(3)
@@ -245,7 +235,7 @@ def test_what_is_written_to_a_state_dict_changes_no_state_until_it_is_loaded(on_
     assert torch.equal(own.optimizer.state_dict()["state"][0]["exp_avg_sq"], before[0]["exp_avg_sq"])
 
 
-def test_state_that_a_user_has_put_there_is_taken_over(on_ssd) -> None:
+def test_state_that_a_user_has_put_there_is_taken_over(on_ssd):
     own = on_ssd(steps=1)
     state = own.optimizer.state[own.parameters[0]]
     state["exp_avg"] = torch.full((96, 64), 2.0)
@@ -255,7 +245,7 @@ def test_state_that_a_user_has_put_there_is_taken_over(on_ssd) -> None:
     assert saved["exp_avg"].unique().tolist() == [pytest.approx(1.8)] and saved["exp_avg_sq"].any()
 
 
-def test_state_outlives_the_store_as_memory(on_ssd, tmp_path) -> None:
+def test_state_outlives_the_store_as_memory(on_ssd, tmp_path):
     own = on_ssd()
     plain = stepped_beside(own, 2)
     own.optimizer.exit_run()
@@ -268,7 +258,7 @@ def test_state_outlives_the_store_as_memory(on_ssd, tmp_path) -> None:
     assert state_of(copied)[0]["step"] == 2
 
 
-def test_reads_behind_slow_writes_find_what_was_written(on_ssd) -> None:
+def test_reads_behind_slow_writes_find_what_was_written(on_ssd):
     """Writes take so long that whatever does not wait for them comes first."""
     gate = Gate()
     gate.write_seconds = 0.02
@@ -280,7 +270,7 @@ def test_reads_behind_slow_writes_find_what_was_written(on_ssd) -> None:
     assert_equal_runs(own, plain)
 
 
-def test_a_use_that_fails_changes_nothing(on_ssd) -> None:
+def test_a_use_that_fails_changes_nothing(on_ssd):
     own = on_ssd(1.8, steps=1)
     before = state_of(own.optimizer)
     for _ in range(3):  # more often than there are buffers
@@ -292,7 +282,7 @@ def test_a_use_that_fails_changes_nothing(on_ssd) -> None:
     assert state_of(own.optimizer)[0]["step"] == 2
 
 
-def test_a_record_in_use_is_not_prefetched(on_ssd) -> None:
+def test_a_record_in_use_is_not_prefetched(on_ssd):
     own = on_ssd(9, steps=1)  # there is room for one more
     record = own.records[0]
     with own.state.use([record]) as swapped:
@@ -309,26 +299,26 @@ def test_a_record_in_use_is_not_prefetched(on_ssd) -> None:
 class Counters:
     """A number in each record of an `OnSsd`: how often `count` has used it."""
 
-    def __init__(self, own: OnSsd) -> None:
+    def __init__(self, own):
         self.state = own.state
         self.numbers = {record: record.take(torch.int64, 1) for record in own.records}
         for record, number in self.numbers.items():
             with record.use() as swapped:
                 swapped.flat(number).zero_()
 
-    def count(self, *records: StateRecord, times: int = 1, inside=lambda: None) -> None:
+    def count(self, *records, times=1, inside=lambda: None):
         for _ in range(times):
             with self.state.use([*records]) as swapped:
                 inside()
                 for record in records:
                     swapped.flat(self.numbers[record]).add_(1)
 
-    def counted(self) -> list[int]:
+    def counted(self):
         self.state.wait()
         return [int(StandIn.of(record, number).read()) for record, number in self.numbers.items()]
 
 
-def test_uses_of_several_records_get_their_buffers_together(on_ssd) -> None:
+def test_uses_of_several_records_get_their_buffers_together(on_ssd):
     """There are buffers for one use at a time: uses that each wait for a part of the other's would wait for ever."""
     own = on_ssd(3.5, steps=1)
     counters, (first, second, third) = Counters(own), own.records
@@ -338,7 +328,7 @@ def test_uses_of_several_records_get_their_buffers_together(on_ssd) -> None:
     assert counters.counted() == [60, 60, 60]
 
 
-def test_a_use_evicts_also_while_another_thread_has_a_buffer(on_ssd) -> None:
+def test_a_use_evicts_also_while_another_thread_has_a_buffer(on_ssd):
     """Two threads that each wait for the other would wait for ever."""
     own = on_ssd(3.5, steps=1)
     counters, (first, second, third) = Counters(own), own.records
@@ -348,7 +338,7 @@ def test_a_use_evicts_also_while_another_thread_has_a_buffer(on_ssd) -> None:
         threads.submit(counters.count, third).result(30)
 
 
-def test_what_another_thread_uses_is_not_prefetched(on_ssd) -> None:
+def test_what_another_thread_uses_is_not_prefetched(on_ssd):
     """One thread updates a record; another one's record is followed by it, and must not read it yet."""
     own = on_ssd(9)
     counters, (first, second, _) = Counters(own), own.records
@@ -365,7 +355,7 @@ def test_what_another_thread_uses_is_not_prefetched(on_ssd) -> None:
     assert counters.counted() == [3, 2, 0]
 
 
-def test_two_threads_use_one_record_one_after_the_other(on_ssd) -> None:
+def test_two_threads_use_one_record_one_after_the_other(on_ssd):
     own = on_ssd(9)
     counters = Counters(own)
     with ThreadPoolExecutor(4) as threads:
@@ -373,7 +363,7 @@ def test_two_threads_use_one_record_one_after_the_other(on_ssd) -> None:
     assert counters.counted() == [40, 0, 0]
 
 
-def test_a_buffer_is_not_given_away_while_it_is_read_into(on_ssd, monkeypatch) -> None:
+def test_a_buffer_is_not_given_away_while_it_is_read_into(on_ssd, monkeypatch):
     """A use is interrupted while it waits for its read; another record then needs the buffer."""
     own = on_ssd(1.8, system=Fails("preadv", lambda *_: time.sleep(0.1)), steps=1)
     own.state.wait()
@@ -391,7 +381,7 @@ def test_a_buffer_is_not_given_away_while_it_is_read_into(on_ssd, monkeypatch) -
         assert memory.unique().tolist() == [9]
 
 
-def test_state_whose_write_failed_is_refused_from_then_on(tmp_path) -> None:
+def test_state_whose_write_failed_is_refused_from_then_on(tmp_path):
     system = FaultySystem()
     own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=1.8, system=system)
     take_step(0, own.optimizer)
@@ -411,7 +401,7 @@ def test_state_whose_write_failed_is_refused_from_then_on(tmp_path) -> None:
             use()
 
 
-def test_closing_after_several_failed_writes_raises_the_first_error(tmp_path) -> None:
+def test_closing_after_several_failed_writes_raises_the_first_error(tmp_path):
     gate = Gate()
     own = OnSsd(tmp_path, make_parameters(torch.float32), num_buffers=9, system=gate)
     gate.fails, gate.write_seconds = "write", 0.05

@@ -3,7 +3,6 @@
 import signal
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,30 +19,30 @@ NUM_RECORDS = 3  # more than there are buffers
 
 
 class Updates:
-    def __init__(self, swapper: Swapper) -> None:
+    def __init__(self, swapper):
         self.state = StateSwapper(swapper)
         self.records = [self.state.reserve(f"unit {index}", NBYTES) for index in range(NUM_RECORDS)]
         self.use()
 
-    def use(self) -> None:
+    def use(self):
         for record in self.records:
             with self.state.use([record]):
                 pass
 
-    def close(self) -> None:
+    def close(self):
         self.state.wait()
         self.state.swapper.close()
 
 
 class Weights:
-    def __init__(self, swapper: Swapper) -> None:
+    def __init__(self, swapper):
         self.weights = WeightsOnSsd(swapper, HostEngine())
         self.homes = [self.weights.reserve(f"unit {index}", NBYTES) for index in range(NUM_RECORDS)]
         for home in self.homes:
             with home.filling() as slot:
                 slot.tensor((NBYTES,), torch.uint8).fill_(7)
 
-    def use(self) -> None:
+    def use(self):
         shown = [home.buffer.tensor((NBYTES,), torch.uint8) for home in self.homes]
         into = [torch.empty(NBYTES, dtype=torch.uint8) for _ in shown]
         fetches = [h.fetch(HostEngine(), s, i, []) for h, s, i in zip(self.homes, shown, into, strict=True)]
@@ -56,17 +55,17 @@ class Weights:
         for home in self.homes:
             home.end_access()
 
-    def close(self) -> None:
+    def close(self):
         self.weights.swapper.close()
 
 
 class Inputs:
-    def __init__(self, swapper: Swapper) -> None:
+    def __init__(self, swapper):
         area = Area(swapper.store, "inputs", 2 * NUM_RECORDS * NBYTES, 1)
         self.inputs = InputsOnSsd(swapper, area, HostEngine())
         self.use()
 
-    def use(self) -> None:
+    def use(self):
         images = [self.inputs.place(NBYTES) for _ in range(NUM_RECORDS)]
         for value, image in enumerate(images):
             image.store(torch.full((NBYTES,), value, dtype=torch.uint8), 0)
@@ -75,11 +74,11 @@ class Inputs:
             image.fetch(into).wait()
             assert bool((into == value).all())
 
-    def close(self) -> None:
+    def close(self):
         self.inputs.close()
 
 
-def interrupted(function: Callable[[], None], at: int) -> bool:
+def interrupted(function, at):
     """Call a function with Ctrl-C at bytecode `at` of this package; return whether it has so many."""
     count, came = 0, False
 
@@ -112,11 +111,11 @@ def interrupted(function: Callable[[], None], at: int) -> bool:
     return came
 
 
-def ends(function: Callable[[], None]) -> None:
+def ends(function):
     """Call a function in a thread, so that a test that would hang fails."""
     errors: list[BaseException] = []
 
-    def run() -> None:
+    def run():
         try:
             function()
         except BaseException as error:
