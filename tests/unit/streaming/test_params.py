@@ -532,6 +532,23 @@ def test_what_keeps_weights_beyond_a_call_is_refused(engine, stream):
         model(x)
 
 
+@pytest.mark.parametrize("num_slots", [2, 9])
+@pytest.mark.parametrize("write", [lambda it: it.data.add_(0.25), lambda it: setattr(it, "data", it.data + 0.25)])
+def test_writes_that_torch_does_not_count_are_seen(engine, stream, write, num_slots):
+    """As peft merges an adapter, also with ``safe_merge=True``."""
+    ours, theirs, found = make(), make().to(engine.device), []
+    streamed = stream(engine, ours, num_slots)
+    for model in (ours, theirs):
+        for step in range(3):
+            found += train(model, 2, finish=streamed.finish)
+            for block in model.blocks:
+                write(block.up.weight)
+            with torch.no_grad():
+                found.append(model(batch(100 + step, model.first)).item())
+    assert found[:9] == found[9:]
+    assert_same_weights(ours, theirs)
+
+
 def scale(model, factor):
     for block in model.blocks:
         block.up.weight.data.mul_(factor)
