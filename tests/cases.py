@@ -39,8 +39,5 @@ def every_pair(*columns, where=lambda *_: True):
 def others_full(cases, stay):
     """Return cases of one argument, or tuples of several; those that are not in `stay` are ``full``."""
     stay = list(stay)
-    return [case if case in stay else _param(case, pytest.mark.full) for case in cases]
-
-
-def _param(case, marks):
-    return pytest.param(*case, marks=marks) if isinstance(case, tuple) else pytest.param(case, marks=marks)
+    values = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
+    return [case if case in stay else pytest.param(*value, marks=pytest.mark.full) for case, value in values]

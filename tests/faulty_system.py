@@ -2,11 +2,12 @@
 
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_cxl.storage.drive import System
@@ -114,71 +115,71 @@ class Entry:
     names: tuple[Path, ...] = ()
 
 
-@dataclass
 class LoggingSystem(System):
     """Notes every change of a file or folder, so that `lose_power` can make what a disk may hold afterwards."""
 
-    log: list[Entry] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        self.log: list[Entry] = []
+        self.now = 0
+        """The time now, for `lose_power`."""
         self._files: dict[Path, int] = {}
         self._open: dict[int, int] = {}
-        self._now = 0
-        self._num_files = 0
+        self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
     def _file(self, path):
         if path not in self._files:
-            self._num_files += 1
-            self._files[path] = self._num_files
+            self._files[path] = next(self._numbers)
         return self._files[path]
 
-    def _note(self, kind, file, **fields):
+    def _begun(self, kind, file, **fields):
         with self._lock:
-            self._now += 1
-            entry = Entry(kind, file, self._now, **fields)
-            self.log.append(entry)
-            return entry
+            self.now += 1
+            self.log.append(Entry(kind, file, self.now, **fields))
+            return self.log[-1]
 
     def _ended(self, entry):
         with self._lock:
-            self._now += 1
-            entry.end = self._now
+            self.now += 1
+            entry.end = self.now
+
+    def _note(self, *entry, **fields):
+        self._ended(self._begun(*entry, **fields))
 
     def open(self, path, flags):
         new = bool(flags & os.O_CREAT) and not path.exists()
         fd = super().open(path, flags)
         if new:
             self._files.pop(path, None)
-            self._ended(self._note("create", self._file(path), names=(path,)))
+            self._note("create", self._file(path), names=(path,))
         elif flags & os.O_TRUNC:
-            self._ended(self._note("truncate", self._file(path)))
+            self._note("truncate", self._file(path))
         self._open[fd] = self._file(path)
         return fd
 
     def pwritev(self, fd, views, offset):
-        entry = self._note("write", self._open[fd], offset=offset, contents=b"".join(bytes(view) for view in views))
+        entry = self._begun("write", self._open[fd], offset=offset, contents=b"".join(bytes(view) for view in views))
         count = super().pwritev(fd, views, offset)
         self._ended(entry)
         return count
 
     def allocate(self, fd, offset, nbytes):
         super().allocate(fd, offset, nbytes)
-        self._ended(self._note("allocate", self._open[fd], offset=offset + nbytes))
+        self._note("allocate", self._open[fd], offset=offset + nbytes)
 
     def datasync(self, fd):
-        self._ended(self._note("sync", self._open[fd]))
+        self._note("sync", self._open[fd])
 
     sync = datasync
 
     def rename(self, old, new):
         super().rename(old, new)
         file = self._files[new] = self._files.pop(old)
-        self._ended(self._note("rename", file, names=(old, new)))
+        self._note("rename", file, names=(old, new))
 
     def unlink(self, path):
         super().unlink(path)
-        self._ended(self._note("unlink", self._files.pop(path, 0), names=(path,)))
+        self._note("unlink", self._files.pop(path, 0), names=(path,))
 
     def lose_power(self, now, random, share):
         """Write to empty folders what disks may hold if power was lost at time `now`: any part of what was not synced.
@@ -216,8 +217,3 @@ class LoggingSystem(System):
                     names[entry.names[-1]] = entry.file
         for path, file in names.items():
             path.write_bytes(contents[file])
-
-    @property
-    def now(self) -> int:
-        """The time now, for `lose_power`."""
-        return self._now

@@ -6,9 +6,7 @@ Fetches the source package of the installed version, and what its tests need, in
 minutes, in one process, without models from a hub. A test that fails or is skipped as it is does not count. Exits with
 1 where a difference is not in `KNOWN`. pytest loads this module as a plug-in, which exchanges the accelerator.
 
-Others cannot be had as packages, looked at in November 2026: those of lightning, lightning-fabric, trl and torch are in
-no source package; transformers' has only the classes that its tests of models share; those tests of peft that train
-with a Trainer need models of a hub.
+Tests of lightning, trl and torch are in no source package, and others need models of a hub.
 """
 
 import importlib.metadata

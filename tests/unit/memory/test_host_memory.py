@@ -38,16 +38,6 @@ def memory(topology):
     memory.close()
 
 
-@pytest.mark.parametrize("role", list(TensorRole))
-def test_tensors_have_the_shape_asked_for_and_live_on_the_first_tier(memory, topology, role):
-    for shape in ((), (0,), (3, 0, 2), (5,), (1000, 1001)):
-        tensor = memory.tensor(shape, torch.bfloat16, CXL_FIRST, role)
-        assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (torch.Size(shape), torch.bfloat16, True)
-        nbytes = tensor.numel() * 2
-        assert residency(tensor, topology, memory) == ({"cxl": nbytes} if nbytes else {})
-        assert memory.stats()["roles"].get(role.value, {}).get("cxl", 0) == nbytes
-
-
 def test_accounts_go_up_and_down_and_remember_the_peak_until_a_run_begins(memory):
     a = memory.allocate(5 * MIB, CXL_FIRST, TensorRole.VARIANCE)
     b = memory.allocate(1000, DRAM, TensorRole.VARIANCE)
