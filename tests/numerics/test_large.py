@@ -74,13 +74,11 @@ def element_bytes(case: Case, name: str) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("combination", "after", "lead"),
-    [
-        pytest.param(PLAIN, 2**31, 0, marks=[pytest.mark.full, pytest.mark.alone]),
-        pytest.param(SMALLEST, 2**31, 1000, marks=[pytest.mark.full, pytest.mark.alone]),
-        pytest.param(ROUNDED, 2**32, 1000, marks=[pytest.mark.full, pytest.mark.alone]),
-    ],
+    [(PLAIN, 2**31, 0), (SMALLEST, 2**31, 1000), (ROUNDED, 2**32, 1000)],
     ids=["fp32", "split-8bit", "bf16-2^32"],
 )
 def test_more_elements_than_32_bits_can_count(combination, after, lead):

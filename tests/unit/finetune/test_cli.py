@@ -85,8 +85,6 @@ def base(tmp_path):
     return tmp_path / "base"
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
-@pytest.mark.filterwarnings("ignore:The .cpu.* AOT:UserWarning")
 def test_the_example_of_adapters_trains_resumes_and_exports(command, base, tmp_path, ask, capsys):
     pytest.importorskip("bitsandbytes")
     example = yaml.safe_load(QLORA.read_text())

@@ -46,13 +46,6 @@ def fit(bar, tmp_path, **options):
     return trainer
 
 
-@pytest.fixture
-def quiet_loaders(monkeypatch):
-    """Lightning recommends worker processes for a DataLoader; not for seven rows."""
-    monkeypatch.setattr("lightning.pytorch.trainer.connectors.data_connector._worker_check", lambda **_: None)
-
-
-@pytest.mark.usefixtures("quiet_loaders")
 def test_without_a_terminal_it_prints_plain_lines(tmp_path, capsys):
     fit(OffloadProgressBar(plain_every_n_steps=3), tmp_path, limit_val_batches=0)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
@@ -60,7 +53,6 @@ def test_without_a_terminal_it_prints_plain_lines(tmp_path, capsys):
     assert all("loss " in line and "host_GiB " in line and "tokens_per_s 12,346" in line for line in lines)
 
 
-@pytest.mark.usefixtures("quiet_loaders")
 @pytest.mark.parametrize(("seconds", "shown"), [(0.5, ["ssd 50%"]), (0.01, [])])
 def test_it_says_what_the_training_waits_for(tmp_path, monkeypatch, seconds, shown):
     clock, found = [0.0], []

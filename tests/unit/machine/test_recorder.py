@@ -8,19 +8,14 @@ import pytest
 
 from lightning_cxl.machine import recorder
 from lightning_cxl.machine.topology import Topology
+from tests.processes import ROOT
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 ENDS_WITHOUT_CLOSE = """
 import sys, time
 from pathlib import Path
-from lightning_cxl.machine import recorder
-from lightning_cxl.machine.topology import Topology
+from tests.unit.machine.test_recorder import recorder, start
 recorder._folder = lambda: Path(sys.argv[1])
-class Memory:
-    def stats(self):
-        return {"tiers": {}}
-memory = Memory()
-running = recorder.start(Topology.detect(), memory.stats, list)
+running = start()
 time.sleep(0.3)
 assert list(recorder._folder().iterdir())
 """
@@ -91,7 +86,7 @@ def test_the_next_training_warns_if_the_kernel_killed_the_last_one_for_memory(fo
 def test_a_training_that_ends_leaves_nothing(folder):
     start().close()
     assert list(folder.iterdir()) == []
-    subprocess.run([sys.executable, "-c", ENDS_WITHOUT_CLOSE, str(folder)], check=True)
+    subprocess.run([sys.executable, "-c", ENDS_WITHOUT_CLOSE, str(folder)], cwd=ROOT, check=True)
     assert list(folder.iterdir()) == [] and recorder.killed() == []
     assert recorder.last() == "no training of this user on this machine was killed"
 

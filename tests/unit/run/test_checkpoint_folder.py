@@ -18,8 +18,6 @@ from lightning_cxl.run.checkpoint import (
     unfinished,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-
 
 def without_locks(monkeypatch):
     as_on_nfs = Mock(side_effect=OSError(errno.EBADF, "Bad file descriptor"))  # for a folder

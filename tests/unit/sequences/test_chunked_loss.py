@@ -109,7 +109,6 @@ def test_whatever_is_trained(change, batch):
     assert_alike(model, batch, 3e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
 def test_adapters_are_called_chunk_by_chunk(batch):
     peft = pytest.importorskip("peft")
     for options in ({"target_modules": ["lm_head"]}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}):

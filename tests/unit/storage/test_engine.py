@@ -196,7 +196,6 @@ def test_threads_that_cannot_be_started_are_an_error_and_no_hang(engine, monkeyp
     assert threading.active_count() == before
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.timeout(20)
 def test_a_forked_child_which_has_no_threads_is_told_so(engine):
     def is_told():

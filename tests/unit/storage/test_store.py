@@ -226,7 +226,6 @@ def test_a_second_run_and_paths_that_are_no_folders_or_the_same_are_refused(open
         Store([tmp_path / "no" / "folder"], budget_bytes=1)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_has_no_file_of_a_store_open(opened, tmp_path):
     """A worker that outlives a killed run would keep a block device from the next one (EBUSY)."""
     opened(2)

@@ -257,7 +257,6 @@ def test_a_backward_after_the_run_is_refused(rig):
         loss.backward()
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_is_told_that_it_has_no_thread(on_host):
     image = on_host.place(BLOCK, "unit")
     with on_host.inputs._lock:  # as another thread may have it at that moment

@@ -588,7 +588,6 @@ def test_nothing_is_fetched_while_someone_may_write(engine, stream):
         assert torch.equal(found, model.to(x.device)(x))
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_does_not_wait_for_an_update_that_never_ends_there(engine, stream):
     model, update = make(), Future()
     stream(engine, model).units[1].begin_update(update)

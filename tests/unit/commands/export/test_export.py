@@ -12,10 +12,7 @@ from lightning_cxl.errors import CheckpointError, LightningCXLError, LightningCX
 from tests.integration import quantised as quantising
 from tests.unit.finetune.chats import CHATML, byte_tokenizer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
-    pytest.mark.filterwarnings("ignore:Adapter .* LoRA tensor.* have invalid shape"),  # it means biases
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Adapter .* LoRA tensor.* have invalid shape")  # it means biases
 SHAPE = {
     "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "attention_bias": True,
