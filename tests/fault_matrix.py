@@ -25,35 +25,22 @@ from typing import Any, NamedTuple
 FAULT_AT, NUM_STEPS = 5, 8
 
 JOB = """
-import glob, os, signal, sys, time, zlib
+import glob, multiprocessing, os, signal, sys, time, zlib
 import torch
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 import lightning_cxl
+from tests.models import InStep, Task, no_dropout, token_data
 
 folder, fault, resume = sys.argv[1:4]
 torch.set_num_threads(1)
 
-class Data(Dataset):
-    def __len__(self):
-        return 64
-    def __getitem__(self, index):
-        if fault == "worker" and index == 12:
-            os._exit(3)
-        return torch.zeros(64)  # what a step learns from depends on the step, as a resumed loader begins anew
-
-class Module(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+class Module(InStep, Task):
     def training_step(self, batch, index):
         if self.global_step == FAULT_AT and fault:
             happen()
-        batch = torch.randn(batch.shape, generator=torch.Generator().manual_seed(self.global_step))
-        return self.blocks(batch).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return super().training_step(batch, index)
 
 def happen():
     if fault in ("SIGKILL", "SIGTERM", "SIGINT"):
@@ -70,6 +57,8 @@ def happen():
             time.sleep(0.05)
     elif fault == "waits":
         time.sleep(60)
+    elif fault == "worker":
+        multiprocessing.active_children()[0].kill()
     elif fault == "drive":
         for each in glob.glob("/proc/self/fd/*"):  # they have no name
             if os.path.realpath(each).startswith(ssd) and os.path.getsize(each) > 1 << 12:
@@ -86,9 +75,10 @@ trainer = pl.Trainer(
     accelerator="cpu", strategy=lightning_cxl.CXLOffloadStrategy(**options), max_steps=NUM_STEPS, callbacks=[saves],
     logger=False, enable_progress_bar=False, enable_model_summary=False,
 )
-module = Module()
+module = Module(no_dropout(), scheduler=False)
 print("starts", flush=True)
-trainer.fit(module, DataLoader(Data(), 2, num_workers=fault == "worker"), ckpt_path=resume or None)
+data = DataLoader(token_data().dataset, 2, num_workers=fault == "worker")
+trainer.fit(module, data, ckpt_path=resume or None)
 print("weights", zlib.crc32(b"".join(p.detach().numpy().tobytes() for p in module.parameters())))
 """.replace("FAULT_AT", str(FAULT_AT)).replace("NUM_STEPS", str(NUM_STEPS))
 

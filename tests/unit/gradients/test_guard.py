@@ -317,6 +317,14 @@ def two():
     return *made, *map(CPUAdam, made)
 
 
+def test_the_norm_is_torchs_and_the_factor_is_for_one_step(two):
+    _, theirs, adam, _ = two
+    expected = torch.nn.utils.clip_grad_norm_(theirs, 0.1)
+    assert adam.clip_grad_norm_(0.1) == pytest.approx(float(expected), rel=1e-6)
+    adam.step()
+    assert adam.grad_scale == 1.0
+
+
 @pytest.mark.parametrize("left_over", [1e-3, 0.0, math.inf, math.nan])
 def test_a_factor_of_a_step_that_was_left_out_does_not_count(left_over, two):
     _, _, one, other = two
