@@ -3,6 +3,7 @@ import traceback
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests import apart
 
@@ -57,3 +58,11 @@ def test_a_child_that_uses_the_device_gets_an_error():
         torch.apart.memory_allocated,
     ):
         assert "Cannot re-initialize apart in forked subprocess" in in_child(use), use
+
+
+def test_loaders_with_workers_and_pinned_memory():
+    loader = DataLoader(torch.arange(8.0), batch_size=2, num_workers=1, pin_memory=True, multiprocessing_context="fork")
+    batches = [(batch.is_pinned(), batch.to("apart", non_blocking=True)) for batch in loader]
+    torch.accelerator.synchronize()
+    assert [pinned for pinned, _ in batches] == [True] * 4
+    assert torch.cat([batch for _, batch in batches]).tolist() == list(range(8))

@@ -36,6 +36,14 @@ def test_the_kernel_finds_no_memory_at_a_data_ptr():
         assert ctypes.get_errno() == errno.EFAULT
 
 
+def test_a_storage_grows_and_keeps_its_bytes():
+    tensor = torch.arange(4.0, device="apart")
+    tensor.resize_(1000)
+    assert tensor[:4].tolist() == [0, 1, 2, 3]
+    tensor.untyped_storage().resize_(0)
+    assert torch.apart.memory_allocated() == 0
+
+
 def test_fresh_and_freed_memory_is_poisoned():
     apart.set_poison(True)
     tensor = torch.empty(100_003, device="apart")

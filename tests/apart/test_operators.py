@@ -50,6 +50,19 @@ def test_host_tensors_that_cuda_refuses(name):
         REFUSED[name](device_tensor())
 
 
+def test_random_numbers_follow_the_seed_and_the_calls():
+    torch.manual_seed(5)
+    first = [torch.rand(3, device="apart") for _ in range(2)]
+    state = torch.apart.get_rng_state()
+    third = torch.rand(3, device="apart")
+    torch.apart.set_rng_state(state)
+    assert torch.equal(torch.rand(3, device="apart"), third)
+    torch.manual_seed(5)
+    again = [torch.rand(3, device="apart") for _ in range(2)]
+    assert torch.equal(torch.stack(first), torch.stack(again))
+    assert not torch.equal(first[0], first[1])
+
+
 def test_a_draw_belongs_to_the_call(side):
     torch.manual_seed(5)
     expected = [torch.rand(3, device="apart").tolist() for _ in range(2)]

@@ -60,6 +60,28 @@ def test_a_copy_to_pageable_memory_is_waited_for():
     assert host.eq(1).all()
 
 
+@pytest.mark.parametrize("to_device", [True, False])
+def test_without_non_blocking_the_host_waits(host, to_device):
+    apart.set_delay(h2d=0.05, d2h=0.05)
+    there = torch.ones(1000, device="apart")
+    there.copy_(host) if to_device else host.copy_(there)
+    assert torch.accelerator.current_stream().query()
+    assert there.eq(0).all() if to_device else host.eq(1).all()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("non_blocking", [True, False])
+def test_copies_convert_and_reorder(pinned, non_blocking):
+    host = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    source = host.pin_memory() if pinned else host
+    for there in (torch.zeros(3, 4, dtype=torch.bfloat16, device="apart"), torch.zeros(4, 3, device="apart").t()):
+        there.copy_(source, non_blocking=non_blocking)
+        back = torch.zeros(4, 3, dtype=torch.float64, pin_memory=pinned).t()
+        back.copy_(there, non_blocking=non_blocking)
+        torch.accelerator.synchronize()
+        assert torch.equal(back, host.double())
+
+
 def test_codes_of_registering():
     tensor = torch.zeros(1000)
     start, size = bytes_of(tensor)

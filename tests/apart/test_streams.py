@@ -1,3 +1,4 @@
+import threading
 import time
 
 import pytest
@@ -71,6 +72,25 @@ def test_an_error_of_a_kernel_is_heard_at_the_next_wait():
     assert rows.shape == (1, 2)
 
 
+def test_a_wait_lets_other_threads_of_python_run():
+    stream = torch.accelerator.current_stream()
+    ready, went_on = threading.Event(), threading.Event()
+
+    def unpause():
+        ready.wait()
+        went_on.set()
+        torch.ops.apart.pause(stream.device_index, stream.stream_id, 0)
+
+    thread = threading.Thread(target=unpause)
+    thread.start()
+    with apart.paused(stream):
+        torch.ones(4, device="apart")
+        ready.set()
+        stream.synchronize()
+    thread.join()
+    assert went_on.is_set()
+
+
 def test_a_copy_between_devices_waits_for_both(side):
     source = torch.zeros(4, device="apart:0")
     target = torch.zeros(4, device="apart:1")
@@ -82,3 +102,26 @@ def test_a_copy_between_devices_waits_for_both(side):
         time.sleep(LONG_ENOUGH)
         assert not torch.accelerator.current_stream(1).query()
     assert target.tolist() == [2, 2, 2, 2]
+
+
+def test_backward_runs_on_the_devices_thread_and_on_the_stream_of_forward(side):
+    threads = []
+    weight = torch.ones(4, device="apart", requires_grad=True)
+    weight.register_hook(lambda grad: threads.append(threading.get_ident()))
+    torch.accelerator.synchronize()
+    with side:
+        loss = (weight * 3).sum()
+    loss.backward()
+    assert weight.grad.tolist() == [3, 3, 3, 3]
+    assert threads and threads[0] != threading.get_ident()
+
+
+def test_halfway_a_task_has_begun_and_not_ended():
+    stream = torch.accelerator.current_stream()
+    x = torch.ones(4, device="apart")
+    stream.synchronize()
+    with apart.halfway(stream) as reached:
+        x.add_(1)
+        reached()
+        assert not stream.query()
+    assert x.tolist() == [2, 2, 2, 2]

@@ -116,6 +116,18 @@ def test_a_write_behind_an_event_is_none(there, side):
     assert host.eq(2).all()
 
 
+def test_a_freed_block_and_other_bytes_of_the_same_memory_are_free(there, side):
+    host, freed = torch.zeros(2 * N, pin_memory=True), torch.zeros(N, pin_memory=True)
+    with apart.paused(side):
+        with side:
+            host[:N].copy_(there, non_blocking=True)
+            freed.copy_(there, non_blocking=True)
+        host[N:] = 3
+        del freed  # its allocator keeps it
+    side.synchronize()
+    assert host.tolist() == [1] * N + [3] * N
+
+
 @pytest.mark.parametrize("waits", ["for the copy", "for a stream that waits for it", "not"])
 def test_memory_is_given_back_while_another_stream_copies_it(there, side, waits):
     starter, owner = torch.Stream(device="apart"), torch.accelerator.current_stream()

@@ -18,6 +18,14 @@ def memory(topology):
     memory.close()
 
 
+@pytest.mark.parametrize("tier", ["dram", "cxl"])
+@pytest.mark.parametrize("nbytes", [1, 4096, 5 * MIB + 1, 64 * MIB])
+def test_one_tier_holds_all_of_a_buffer(memory, topology, tier, nbytes):
+    buffer = memory.allocate(nbytes, Placement((tier,)), MOMENTUM)
+    check_spans(buffer)
+    assert bytes_by_tier(buffer, topology) == {tier: nbytes}
+
+
 def test_cards_share_a_buffer_equally(memory, cards):
     buffer = memory.allocate(64 * MIB, Placement(("cxl",)), MOMENTUM)
     assert page_nodes(buffer.address, buffer.nbytes) == {node: 64 * MIB // len(cards) for node in cards}
@@ -35,6 +43,19 @@ def test_shares_split_a_buffer_between_tiers(memory, topology, shares):
     assert set(bytes_by_tier(buffer, topology)) == {"dram", "cxl"}
 
 
+@pytest.mark.parametrize("tier", ["dram", "cxl"])
+def test_small_requests_come_from_slabs_of_their_tier(memory, topology, tier):
+    sizes = random.Random(0)
+    living = []
+    for _ in range(300):
+        living.append(memory.allocate(sizes.randrange(1, 200_000), Placement((tier,)), MOMENTUM))
+        if len(living) > 100:
+            living.pop(sizes.randrange(100))
+    for buffer in living:
+        check_spans(buffer)
+        assert bytes_by_tier(buffer, topology) == {tier: buffer.nbytes}
+
+
 def test_small_requests_share_tiers_together(memory, topology):
     sizes = random.Random(1)
     placement = Placement(("dram", "cxl"), shares=(0.75, 0.25))
@@ -45,3 +66,19 @@ def test_small_requests_share_tiers_together(memory, topology):
         for tier, nbytes in bytes_by_tier(buffer, topology).items():
             total[tier] += nbytes
     assert abs(total["cxl"] - 0.25 * sum(total.values())) <= 4 * STRIPE_BYTES
+
+
+def test_pool_keeps_its_pages_on_the_cards_until_it_is_trimmed(memory, topology):
+    def held_bytes():
+        return memory.stats()["tiers"]["cxl"]["held_bytes"]
+
+    before = held_bytes()
+    for num in (2, 12, 2):
+        step = [memory.allocate(7 * MIB, Placement(("cxl", "dram")), TensorRole.ACTIVATIONS) for _ in range(num)]
+        for buffer in step:
+            check_spans(buffer)
+            assert bytes_by_tier(buffer, topology) == {"cxl": buffer.nbytes}
+        del step, buffer
+    assert before + 12 * 7 * MIB <= held_bytes() <= before + 14 * 7 * MIB
+    memory.trim()
+    assert held_bytes() <= before
