@@ -1,6 +1,5 @@
 import copy
 import dataclasses
-import json
 import pickle
 from pathlib import Path
 
@@ -28,10 +27,7 @@ def test_budgets_in_both_forms_and_the_tier_ssd_and_what_front_ends_without_a_co
     found, origins = OffloadConfig.resolve(**read_options(config))
     assert found == config == copy.deepcopy(config) == pickle.loads(pickle.dumps(config))
     assert (origins["state"], origins["units"]) == ("argument", "default")
-    described = found.describe(origins)
-    assert list(described) == NAMES
-    assert described["tiers"] == {"value": {"dram": "1GiB"}, "origin": "argument"}
-    assert json.loads(json.dumps(described)) == described
+    assert found.describe(origins)["tiers"] == {"value": {"dram": "1GiB"}, "origin": "argument"}
 
 
 @pytest.mark.parametrize(
@@ -39,13 +35,10 @@ def test_budgets_in_both_forms_and_the_tier_ssd_and_what_front_ends_without_a_co
     [
         ({"tiers": "cxl"}, "tiers must map names to budgets.*got 'cxl'"),
         ({"tiers": {"cxl": "3 apples"}}, "budget of 'cxl': cannot read '3 apples'"),
-        ({"tiers": {"cxl": {"budget": 1, "path": "/nvme"}}}, 'Only "ssd" has a path'),
         ({"tiers": {"ssd": "1TiB"}}, "\"ssd\" needs a path.*got '1TiB'"),
         ({"tiers": {"ssd": {"path": "/a", "key": "$KEY"}}}, "does not encrypt.*LUKS.*fscrypt"),
-        ({"tiers": {"ssd": {"path": "/a", "checkpoint": "move"}}}, 'must be "copy" or "reference", got \'move\''),
         ({"tiers": {"ssd": {"path": ["/a", "/b/../a"]}}}, "none twice"),
         ({"tier_rules": {"layers.*": 3}}, r"'layers\.\*': 3 must be a tier name"),
-        ({"activation_offload": 1}, "activation_offload must be one of True, False, got 1"),
         ({"num_threads": 0}, "num_threads must be a positive"),
         ({"share_weights": False}, "option share_weights was removed: leave it out"),
         ({"stream_weight": True}, r"unknown option 'stream_weight': did you mean stream_weights\?"),
@@ -63,12 +56,8 @@ def test_bad_values(options, message):
         ("tiers", '{"ssd": {"path": ["/a", "/b"]}}', {"ssd": {"path": ["/a", "/b"]}}),
         ("tier_rules", '{"layers.*": {"weights": "dram"}}', {"layers.*": {"weights": "dram"}}),
         ("cpu_adam", "No", False),
-        ("units", "LlamaDecoderLayer", "LlamaDecoderLayer"),
         ("units", "Block, Head", ["Block", "Head"]),
         ("num_threads", "3", 3),
-        ("on_missing_tier", "error", "error"),
-        ("numa_binding", "off", False),
-        ("pin_memory", "true", True),
     ],
 )
 def test_environment(monkeypatch, name, text, value):
@@ -78,20 +67,15 @@ def test_environment(monkeypatch, name, text, value):
     assert origins[name] == "environment"
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("tiers", "{broken", "LIGHTNING_CXL_TIERS='{broken' cannot be read"),
-        ("cpu_adam", "perhaps", "cpu_adam must be one of True, False, got 'perhaps'"),
-        ("states", "bf16", r"LIGHTNING_CXL_STATES is no option: did you mean LIGHTNING_CXL_STATE\?"),
-    ],
-)
-def test_bad_environment(monkeypatch, name, text, message):
+def test_bad_environment(monkeypatch):
     monkeypatch.setenv("LIGHTNING_CXL_CACHE", "folder")
     monkeypatch.setenv("LIGHTNING_CXL_MY_OWN", "1")
     OffloadConfig.resolve()
-    monkeypatch.setenv(f"LIGHTNING_CXL_{name.upper()}", text)
-    with pytest.raises(ConfigError, match=message):
+    monkeypatch.setenv("LIGHTNING_CXL_CPU_ADAM", "perhaps")
+    with pytest.raises(ConfigError, match="cpu_adam must be one of True, False, got 'perhaps'"):
+        OffloadConfig.resolve()
+    monkeypatch.setenv("LIGHTNING_CXL_STATES", "bf16")
+    with pytest.raises(ConfigError, match=r"LIGHTNING_CXL_STATES is no option: did you mean LIGHTNING_CXL_STATE\?"):
         OffloadConfig.resolve()
 
 

@@ -9,9 +9,7 @@ import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_cxl.__main__ import main
-from lightning_cxl.errors import ConfigError
 from lightning_cxl.finetune.model import CausalLM
-from lightning_cxl.integrations.lightning import Callback
 from tests.unit.finetune.chats import CHATML, byte_tokenizer
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "configs" / "finetune_stdlib.yaml"
@@ -57,6 +55,7 @@ def test_the_example_trains_logs_exports_resumes_and_reports(command, tmp_path, 
     straight = logged(runs / "csv" / "version_0", "train_loss")
     assert len(straight) == 4
     assert len(logged(runs / "csv" / "version_0", "val_loss")) == 2
+    assert logged(runs / "csv" / "version_0", "lr")
     config = AutoModelForCausalLM.from_pretrained(version / "export").config
     assert config.vocab_size == 300  # the data's, through the link
     assert yaml.safe_load((version / "config.yaml").read_text())["data"]["vocab_size"] == 300
@@ -112,11 +111,8 @@ def test_the_example_of_adapters_trains_resumes_and_exports(command, base, tmp_p
 @pytest.mark.parametrize("name", ["fit", "validate", "test", "predict"])
 def test_a_run_without_a_model_is_asked_for_one(command, name):
     """It was a Llama with random weights, a thousand epochs long."""
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit, match=f"^ConfigError: a model is needed: .*\n  python -m lightning_cxl {name} --"):
         command(name, tiny=False)
-    lines = str(caught.value.code).splitlines()
-    assert lines[0] == "ConfigError: a model is needed: a hub id or a folder, or a file with options. For example:"
-    assert all(line.startswith(f"  python -m lightning_cxl {name} --") for line in lines[1:]) and len(lines) == 3
 
 
 def test_a_given_model_is_tuned_for_one_epoch_in_bf16_with_our_strategy(command, base, tmp_path, ask):
@@ -133,10 +129,8 @@ def test_a_given_model_is_tuned_for_one_epoch_in_bf16_with_our_strategy(command,
 
 
 def test_ctrl_c_says_what_is_saved_and_how_to_go_on(command, tmp_path, monkeypatch, capsys):
-    stop_after = {"step": 3}
-
     def interrupt(self, outputs, batch, batch_idx):
-        if self.trainer.global_step == stop_after["step"]:
+        if self.trainer.global_step == 3:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(CausalLM, "on_train_batch_end", interrupt)
@@ -147,33 +141,21 @@ def test_ctrl_c_says_what_is_saved_and_how_to_go_on(command, tmp_path, monkeypat
     lines = capsys.readouterr().err.splitlines()
     assert "interrupted after step 3" in lines and f"saved: {saved}" in lines and saved.is_file()
     assert f"go on from there: the same command with --ckpt_path {saved}" in lines
-    stop_after["step"] = 1
-    with pytest.raises(SystemExit):
-        command("fit", "--config", EXAMPLE, **every)
-    assert "no checkpoint was saved yet" in capsys.readouterr().err
-
-
-IN_THE_FOLDER_OF_ANOTHER = "{class_path: TensorBoardLogger, init_args: {save_dir: ., name: logs, version: same}}"
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"data.text_files": "nothing/*.txt"}, "matches no file"),
-        ({"trainer.val_check_interval": 0}, "trainer.val_check_interval must be larger than 0"),
         ({"model.name_or_path": "./nowhere"}, "no model './nowhere'"),
-        ({"model.name_or_path": "qwen2.5-0.5b"}, "without weights: use Qwen/Qwen2.5-0.5B"),
         ({"trainer.strategy": "nothing"}, "invalid strategy name"),
         ({"ckpt_path": "nowhere.ckpt"}, "nowhere.ckpt"),
         ({"ckpt_path": "other.ckpt"}, "Error: "),
-        ({"trainer.logger": IN_THE_FOLDER_OF_ANOTHER, "trainer.callbacks": "null"}, "config.yaml to NOT exist"),
     ],
 )
 def test_what_cannot_be_done_ends_in_one_message(command, changed, message, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "other.ckpt").write_text("no checkpoint")
-    (tmp_path / "logs" / "same").mkdir(parents=True)
-    (tmp_path / "logs" / "same" / "config.yaml").touch()
     with pytest.raises(SystemExit, match=message) as caught:
         command("fit", "--config", EXAMPLE, **changed)
     assert str(caught.value.code).partition(":")[0] in ("ConfigError", "CheckpointError")
@@ -185,23 +167,3 @@ def test_without_a_logger_a_run_leaves_no_config_and_can_be_repeated(command, tm
     for logger in (False, "[]"):
         command("fit", "--config", "config.yaml", **quiet, **{"trainer.logger": logger})
     assert (tmp_path / "config.yaml").read_text() == "model: {lr: 0.01}\n"
-
-
-class BrokenCallback(Callback):
-    def __init__(self):
-        raise ValueError("of the user")
-
-
-def test_an_error_in_a_class_of_the_user_keeps_its_traceback(command):
-    with pytest.raises(ValueError, match="of the user") as caught:
-        command("fit", **{"model.lr": 0.01, "trainer.callbacks": f"[{{class_path: {__name__}.BrokenCallback}}]"})
-    assert not isinstance(caught.value, ConfigError)
-
-
-def test_a_misspelled_option_gets_the_nearest_name(command, tmp_path, capsys):
-    (tmp_path / "wrong.yaml").write_text("model:\n  num_layer: 2\n")
-    for arguments in (["--model.nun_layers", "2"], ["--config", "wrong.yaml"]):
-        with pytest.raises(SystemExit):
-            command("fit", *arguments, tiny=False)
-        said = capsys.readouterr().err
-        assert "did you mean `--model.num_layers`?" in said and len(said.splitlines()) < 8, said
