@@ -5,6 +5,7 @@ from lightning_cxl.run.session import Session, cut_for
 from tests.distributed import training
 from tests.distributed.ranks import RankError
 from tests.distributed.training import Job, trained_as_by_fsdp
+from tests.integration.llama import tiny_llama
 
 pytest.importorskip("bitsandbytes")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5}
@@ -38,6 +39,17 @@ def test_every_rank_streams_the_whole_base_ahead_and_trains_as_fsdp_alone_and_as
         assert streamed["num_late"] <= alone["streamed"]["num_late"]
         planned = each.report["planned_roles"]["compute_weights"]["dram"]
         assert streamed["host_bytes"] < planned < alone["planned_roles"]["compute_weights"]["dram"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_biases_that_loading_has_left_in_files(ranks, tmp_path, stream):
+    """They are converted while they load, and belong to layers that are not cut: Qwen2 has them."""
+    torch.manual_seed(3)
+    tiny_llama(hidden_size=64, vocab_size=64, attention_bias=True).bfloat16().save_pretrained(tmp_path)
+    job = Job(folder=str(tmp_path), lora=True, micro_batches=2, clip=0.05, options={"stream_weights": stream})
+    ours = ranks.of(2).run(training.by_us, job)
+    assert any("q_proj.base_layer.bias" in name for name in ours[0].weights)
+    training.assert_near(ours[0], training.by_one(job), weights=5 * training.LIMIT)
 
 
 def cut_anew(spoil):

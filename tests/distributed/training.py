@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+import lightning_cxl
 from lightning_cxl.errors import LightningCXLError
 from lightning_cxl.inventory.tensors import Loop
 from lightning_cxl.run.session import Session, cut_for
@@ -48,6 +49,8 @@ class Job:
     lora: bool = False
     quantised: str = ""
     """How the frozen linear layers of the llama are quantised: a key of `tests.integration.quantised.KINDS`."""
+    folder: str = ""
+    """Of the llama's files, which are quantised to 4 bit while they load in float32."""
     frozen: tuple[str, ...] = ()
     steps: int = 4
     micro_batches: int = 1
@@ -80,7 +83,13 @@ def make_model(job: Job) -> nn.Module:
     """Return the model of a job with the weights it begins with."""
     torch.manual_seed(place()[0] if job.seeds else 0)
     model: nn.Module
-    if job.model == "llama":
+    if job.folder:
+        from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+        how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+        given = {"dtype": torch.float32, "quantization_config": how}
+        model = lightning_cxl.from_pretrained(AutoModelForCausalLM, job.folder, **given).train()
+    elif job.model == "llama":
         from transformers import LlamaConfig, LlamaForCausalLM
 
         model = LlamaForCausalLM(LlamaConfig(**{**TINY_LLAMA, **job.sizes}, tie_word_embeddings=job.tied))
