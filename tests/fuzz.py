@@ -5,8 +5,8 @@
 A case is accepted, or ends in an error of the package (of native code: of the kernel, or ValueError, TypeError,
 OverflowError or BufferError). Anything else is a finding, with the seed that makes it again: another exception, a
 process that dies, one that needs 4 GiB more, or a case that takes longer than ten seconds. Damaged are: values of
-options, in Python and in the environment; machine files; rules and decorators; checkpoints; safetensors files and
-their index; manifests of drives; records of the flight recorder; files of DeepSpeed; and what native functions get.
+options, in Python and in the environment; machine files; checkpoints; safetensors files and their index; manifests of
+drives; records of the flight recorder; and what native functions get.
 """
 
 import argparse
@@ -33,13 +33,10 @@ import torch
 import yaml
 from torch import nn
 
-from lightning_cxl import OffloadConfig, tier
-from lightning_cxl.commands import convert
+from lightning_cxl import OffloadConfig
 from lightning_cxl.errors import LightningCXLError
 from lightning_cxl.machine import recorder
 from lightning_cxl.machine.speeds import load_machine, load_overrides
-from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.placement import resolve
 from lightning_cxl.native import _adam, _cpu, _numa
 from lightning_cxl.run.checkpoint import load_file, plain_checkpoint
 from lightning_cxl.storage.store import FORMAT, decode
@@ -142,16 +139,6 @@ def machine_files(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
             load(path)
 
 
-def rules(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
-    model: Any = Net()
-    if rng.random() < 0.5:
-        given = {rng.choice(("weights", "gradients", "optimizer_state", "activations")): anything(rng)}
-        tier(**given)(rng.choice((model, model.blocks[0], type("Own", (Net,), {}), anything(rng))))
-    wanted = rng.choice((anything(rng), "dram", {"weights": anything(rng)}))
-    config, _ = OffloadConfig.resolve(tier_rules={rng.choice((*WORDS, "blocks.*", "blocks.0")): wanted})
-    resolve(model.named_modules(), config.tier_rules, TOPOLOGY)
-
-
 def checkpoints(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
     (folder / "ckpt").write_bytes(damaged(sound["ckpt"], rng))
     if rng.random() < 0.5:
@@ -199,16 +186,6 @@ def records(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
     recorder.last()
 
 
-def files_of_deepspeed(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
-    offload = {"device": rng.choice(("cpu", "nvme")), "pin_memory": True, "nvme_path": "/x", "buffer_count": 4}
-    zero = {"stage": 3, "offload_optimizer": offload, "offload_param": offload, "sub_group_size": 1e9}
-    config = {"zero_optimization": zero, "bf16": {"enabled": "auto"}, "train_batch_size": "auto"}
-    text = json.dumps(altered(config, rng)).encode()
-    (folder / "ds.json").write_bytes(damaged(text, rng) if rng.random() < 0.3 else text)
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        convert.main([str(folder / "ds.json")])
-
-
 def native(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
     def array(kind: Any) -> np.ndarray[Any, Any]:
         made = np.zeros(rng.choice((0, 1, 3, 255, 256, 257, 1000)), rng.choice((kind, kind, kind, np.float64)))
@@ -234,9 +211,8 @@ def native(rng: Random, folder: Path, sound: dict[str, bytes]) -> None:
         _numa.Mapping(1 << 16).prefer(at, size, rng.choice((0, 1, 63, 10**6, -1)))
 
 
-_DAMAGED = (options, machine_files, rules, checkpoints, safetensors, indices, manifests, records, files_of_deepspeed)
+_DAMAGED = (options, machine_files, checkpoints, safetensors, indices, manifests, records)
 TARGETS = {each.__name__: each for each in (*_DAMAGED, native)}
-TOPOLOGY: Any = None
 
 
 def work(target: str, seeds: range, at: Any, num_findings: Any) -> None:
@@ -282,13 +258,11 @@ def fuzz(target: str, seeds: range) -> int:
 
 
 def main() -> None:
-    global TOPOLOGY
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--only", default="", metavar="WORD", help="what is damaged")
     asked = parser.parse_args()
-    TOPOLOGY = Topology.detect()
     targets, found = [each for each in TARGETS if asked.only in each], 0
     for target in targets:
         begin, count = time.monotonic(), -(-asked.cases // len(targets))

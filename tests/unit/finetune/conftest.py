@@ -1,5 +1,6 @@
 """Tiny text, tiny models, and a cache folder of the tests' own."""
 
+import functools
 import json
 
 import pytest
@@ -43,12 +44,7 @@ def tiny_model():
 @pytest.fixture
 def make_trainer(tmp_path):
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    defaults = {"accelerator": "cpu", "devices": 1, "max_steps": 4, "default_root_dir": tmp_path, **quiet}
-
-    def make(**options):
-        return Trainer(**{**defaults, **options})
-
-    return make
+    return functools.partial(Trainer, accelerator="cpu", devices=1, max_steps=4, default_root_dir=tmp_path, **quiet)
 
 
 @pytest.fixture

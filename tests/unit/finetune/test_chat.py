@@ -139,9 +139,7 @@ def test_tools_and_calls_are_kept_for_the_template(arguments, read):
     "line",
     [
         "{",
-        '{"question": "Hi"}',
         '{"prompt": "Hi", "completion": 7}',
-        '{"instruction": "Hi", "input": 7, "output": "Hello"}',
         '{"messages": "Hi", "text": "Hi"}',
         '{"messages": [{"role": "assistant", "content": "Hi"}], "tools": {"a": 1}}',
         '{"messages": [{"role": "user", "content": "Hi"}]}',

@@ -151,19 +151,14 @@ def test_documents_may_come_in_lines(write_lines, text_folder):
     ("rows", "template", "message"),
     [
         ([turns(1), "", turns(2), {"prompt": "Hi"}], CHATML, r'line `\{"prompt": "Hi"\}` is refused: expected one'),
-        ([turns(1), "{"], CHATML, r"line `\{` is refused: expected one JSON"),
         ([{"text": "a"}, {"text": 3}], CHATML, r'line `\{"text": 3\}` is refused'),
         ([turns(1), turns(2)], REWRITES, r"What is \d.*not found in its text"),
         ([turns(1)], "{{ raise_exception('must alternate') }}", r"What is 1.* the conversation: must alternate"),
     ],
 )
 def test_an_error_in_a_line_shows_it(write_lines, tmp_path, rows, template, message):
-    good = write_lines(*[turns(7)] * 2 if "text" not in rows[0] else [{"text": "b"}], name="a_good_one.jsonl")
-    path = write_lines(*rows)
     byte_tokenizer(template).save_pretrained(tmp_path / "tokenizer")
-    if template != CHATML:
-        good = path
-    data = TextData([str(good), str(path)], tokenizer_name_or_path=str(tmp_path / "tokenizer"))
+    data = TextData(str(write_lines(*rows)), tokenizer_name_or_path=str(tmp_path / "tokenizer"))
     with pytest.raises(ConfigError, match=message):
         data.setup()
 
@@ -189,14 +184,10 @@ def test_a_held_out_sample_has_a_prompt_and_a_label_that_nothing_predicts_is_no_
     assert samples["scored"] == [0]
 
 
-def test_files_are_paths_globs_or_the_interpreters_sources(tmp_path, monkeypatch, text_folder):
+def test_files_are_paths_globs_or_the_interpreters_sources(text_folder):
     files = find_files(None)
     assert os.__file__ in map(str, files) and len(files) > 100
     assert not any({"site-packages", "test", "tests", "__pycache__"} & set(path.parts[-4:-1]) for path in files)
-    (tmp_path / "good.py").write_text("x = 1\n")
-    (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere.py")
-    monkeypatch.setattr("sysconfig.get_path", lambda _: tmp_path)
-    assert find_files(None) == [tmp_path / "good.py"]
     one = text_folder / "00.txt"
     assert find_files(str(one)) == [one]
     assert len(find_files([f"{text_folder}/*.txt"])) == 6

@@ -62,7 +62,6 @@ def test_everything_is_measured_shown_kept_and_written(run, tmp_path, cache, cap
     for node in kept.nodes:
         for value in (node.read_bytes_per_s, node.write_bytes_per_s, node.adam_bytes_per_s):
             assert 1e7 < value < 1e13
-        assert f"node {node.node_id}, Adam's mix" in shown
     assert 1e6 < kept.devices[0].flops < 1e16
     assert kept.ssds[0].folder == str(drive) and [path.name for path in drive.iterdir()] == ["mine"]
     assert 1e5 < kept.ssds[0].write_bytes_per_s < 1e12
