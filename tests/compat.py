@@ -20,20 +20,16 @@ from pathlib import Path
 from tests.processes import ROOT, copy_tree
 
 BUILD = ROOT / "build" / "compat"
-INTEGRATION = (
-    *("checkpoint", "compiled", "lifecycle", "lightning", "parity_table", "peft"),
-    *("qlora", "schedules", "ways_to_train"),
-)
+INTEGRATION = ("checkpoint", "compiled", "lifecycle", "lightning", "parity_table", "peft", "qlora", "schedules")
 TESTS = (
     *("tests/contract", "tests/unit/streaming", "tests/unit/test_torch_private.py"),
-    *(f"tests/integration/test_{name}.py" for name in INTEGRATION),
+    *(f"tests/integration/test_{name}.py" for name in (*INTEGRATION, "ways_to_train")),
 )
 
 
 def declared_versions() -> list[str]:
     """Return the oldest and the newest torch of `pyproject.toml`, without their last number."""
-    text = (ROOT / "pyproject.toml").read_text()
-    oldest, after = re.findall(r'"torch>=(\d+\.\d+),<(\d+\.\d+)"', text)[0]
+    oldest, after = re.findall(r'"torch>=(\d+\.\d+),<(\d+\.\d+)"', (ROOT / "pyproject.toml").read_text())[0]
     major, minor = after.split(".")
     return [oldest, f"{major}.{int(minor) - 1}"]
 

@@ -189,11 +189,10 @@ class LoggingSystem(System):
         begun = [entry for entry in self.log if entry.begin <= now]
         folder_of = {path: self._files.get(path.parent) for entry in begun for path in entry.names}
 
+        syncs = [entry for entry in begun if entry.kind == "sync" and entry.end <= now]
+
         def lies_there(entry, file):
-            synced = any(
-                sync.kind == "sync" and sync.file == file and sync.begin > entry.end and sync.end <= now
-                for sync in begun
-            )
+            synced = any(sync.file == file and sync.begin > entry.end for sync in syncs)
             return synced or random.random() < share
 
         contents: dict[int, bytearray] = {}

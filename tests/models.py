@@ -19,9 +19,8 @@ class Block(nn.Module):
         self.gate = nn.Parameter(torch.rand(())) if scalars else None
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width)
-        )
+        mlp = nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width)
+        self.mlp = nn.Sequential(*mlp)
 
     def forward(self, x, *, scale=1.0):
         batch, length, width = x.shape

@@ -60,8 +60,7 @@ def run_python(*command, timeout=240, **environ):
         if process.exitcode is None:
             process.kill()
             process.join()
-        texts = [Path(name).read_text() for name in names]
-        return subprocess.CompletedProcess(command, process.exitcode, *texts)
+        return subprocess.CompletedProcess(command, process.exitcode, *(Path(name).read_text() for name in names))
 
 
 def _run(command, environ, *outputs):

@@ -71,8 +71,7 @@ def build(extension: dict[str, Any]) -> None:
     name = extension["name"].rpartition(".")[2]
     (source,) = extension["sources"]
     c_file = BUILD / f"{name}.c"
-    cython = [sys.executable, "-m", "cython", "-3", str(ROOT / source), "-o", str(c_file)]
-    subprocess.run(cython, check=True)
+    subprocess.run([sys.executable, "-m", "cython", "-3", str(ROOT / source), "-o", str(c_file)], check=True)
     own = [flag for flag in extension.get("extra-compile-args", []) if not flag.startswith("-O")]
     includes = [sysconfig.get_paths()["include"], *(str(ROOT / path) for path in extension.get("include-dirs", []))]
     target = PACKAGE / "native" / (name + sysconfig.get_config_var("EXT_SUFFIX"))
@@ -113,8 +112,7 @@ class CheckModules:
 
     def pytest_collection_finish(self) -> None:
         for extension in extensions():
-            module = importlib.import_module(extension["name"])
-            file = Path(str(module.__file__))
+            file = Path(str(importlib.import_module(extension["name"]).__file__))
             assert file.parent == PACKAGE / "native", file
             assert (b"__tsan_init" if OF_THREADS else b"__asan_init") in file.read_bytes(), file
 

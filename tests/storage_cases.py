@@ -42,6 +42,13 @@ class Gate(System):
             raise self.fails
 
 
+def eventually(is_so):
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def memory_of(nbytes):
     mapping = Mapping(nbytes)
     return Buffer(mapping.address, mapping.nbytes, (), None, mapping)

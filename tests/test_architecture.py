@@ -135,15 +135,12 @@ def test_compiled_modules_and_packages_only_where_they_belong():
                 assert first in OUTSIDE[top], f"{path} imports {name}"
 
 
-LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
-
-
 def test_cuda_and_frameworks_only_at_their_seams():
     for path in MODULES:
         names, packages = imported_names(path), {name.split(".")[0] for name in imported_names(path)}
         uses = {
             "devices.py": "torch.cuda" in strip_docstrings(path.read_text()),
-            "integrations/lightning.py": bool(packages & LIGHTNING),
+            "integrations/lightning.py": bool(packages & {"lightning", "pytorch_lightning", "lightning_fabric"}),
             "integrations/accelerate.py": "accelerate" in packages,
             "integrations/transformers.py": any(name.startswith("transformers.Trainer") for name in names),
         }

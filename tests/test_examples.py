@@ -38,7 +38,7 @@ def name_of(document):
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):
-    """Examples write into the current folder."""
+    """Examples and programs write into the current folder."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -69,20 +69,16 @@ def shown_by(monkeypatch, capsys, *command):
 def test_the_batch_script_starts_what_exists_and_goes_back_to_the_queue(tmp_path, monkeypatch, capsys):
     script = EXAMPLES / "slurm" / "train.sbatch"
     text = script.read_text()
-    fakes = {
-        "srun": 'printf "%s\\0" "$@" > srun.txt; kill -USR1 $PPID; sleep 0.2',
-        "scontrol": 'echo "$@" > scontrol.txt',
-    }
+    fakes = {"srun": 'printf "%s\\0" "$@" > srun.txt; kill -USR1 $PPID; sleep 0.2', "scontrol": 'echo "$@" > queued'}
     for name, body in fakes.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": asked["job-name"], "SLURM_NNODES": asked["nodes"]}
     slurm["SLURM_NTASKS_PER_NODE"] = asked["ntasks-per-node"]
-    subprocess.run(
-        ["bash", script], env={**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, timeout=60
-    )
-    assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n"
+    slurm["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    subprocess.run(["bash", script], env={**os.environ, **slurm}, timeout=60)
+    assert (tmp_path / "queued").read_text() == "requeue 7\n"
 
     started = (tmp_path / "srun.txt").read_text().split("\0")[:-1]
     assert "--kill-on-bad-exit=1" in started
@@ -299,9 +295,8 @@ def test_files_that_documents_name_exist(document):
 
 
 def test_every_public_name_is_in_the_table_and_no_other():
-    rows = table_after(MAP, "## Public names")
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])}
-    assert named == set(lightning_cxl.__all__)
+    names = " ".join(row[0] for row in table_after(MAP, "## Public names"))
+    assert set(re.findall(r"`(\w+)`", names)) == set(lightning_cxl.__all__)
 
 
 def test_every_option_is_in_the_table_with_its_default():
@@ -314,23 +309,18 @@ def test_every_option_is_in_the_table_with_its_default():
 def test_the_table_of_versions_is_that_of_pip():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [each for name in ("test", "qlora", "accelerate") for each in project["optional-dependencies"][name]]
-    wanted = dict(
-        re.findall(r"^([a-z]+)(\S*)$", each, re.MULTILINE)[0] for each in [*extras, *project["dependencies"][:3]]
-    )
-    rows = table_after(EXAMPLES / "guides" / "support.md", "## Versions")
-    named = {row[0]: row[1].strip("`") for row in rows}
+    wanted = dict(re.fullmatch(r"([a-z]+)(\S*)", each).groups() for each in [*extras, *project["dependencies"][:3]])
+    named = {row[0]: row[1].strip("`") for row in table_after(EXAMPLES / "guides" / "support.md", "## Versions")}
     assert named.pop("python") == project["requires-python"]
     assert named == {name: wanted[name] for name in named}
 
 
 def test_the_table_of_folders_is_true_and_in_order():
     """A folder is described as its own `__init__` describes it, and comes after those that it imports."""
-    rows = table_after(MAP, "## Folders")
-    table = {row[0].strip("`/"): row[1] for row in rows}
+    table = {row[0].strip("`/"): row[1] for row in table_after(MAP, "## Folders")}
     inits = [path for path in (ROOT / "lightning_cxl").rglob("__init__.py") if path.parent.name != "lightning_cxl"]
     folders = {str(path.parent.relative_to(ROOT / "lightning_cxl")): path for path in inits}
-    said = {name: ast.get_docstring(ast.parse(path.read_text())) for name, path in folders.items()}
-    assert table == said
+    assert table == {name: ast.get_docstring(ast.parse(path.read_text())) for name, path in folders.items()}
     place = {name.replace("/", "."): index for index, name in enumerate(table)}
     for own, others in arrows(folder_of, home_of).items():
         for other in others & place.keys() if own in place else ():

@@ -9,15 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_examples import EXAMPLES, ROOT, code_blocks
+from tests.test_examples import EXAMPLES, ROOT, _elsewhere, code_blocks  # noqa: F401
 
 pytestmark = [pytest.mark.full, pytest.mark.slow]
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path, monkeypatch):
-    """Programs write into the current folder."""
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "processes"), [("one", 1), ("several", 2)])

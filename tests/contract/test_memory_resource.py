@@ -1,36 +1,24 @@
 import gc
 import threading
-from collections.abc import Callable, Set
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.resource import (
-    Budget,
-    BudgetResource,
-    Buffer,
-    MemoryResource,
-    NumaResource,
-    PinnedResource,
-    PoolResource,
-    StripedResource,
-)
+from lightning_cxl.memory import resource as resources
+from lightning_cxl.memory.resource import BudgetResource, NumaResource, PinnedResource, PoolResource, StripedResource
 from lightning_cxl.native._numa import page_nodes
 
 MIB = 2**20
 LIMIT = 64 * MIB
 
 
-@dataclass
-class Case:
+def case_of(resource, held_bytes=lambda: 0, tiers=("cxl",)):
     """A resource, and how many bytes its whole stack holds from the OS."""
-
-    resource: MemoryResource
-    held_bytes: Callable[[], int] = lambda: 0
-    tiers: Set[str] = frozenset({"cxl"})
+    return SimpleNamespace(resource=resource, held_bytes=held_bytes, tiers=tiers)
 
 
 def numa(topology, free=LIMIT):
@@ -47,25 +35,25 @@ def pin(upstream):
 
 def make_split(topology):
     """A pool over a budgeted split of both tiers, of which `cxl` has two children that pretend to be nodes."""
-    budgets = {"dram": Budget("dram", LIMIT * 3 // 4), "cxl": Budget("cxl", LIMIT // 4)}
+    budgets = {"dram": resources.Budget("dram", LIMIT * 3 // 4), "cxl": resources.Budget("cxl", LIMIT // 4)}
     dram = BudgetResource(NumaResource("dram", 0, topology, free_bytes=lambda: 2 * LIMIT), budgets["dram"])
     cxl = BudgetResource(striped(topology), budgets["cxl"])
     pool = PoolResource(pin(StripedResource([(dram, 0.75), (cxl, 0.25)], strict=True)))
     held = lambda: sum(each.held_bytes for each in budgets.values())  # noqa: E731
-    return Case(pool, lambda: (pool.trim(), held())[1], {"dram", "cxl"})
+    return case_of(pool, lambda: (pool.trim(), held())[1], {"dram", "cxl"})
 
 
 def make_budgeted(topology):
-    budget = Budget("cxl", LIMIT)
-    return Case(BudgetResource(numa(topology), budget), lambda: budget.held_bytes)
+    budget = resources.Budget("cxl", LIMIT)
+    return case_of(BudgetResource(numa(topology), budget), lambda: budget.held_bytes)
 
 
-CASES: dict[str, Callable[[Topology], Case]] = {
-    "numa": lambda topology: Case(numa(topology)),
-    "striped": lambda topology: Case(striped(topology)),
+CASES = {
+    "numa": lambda topology: case_of(numa(topology)),
+    "striped": lambda topology: case_of(striped(topology)),
     "budget": make_budgeted,
-    "pinned": lambda topology: Case(pin(numa(topology))),
-    "pool": lambda topology: Case(PoolResource(numa(topology), slab_bytes=MIB)),
+    "pinned": lambda topology: case_of(pin(numa(topology))),
+    "pool": lambda topology: case_of(PoolResource(numa(topology), slab_bytes=MIB)),
     "split": make_split,
 }
 
@@ -77,7 +65,7 @@ def topology():
 
 @pytest.fixture(params=CASES)
 def case(request, topology):
-    yield CASES[request.param](topology)
+    return CASES[request.param](topology)
 
 
 def test_buffer_has_exactly_the_size_and_its_spans_cover_it(case):
@@ -152,8 +140,7 @@ def test_buffers_may_die_on_any_thread_and_inside_the_garbage_collector(case):
         def __init__(self, buffer):
             self.buffer, self.me = buffer, self
 
-    handed_over: list[Buffer] = []
-    stop = threading.Event()
+    handed_over, stop = [], threading.Event()
 
     def reaper():
         while not stop.is_set() or handed_over:
@@ -178,20 +165,14 @@ def test_buffers_may_die_on_any_thread_and_inside_the_garbage_collector(case):
 def test_concurrent_allocations_get_disjoint_memory(topology):
     for name in ("pool", "split"):
         resource = CASES[name](topology).resource
-        wrong: list[int] = []
 
-        def work(mark, resource=resource, wrong=wrong):
+        def work(mark, resource=resource, name=name):
             for nbytes in range(100, 3800, 37):
                 tensor = resource.allocate(nbytes).tensor((nbytes,), torch.uint8).fill_(mark)
-                if not bool((tensor == mark).all()):
-                    wrong.append(mark)
+                assert bool((tensor == mark).all()), name
 
-        threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wrong == [], name
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(work, range(4)))
 
 
 def mapped_bytes():

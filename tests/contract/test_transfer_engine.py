@@ -11,10 +11,8 @@ from lightning_cxl.errors import UnsupportedError
 from tests import training_device
 
 _LINKS = Links(device=Link(2e9, 2e9, 1e-4, duplex=2), tiers={"dram": Link(4e9, 4e9), "cxl": Link(1e9, 0.5e9)})
-_ON_THE_CPU = {
-    "host": HostEngine,
-    "simulated": lambda: SimulatedEngine(_LINKS, lambda address, nbytes: {"dram": 0.75, "cxl": 0.25}),
-}
+_SPLIT = {"dram": 0.75, "cxl": 0.25}
+_ON_THE_CPU = {"host": HostEngine, "simulated": lambda: SimulatedEngine(_LINKS, lambda address, nbytes: _SPLIT)}
 
 
 @pytest.fixture(params=[*_ON_THE_CPU, "device, pinned", "device, pageable"])

@@ -1,5 +1,6 @@
 """One span for the Adam kernel in any formats: its tensors, its row of the table, what the definition makes of it."""
 
+import itertools
 from array import array
 from typing import NamedTuple
 
@@ -38,12 +39,7 @@ class Formats(NamedTuple):
         return formats.pack(formats.GRAD_FORMATS[self.grad], self.weights, formats.STATE_FORMATS[self.state])
 
 
-COMBINATIONS = [
-    Formats(grad, weights, state)
-    for grad in formats.GRAD_FORMATS
-    for weights in range(4)
-    for state in formats.STATE_FORMATS
-]
+COMBINATIONS = [Formats(*each) for each in itertools.product(formats.GRAD_FORMATS, range(4), formats.STATE_FORMATS)]
 PLAIN = Formats(torch.float32, formats.WEIGHTS_FP32, "fp32")
 
 
@@ -128,10 +124,8 @@ class Case:
 
     def state(self):
         """Return momentum and variance as float32."""
-        return tuple(
-            read(self[name], self.tensors[f"{name}_scale"], unsigned=name == "variance")
-            for name in ("momentum", "variance")
-        )
+        momentum = read(self["momentum"], self.tensors["momentum_scale"], unsigned=False)
+        return momentum, read(self["variance"], self.tensors["variance_scale"], unsigned=True)
 
     def assert_same(self, other, context=""):
         """Every bit is equal; one NaN is as good as another, as is what belongs to a NaN."""

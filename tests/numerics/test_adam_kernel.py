@@ -12,21 +12,8 @@ from hypothesis import strategies as st
 
 from lightning_cxl.native import _adam, _cpu, _grads, _membench
 from lightning_cxl.optim import kernels as formats
-from tests.numerics.adam_case import (
-    COMBINATIONS,
-    FIELDS,
-    ISAS,
-    TENSORS,
-    Case,
-    Formats,
-    equal_bits,
-    examples,
-    scalars_at,
-    seeds,
-    step_scalars,
-    step_scalars_of,
-    update,
-)
+from tests.numerics import adam_case
+from tests.numerics.adam_case import COMBINATIONS, ISAS, Case, Formats, equal_bits, examples, scalars_at, seeds, update
 from tests.numerics.bit_patterns import bfloat16_neighbours, every_upper_half, float32_of, ulp
 
 SIZES = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1000]
@@ -38,8 +25,7 @@ UNUSUAL = {"betas": (0.3, 0.9), "decoupled": False, "grad_scale": 0.37}
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
 @pytest.mark.parametrize("special", [False, True])
 def test_equals_the_definition_at_every_size(combination, special):
-    sizes = SIZES + (TILE_SIZES if combination.state == "8bit" else [])
-    for size in sizes:
+    for size in SIZES + (TILE_SIZES if combination.state == "8bit" else []):
         scalars = scalars_at(**(UNUSUAL if size % 2 == special else {}))
         start = Case.random(size, combination, size, special=special)
         expected = start.defined(scalars)
@@ -60,7 +46,7 @@ def test_equals_the_definition_around_the_size_of_a_chunk(combination):
     size=st.integers(0, 600),
     combination=st.sampled_from(COMBINATIONS),
     seed=seeds,
-    scalars=step_scalars,
+    scalars=adam_case.step_scalars,
     special=st.booleans(),
     fill=st.sampled_from([1, 1e-6, 1e-19, 1e-37, 1e15]),
 )
@@ -77,7 +63,7 @@ class Guarded:
     MARK = 0xA5
 
     def __init__(self, case: Case) -> None:
-        tensors: dict[str, torch.Tensor | None] = dict.fromkeys(TENSORS)
+        tensors = dict.fromkeys(adam_case.TENSORS)
         self.buffers = []
         for name, tensor in case.tensors.items():
             if tensor is None:
@@ -112,20 +98,14 @@ def test_unaligned_tensors_are_updated_and_nothing_outside_is_written(combinatio
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"row": 2}, "span 1 names row 2 of 2 rows"),
-        ({"row": 2**64 - 1}, "span 1 names row -1"),
-        ({"formats": 3}, "unknown formats 3"),
-        ({"formats": 3 << 4}, "unknown formats 48"),
-        ({"formats": 1 << 10}, "unknown formats 1024"),
-        ({"formats": 2**64 - 1}, "unknown formats -1"),
+        ({"row": 2}, "span 1 names row 2 of 2 rows"), ({"row": 2**64 - 1}, "span 1 names row -1"),
+        ({"formats": 3}, "unknown formats 3"), ({"formats": 3 << 4}, "unknown formats 48"),
+        ({"formats": 1 << 10}, "unknown formats 1024"), ({"formats": 2**64 - 1}, "unknown formats -1"),
         ({"numel": 2**63}, "span 1 has -9223372036854775808 elements"),
-        ({"team": 1024}, "team 1024 of at most 1024 teams"),
-        ({"team": 2**64 - 1}, "team -1"),
-        ({"cpus": [0]}, "pairs of team and CPU, got 1"),
+        ({"team": 1024}, "team 1024 of at most 1024 teams"), ({"team": 2**64 - 1}, "team -1"),
         ({"cpus": [1024, 0]}, "CPU 0 of team 1024: at most 1024 teams and 1024 CPUs"),
-        ({"cpus": [-1, 0]}, "CPU 0 of team -1"),
-        ({"cpus": [0, 1024]}, "CPU 1024 of team 0"),
-        ({"cpus": [0, -1]}, "CPU -1 of team 0"),
+        ({"cpus": [0]}, "pairs of team and CPU, got 1"), ({"cpus": [-1, 0]}, "CPU 0 of team -1"),
+        ({"cpus": [0, 1024]}, "CPU 1024 of team 0"), ({"cpus": [0, -1]}, "CPU -1 of team 0"),
         ({"num_threads": 0}, "num_threads must be at least 1, got 0"),
         ({"isa": "sse9"}, "isa 'sse9' cannot be used: this CPU supports baseline"),
         ({"first": 1}, "span 1 begins at element 1: it must be a multiple of 65536"),
@@ -134,11 +114,12 @@ def test_unaligned_tensors_are_updated_and_nothing_outside_is_written(combinatio
         ({"cut_scalars": 1}, "14 numbers per span and 9 per row of scalars, got 28 and 17"),
         ({"cut_scalars": 18}, "span 0 names row 0 of 0 rows"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_refused_before_anything_is_written(changes, message):
     good, bad = Case.random(300, seed=1), Case.random(300, seed=2)
     before = good.clone(), bad.clone()
-    second = dict(zip(FIELDS, bad.span(), strict=True)) | {k: v for k, v in changes.items() if k in FIELDS}
+    own = dict(zip(adam_case.FIELDS, bad.span(), strict=True))
+    second = own | {field: changes[field] for field in own.keys() & changes.keys()}
     table = array("Q", [*good.span(), *second.values()])
     scalars = array("f", [*scalars_at(), *scalars_at()])
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -156,9 +137,8 @@ def test_bad_arguments_are_refused_before_anything_is_written(changes, message):
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
 def test_every_address_that_a_format_needs_must_be_there(combination):
     good = Case.random(300, combination, 1)
-    other = good.clone()
-    before = good.clone()
-    for index, name in enumerate(TENSORS):
+    other, before = good.clone(), good.clone()
+    for index, name in enumerate(adam_case.TENSORS):
         if good.tensors[name] is None:
             continue  # it may be missing: so it is in all tests of this combination
         table = array("Q", [*other.span(), *good.span()])
@@ -235,10 +215,8 @@ def test_split_master_weights_survive_a_step_bit_for_bit(isa, state):
 @pytest.mark.parametrize("isa", ISAS)
 def test_bfloat16_compute_weights_are_those_of_split_masters_and_float16_ones_are_rounded_as_torch_does(isa):
     """To float16 to nearest, ties to even; denormals, overflow to infinity, NaN stays NaN."""
-    for weights, expected in (
-        (formats.WEIGHTS_BF16, formats.split(PATTERNS)[0]),
-        (formats.WEIGHTS_FP16, PATTERNS.half()),
-    ):
+    compute = {formats.WEIGHTS_BF16: formats.split(PATTERNS)[0], formats.WEIGHTS_FP16: PATTERNS.half()}
+    for weights, expected in compute.items():
         case = kept_weights(PATTERNS, weights, isa)
         assert equal_bits(case["compute"], expected).all()
         assert equal_bits(case["weights"], PATTERNS).all()
@@ -328,8 +306,7 @@ def assert_stored(new: Case, momentum: torch.Tensor, variance: torch.Tensor) -> 
     if new.formats.state == "8bit":
         for values, name, unsigned in ((momentum, "momentum", False), (variance, "variance", True)):
             codes, scales = torch.empty_like(new[name]), torch.empty_like(new[f"{name}_scale"])
-            arguments = values.numpy(), codes.numpy(), scales.numpy()
-            _adam.quantize(*arguments, unsigned, "baseline")
+            _adam.quantize(values.numpy(), codes.numpy(), scales.numpy(), unsigned, "baseline")
             assert torch.equal(new[name], codes) and torch.equal(new[f"{name}_scale"], scales)
     elif new.formats.state == "bf16":
         for values, stored in ((momentum, new["momentum"]), (variance, new["variance"])):
@@ -366,7 +343,7 @@ def assert_within_2_ulp(new: Case, start: Case, theirs: torch.Tensor) -> None:
 )
 def test_is_within_2_ulp_of_torch(combination, seed, step, options, fill):
     start = Case.random(1001, combination, seed, fill=fill)
-    new = start.clone().run(step_scalars_of(float(step), **options))
+    new = start.clone().run(adam_case.step_scalars_of(float(step), **options))
     theirs, momentum, variance = torch_update(start, float(step), **options)
     assert_stored(new, momentum, variance)
     assert_within_2_ulp(new, start, theirs)
@@ -386,7 +363,7 @@ def test_is_within_2_ulp_of_torch(combination, seed, step, options, fill):
 def test_is_torch_bit_for_bit_once_torch_rounds_sqrt_correctly(size, combination, seed, step, options, fill, ratio):
     """Also where weights, gradients and moments are of very different sizes, denormals among them."""
     start = Case.random(size, combination, seed, fill=fill, ratio=ratio)
-    new = start.clone().run(step_scalars_of(float(step), **options))
+    new = start.clone().run(adam_case.step_scalars_of(float(step), **options))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "sqrt", lambda x: x.double().pow(0.5).float())
         theirs, momentum, variance = torch_update(start, float(step), **options)

@@ -1,5 +1,6 @@
 """Threads, teams and CPUs of the Adam kernel: they change where work is done and never what comes out."""
 
+import contextlib
 import os
 import threading
 import time
@@ -132,30 +133,38 @@ def running_on(thread: int) -> int | None:
     return int(fields[36]) if fields[0] == "R" else None
 
 
+@contextlib.contextmanager
+def repeated(function):
+    """Call a function again and again in a thread; the block begins when it was called once."""
+    ready, finished = threading.Event(), threading.Event()
+
+    def work():
+        while not finished.is_set():
+            function()
+            ready.set()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        assert ready.wait(20)
+        yield
+    finally:
+        finished.set()
+        worker.join()
+
+
 def watch(table: list[list[int]], cpus: list[int], wanted: set[int]) -> Counter[tuple[int, int]]:
     """Repeat an update until its threads were seen 30 times on every CPU that is `wanted`.
 
     Returns:
         How often a running thread that may use one CPU only was seen, by that CPU and the one it was on.
     """
-    seen: Counter[tuple[int, int]] = Counter()
-    deadline = time.monotonic() + 60
-    finished = threading.Event()
-
-    def keep_updating() -> None:
-        while not finished.is_set() and time.monotonic() < deadline:
-            update(table, [scalars_at()], num_threads=2, cpus=cpus)
-
-    worker = threading.Thread(target=keep_updating)
-    worker.start()
-    try:
+    deadline, seen = time.monotonic() + 60, Counter()
+    with repeated(lambda: update(table, [scalars_at()], num_threads=2, cpus=cpus)):
         while time.monotonic() < deadline and any(seen[cpu, cpu] < 30 for cpu in wanted):
             for thread, allowed in (affinities() | affinities(of_kernels=True)).items():
                 if len(allowed) == 1 and (cpu := running_on(thread)) is not None:
                     seen[min(allowed), cpu] += 1
-    finally:
-        finished.set()
-        worker.join()
     return seen
 
 
@@ -195,26 +204,17 @@ def test_threads_stay_within_the_cpus_of_whoever_calls(team_cpus):
     table = [case.span()]
     cpus = [number for cpu in team_cpus for number in (0, cpu)]
     before = affinities()
-    finished, ready = threading.Event(), threading.Event()
 
     def confined() -> None:
         os.sched_setaffinity(0, mine)
-        while not finished.is_set():
-            update(table, [scalars_at()], num_threads=2, cpus=cpus)
-            ready.set()
+        update(table, [scalars_at()], num_threads=2, cpus=cpus)
 
-    worker = threading.Thread(target=confined)
-    worker.start()
-    try:
-        assert ready.wait(20)
+    with repeated(confined):
         deadline, seen = time.monotonic() + 30, Counter()
         while seen.total() < 100 and time.monotonic() < deadline:
             seen.update(cpu for thread in affinities(of_kernels=True) if (cpu := running_on(thread)) is not None)
         assert seen.total() >= 100
         assert seen[CPUS[0]] >= 0.95 * seen.total()  # it wakes where it was, and moves before it works
-    finally:
-        finished.set()
-        worker.join()
     assert_moved_back(before)
 
 
@@ -222,22 +222,16 @@ def test_threads_stay_within_the_cpus_of_whoever_calls(team_cpus):
 def test_other_python_threads_go_on_during_an_update():
     """The interpreter lock is released: a counter in another thread moves within one call."""
     case = Case.random(4_000_000)
-    counter, stop = [0], threading.Event()
+    counter = [0]
 
     def count() -> None:
-        while not stop.is_set():
-            counter[0] += 1
-            time.sleep(0)  # gives the lock up: were it held throughout a call, one count could slip in at its end
+        counter[0] += 1
+        time.sleep(0)  # gives the lock up: were it held throughout a call, one count could slip in at its end
 
-    thread = threading.Thread(target=count)
-    thread.start()
     most, deadline = 0, time.monotonic() + 60
-    try:
+    with repeated(count):
         while most < 10 and time.monotonic() < deadline:
             before = counter[0]
             case.run(scalars_at())
             most = max(most, counter[0] - before)
-    finally:
-        stop.set()
-        thread.join()
     assert most >= 10

@@ -12,8 +12,7 @@ from tests.numerics.reference.rounding import fused_multiply_add, random_bits, r
 
 def test_split_and_join_are_exact_for_every_upper_half():
     """All 65536 of them, so every carry, sign, denormal, infinity and NaN, with interesting and random lower halves."""
-    bits = every_upper_half(seed=0)
-    values = float32_of(bits)
+    values = float32_of(every_upper_half(seed=0))
     joined = formats.join(*formats.split(values))
     nan = values.isnan()
     assert torch.equal(joined.view(torch.int32)[~nan], values.view(torch.int32)[~nan])
@@ -67,13 +66,8 @@ def test_every_random_bit_is_fair_and_no_pair_of_halves_is_correlated(key):
         assert abs((bits >> position & 1).double().mean() - 0.5) < SIGMAS * 0.5 / COUNT**0.5, position
     low, high = bits & 0xFFFF, bits >> 16
     limit = SIGMAS / COUNT**0.5
-    for one, other in (
-        (low, high),
-        (low[1:], low[:-1]),
-        (high[1:], high[:-1]),
-        (low[1:], high[:-1]),
-        (high[1:], low[:-1]),
-    ):
+    neighbours = [(one[1:], other[:-1]) for one in (low, high) for other in (low, high)]
+    for one, other in [(low, high), *neighbours]:
         assert abs(correlation(one, other)) < limit
     # and no bit of one half says anything about a bit of the other
     ones = torch.stack([bits >> position & 1 for position in range(32)]).double()
@@ -87,8 +81,7 @@ def test_random_bits_depend_on_key_and_counter_and_nothing_else():
     assert torch.equal(bits[500:], random_bits(key, COUNTERS[500:]))
     assert torch.equal(bits.view(-1, 2), random_bits(key, COUNTERS.view(-1, 2)))
     assert bits.unique().numel() == COUNT  # a bijection of 32 bits
-    others = [key ^ 1 << position for position in range(64)] + keys()
-    for other in others:
+    for other in [key ^ 1 << position for position in range(64)] + keys():
         changed = bits[:4096] ^ random_bits(other, COUNTERS[:4096])
         share = sum((changed >> position & 1).double().mean() for position in range(32)) / 32
         assert 0.4 < share < 0.6, hex(other)
@@ -113,11 +106,9 @@ def test_stochastic_rounding_takes_one_of_the_two_neighbours_and_keeps_what_is_e
     values = float32_of(bits)
     rounded = round_stochastic(values, random_bits(7, torch.arange(len(bits))) & 0xFFFF)
     towards, away = bfloat16_neighbours(values)
-    same = equal_bits(rounded, towards) | equal_bits(rounded, away)
-    assert (same | values.isnan()).all()
+    assert (equal_bits(rounded, towards) | equal_bits(rounded, away) | values.isnan()).all()
     assert torch.equal(rounded.isnan(), values.isnan())
-    exact = (bits & 0xFFFF) == 0
-    assert equal_bits(rounded.float(), values)[exact].all()
+    assert equal_bits(rounded.float(), values)[(bits & 0xFFFF) == 0].all()
     for random in (0, 0xFFFF):  # the extremes of the random bits reach both
         extreme = round_stochastic(values, torch.full_like(bits, random))
         assert equal_bits(extreme, away if random else towards)[~values.isnan()].all()

@@ -46,8 +46,7 @@ class BigMemory:
         start, stop = offset // PAGE * PAGE, -(-(offset + num_bytes) // PAGE) * PAGE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
         self._map(self.address + start, stop - start, _READ_WRITE, flags, -1)
-        buffer = (ctypes.c_uint8 * num_bytes).from_address(self.address + offset)
-        return torch.frombuffer(buffer, dtype=dtype)
+        return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(self.address + offset), dtype=dtype)
 
     def free(self) -> None:
         _libc.munmap(self.address, self.size)
@@ -86,11 +85,8 @@ def test_more_elements_than_32_bits_can_count(combination, after, lead):
     if psutil.virtual_memory().available < 2 << 30:
         pytest.skip("needs 2 GiB of memory, for page tables above all")
     numel = after + GAP + WIDTH + 17
-    starts = [
-        0,
-        *(middle - 2 * 65536 for middle in (2**31, 2**32) if middle <= after),
-        (numel - WIDTH // 2) // 256 * 256,
-    ]
+    around = [middle - 2 * 65536 for middle in (2**31, 2**32) if middle <= after]
+    starts = [0, *around, (numel - WIDTH // 2) // 256 * 256]
     parts = [Case.random(min(WIDTH, numel - start), combination, index) for index, start in enumerate(starts)]
     key = parts[0].key
     present = [name for name in TENSORS if parts[0].tensors[name] is not None]

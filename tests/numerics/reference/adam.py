@@ -52,8 +52,8 @@ def adam_update(t, scalars, key=0, first=0):
         t["compute"].copy_(upper if t["compute"].dtype == torch.bfloat16 else updated)
     if t["rest"] is not None:
         t["rest"].copy_(lower)
-    numbers = first + torch.arange(new_m.numel() if t["momentum"].dtype == torch.bfloat16 else 0)
-    random = random_bits(key, numbers)
+    count = new_m.numel() if t["momentum"].dtype == torch.bfloat16 else 0
+    random = random_bits(key, first + torch.arange(count))
     _store(new_m, t["momentum"], t["momentum_scale"], random & 0xFFFF, unsigned=False)
     _store(new_v, t["variance"], t["variance_scale"], random >> 16, unsigned=True)
 

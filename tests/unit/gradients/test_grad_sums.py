@@ -32,16 +32,14 @@ class Rig:
             self.asked.append((role, dtype))
             return mirror(parameter, dtype, lambda count, dt: torch.empty(count, dtype=dt))
 
-        def allocate_all(wanted, role):
+        def allocates(wanted, role):
             return [allocate(parameter, role, dtype) for parameter, dtype in wanted]
 
         masters = MasterWeights({}, allocate)
         self.pairs = [masters.adopt(p, form) for p in self.params]
         self.asked.clear()
         self.meter = GradientMeter()
-        self.grads = GradientOffload(
-            HostEngine(), allocate_all, self.meter, None, lambda: None, {}, half_sums=half_sums
-        )
+        self.grads = GradientOffload(HostEngine(), allocates, self.meter, None, lambda: None, {}, half_sums=half_sums)
         self.grads.watch(self.pairs)
 
     def backward(self, step):
@@ -232,42 +230,28 @@ def test_gradients_that_machines_reduce_are_of_another_stream():
     for weight in (shard, of_one, of_machines):
         weight.grad = weight.detach()
         master = SimpleNamespace(grad=None, requires_grad=True)
-        pair = SimpleNamespace(
-            name="weight",
-            compute=weight,
-            master=master,
-            grad_dtype=torch.float32,
-            is_shared=False,
-            is_same_memory=True,
-            is_on_device=False,
-        )
+        pair = SimpleNamespace(name="weight", compute=weight, master=master, grad_dtype=torch.float32)
+        pair.is_shared, pair.is_same_memory, pair.is_on_device = False, True, False
         grads._receive_from_device(pair)
         grads.complete()
         assert torch.equal(getattr(master.grad, "_local_tensor", master.grad), shard)
     assert engine.from_here == [True, True, False]
 
 
-class Sink:
-    def __init__(self):
-        self.zeroed = []
-
-    def zero(self, parameters):
-        self.zeroed += parameters
-
-
 def test_a_zero_grad_that_a_user_has_put_on_the_module_is_called_and_put_back():
-    model, calls, sink = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [], Sink()
+    model, calls, zeroed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [], []
 
     def own(*args, **keywords):
         calls.append((args, keywords))
 
     model[0].zero_grad = own
+    sink = SimpleNamespace(zero=zeroed.extend)
     attach_zero_grad(model, sink, nn.Module.parameters)
     model[0].zero_grad()
     model[0].zero_grad(set_to_none=False)
     model[1].zero_grad()
     assert calls == [((), {}), ((), {"set_to_none": False})]
-    assert sink.zeroed == [*model[0].parameters(), *model[0].parameters(), *model[1].parameters()]
+    assert zeroed == [*model[0].parameters(), *model[0].parameters(), *model[1].parameters()]
     detach_zero_grad(model)
     assert model[0].zero_grad is own
     assert "zero_grad" not in vars(model[1])

@@ -2,6 +2,8 @@
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -10,17 +12,12 @@ from hypothesis import strategies as st
 from lightning_cxl.gradients.offload import GradientGroup, HostWorker
 
 
-class Copy:
-    """A copy to the host that lands when somebody waits for it, or the test says so."""
-
-    def __init__(self, landed: bool) -> None:
-        self.landed = landed
-
-    def done(self) -> bool:
-        return self.landed
-
-    def wait_host(self) -> None:
-        self.landed = True
+def copy_to_host(landed):
+    """A copy that has landed, or does so when somebody waits for it."""
+    event = Event()
+    if landed:
+        event.set()
+    return SimpleNamespace(done=event.is_set, wait_host=event.set)
 
 
 class ByHand:
@@ -43,7 +40,7 @@ def group(ran, name, landed=True) -> GradientGroup:
         each.transfer.wait_host()
         ran.append(name)
 
-    return GradientGroup(frozenset(), False, Copy(landed), [], accumulate)
+    return GradientGroup(frozenset(), False, copy_to_host(landed), [], accumulate)
 
 
 def test_behind_a_backward_that_is_faster_the_unit_that_is_needed_first_is_updated_first():
@@ -70,9 +67,7 @@ def test_an_update_runs_while_the_next_gradients_are_copied():
     assert ran == ["g1", 1, "g0", 0]
 
 
-@given(
-    st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(-1, 9), st.integers(0, 3)), max_size=40),
-)
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(-1, 9), st.integers(0, 3)), max_size=40))
 def test_every_update_finds_all_gradients_that_were_copied_before_it(events):
     ran, by_hand, expected = [], ByHand(), {}
     worker = HostWorker(by_hand)
@@ -98,7 +93,7 @@ def test_errors_are_raised_where_the_results_are_waited_for_and_the_thread_goes_
 
     with ThreadPoolExecutor(1) as executor:
         worker = HostWorker(executor)
-        bad = GradientGroup(frozenset(), False, Copy(True), [], fails)
+        bad = GradientGroup(frozenset(), False, copy_to_host(True), [], fails)
         worker.accumulate(bad)
         updates = [Future() for _ in range(2)]
         worker.update(0, fails, updates[0])

@@ -12,7 +12,7 @@ from simulation.links import HostTraffic, Link, Links
 from simulation.machine_links import links_of
 
 from lightning_cxl.machine.speeds import Cache, load_machine
-from lightning_cxl.memory.placement import TensorRole
+from lightning_cxl.memory.placement import TensorRole as R
 from lightning_cxl.planning.job import predict_adam_seconds, predict_copy_seconds
 
 
@@ -71,16 +71,11 @@ def test_flows_by_hand(case):
 
 MACHINES = Path(__file__).resolve().parents[3] / "examples" / "machines"
 PAPER = load_machine(MACHINES / "paper_a.yaml")
-PLAIN = replace(
-    PAPER,
-    cache=Cache(),
-    write_contention=math.inf,
-    tiers=tuple(replace(tier, device_write_buffer_bytes=0) for tier in PAPER.tiers),
-)
-SPLITS = [{"dram0": 1 - share, "cxl0": share} for share in (0, 0.2, 0.5, 0.8, 1)]
+UNBUFFERED = tuple(replace(tier, device_write_buffer_bytes=0) for tier in PAPER.tiers)
+PLAIN = replace(PAPER, cache=Cache(), write_contention=math.inf, tiers=UNBUFFERED)
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("split", [{"dram0": 1 - share, "cxl0": share} for share in (0, 0.2, 0.5, 0.8, 1)], ids=str)
 def test_a_copy_and_an_adam_update_take_what_is_predicted(split):
     nbytes = 2**31
     for direction in ("h2d", "d2h"):
@@ -117,9 +112,6 @@ def test_ideal_and_bound():
     assert slow.ideal_s() == 400 + 2 + 1 + 1 == slow.bound_s()
 
 
-R = TensorRole
-GIB = 2**30
-
 # GiB of the classes that arXiv 2507.03305's authors place (CXL-Aware-LLM-Finetuning, numa_allocation_patch.py)
 STATIC = {
     "qwen2.5-7b": (28.37, 28.37, 28.37, 28.37, 14.19, 14.19, 141.9),
@@ -133,6 +125,6 @@ def test_the_classes_of_the_paper_are_as_large_as_published(name):
     *classes, total = STATIC[name]
     sizes = zero_offload(shape_named(name), 1, 32768).bytes_of()
     for role, gib in zip(ROLES, classes, strict=True):
-        assert sizes[role] / GIB == pytest.approx(gib, abs=0.006), role
+        assert sizes[role] / 2**30 == pytest.approx(gib, abs=0.006), role
     assert sum(sizes[role] for role in ROLES) == 20 * PUBLISHED[name].num_parameters
-    assert sum(sizes[role] for role in ROLES) / GIB == pytest.approx(total, abs=0.06)
+    assert sum(sizes[role] for role in ROLES) / 2**30 == pytest.approx(total, abs=0.06)

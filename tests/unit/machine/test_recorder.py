@@ -9,6 +9,7 @@ import pytest
 from lightning_cxl.machine import recorder
 from lightning_cxl.machine.topology import Topology
 from tests.processes import ROOT
+from tests.unit.memory.host import ends_in_child
 
 ENDS_WITHOUT_CLOSE = """
 import sys, time
@@ -97,10 +98,7 @@ def test_damaged_files_are_passed_over_and_a_fork_leaves_the_file_to_its_parent(
         assert recorder.killed() == []
         assert list(folder.iterdir()) == []
     running = start()
-    if (child := os.fork()) == 0:
-        running.close()
-        os._exit(0)
-    os.waitpid(child, 0)
+    assert ends_in_child(lambda: running.close() is None) == 0
     assert len(list(folder.iterdir())) == 1
     running.close()
     assert list(folder.iterdir()) == []

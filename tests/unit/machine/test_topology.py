@@ -14,14 +14,7 @@ from lightning_cxl.errors import ConfigError, LightningCXLWarning, MissingTierWa
 from lightning_cxl.machine import speeds
 from lightning_cxl.machine import topology as disk_space
 from lightning_cxl.machine.speeds import load_calibration, load_machine, machine_of, save_calibration
-from lightning_cxl.machine.topology import (
-    TierKind,
-    Topology,
-    cgroup_limits,
-    node_free_bytes,
-    read_nodes,
-    ssd_capacity_bytes,
-)
+from lightning_cxl.machine.topology import TierKind, Topology, node_free_bytes, read_nodes, ssd_capacity_bytes
 from tests.fakes import fake_topology
 
 MIB = 1 << 20
@@ -93,8 +86,7 @@ def test_node_free_reads_now_and_counts_file_cache_and_keeps_headroom_within_a_c
     (root / "sys/devices/system/node/has_memory").write_text("0\n")  # the kernel has taken the other one offline
     (root / "sys/devices/system/node/node1/meminfo").unlink()
     assert topology.node_free_bytes(1) == 0 < topology.node_free_bytes(0)
-    files = {"proc/self/cgroup": "0::/job\n", **v2("/job", 256 * MIB, 200 * MIB)}
-    limited = Topology.detect(machine("3node", files))
+    limited = Topology.detect(machine("3node", {"proc/self/cgroup": "0::/job\n", **v2("/job", 256 * MIB, 200 * MIB)}))
     assert limited.node_free_bytes(1) == 56 * MIB and limited.host_limit_bytes() == 256 * MIB
 
 
@@ -118,7 +110,7 @@ def limited(machine):
     def limits(files):
         root = machine("2node", {"proc/meminfo": "MemTotal: 4194304 kB\nMemAvailable: 3145728 kB\n", **files})
         topology = Topology.detect(root)
-        return topology.host_limit_bytes(), topology.host_available_bytes(), len(cgroup_limits(root))
+        return topology.host_limit_bytes(), topology.host_available_bytes(), len(disk_space.cgroup_limits(root))
 
     return limits
 
@@ -257,15 +249,14 @@ def test_a_file_that_says_something_else_is_refused(written):
             load_machine(path)
 
 
+FAST = {"read_bytes_per_s": 30e9, "write_bytes_per_s": 20e9}
 SLOW = {"read_bytes_per_s": 10e9, "write_bytes_per_s": 8e9, "h2d_bytes_per_s": 7e9, "d2h_bytes_per_s": 5e9}
 CALIBRATED = "calibration of 2026-01-31 with 2 threads"
 CALIBRATION = speeds.Calibration(
     date="2026-01-31",
     num_threads=2,
     nodes=(
-        speeds.NodeSpeeds(
-            node_id=0, read_bytes_per_s=30e9, write_bytes_per_s=20e9, adam_bytes_per_s=25e9, latency_ns=90.5
-        ),
+        speeds.NodeSpeeds(node_id=0, adam_bytes_per_s=25e9, latency_ns=90.5, **FAST),
         speeds.NodeSpeeds(node_id=1, adam_bytes_per_s=9e9, latency_ns=250.0, **SLOW),
     ),
     devices=(speeds.DeviceSpeeds(kind="cpu", name="some CPU", flops=1e11),),
@@ -326,15 +317,6 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(two_nodes):
         assert len(caught) == 1
 
 
-def ratings(node: int, **values: int | None) -> dict[str, str | None]:
-    """Files of firmware's ratings of a node: None removes one."""
-    folder = f"{NODE}/node{node}/access1/initiators"
-    return {f"{folder}/{name}": None if value is None else f"{value}\n" for name, value in values.items()}
-
-
-UNRATED = dict.fromkeys(("read_bandwidth", "write_bandwidth", "read_latency", "write_latency"))
-
-
 def test_calibration_wins_over_firmware_where_all_nodes_of_a_tier_were_measured(two_nodes, tmp_path, machine):
     save_calibration(CALIBRATION, two_nodes, [])
     found = machine_of(two_nodes)
@@ -374,9 +356,12 @@ def test_a_file_wins_field_by_field(two_nodes, written):
         machine_of(two_nodes, file=written("tiers: [{name: nvm, adam_bytes_per_s: 1}]"))
 
 
-@pytest.mark.parametrize("missing", [UNRATED, {"write_bandwidth": None}])
+@pytest.mark.parametrize(
+    "missing", [("read_bandwidth", "write_bandwidth", "read_latency", "write_latency"), ("write_bandwidth",)]
+)
 def test_nothing_is_guessed(machine, written, missing):
-    topology = Topology.detect(machine("2node", ratings(1, **missing)))
+    ratings = f"{NODE}/node1/access1/initiators"
+    topology = Topology.detect(machine("2node", {f"{ratings}/{name}": None for name in missing}))
     assert machine_of(topology) is None
     assert speeds.tier_speeds(topology.tier("cxl"), None).origin == "unknown"
     fields = "adam_bytes_per_s: 1, device_read_bytes_per_s: 2, device_write_bytes_per_s: 3"

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.machine.topology import Topology
@@ -64,10 +65,12 @@ def used(memory, key="used_bytes"):
 
 
 def ends_in_child(call):
-    """Return how a forked child ends: 0 where the call is true, or the negative number of a signal."""
+    """Return how a forked child ends: 0 where the call is true, or the negative number of a signal; SIGALRM at last."""
     pid = os.fork()
     if pid == 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
         try:
             os._exit(0 if call() else 1)
         finally:

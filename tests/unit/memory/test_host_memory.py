@@ -140,8 +140,7 @@ def test_a_forked_child_sees_weights_and_nothing_else_and_has_memory_of_its_own(
 
 
 def test_no_memory_is_had_from_the_tier_ssd(topology):
-    with_ssd = topology.with_ssd(SsdOptions((Path("/nvme/run"),), MIB))
-    memory = HostMemory(with_ssd, budgets={"dram": MIB})
+    memory = HostMemory(topology.with_ssd(SsdOptions((Path("/nvme/run"),), MIB)), budgets={"dram": MIB})
     assert set(memory.free_bytes()) == set(memory.stats()["tiers"]) == set(topology.names)
     for tiers in (("ssd",), ("dram", "ssd")):
         with pytest.raises(UnsupportedError, match="momentum on tier 'ssd': it is made of files"):

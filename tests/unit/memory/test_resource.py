@@ -14,26 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from lightning_cxl.devices import CudaDevices
 from lightning_cxl.errors import LightningCXLWarning, PinnedMemoryError, PlacementError, TierFullError
 from lightning_cxl.machine.topology import Topology
-from lightning_cxl.memory.resource import (
-    BlockList,
-    Budget,
-    BudgetResource,
-    Buffer,
-    NumaResource,
-    PinnedResource,
-    PoolResource,
-    StripedResource,
-    stripe_bytes_for,
-)
+from lightning_cxl.memory import resource as resources
+from lightning_cxl.memory.resource import BudgetResource, NumaResource, PinnedResource, PoolResource, StripedResource
 from lightning_cxl.native._numa import NOWHERE, Mapping, Range, page_nodes
 from tests.fakes import fake_topology
 from tests.unit.memory.host import MIB, Leaf
 
 PAGE = 4096
-
-
-def view(mapping):
-    return memoryview(Range(mapping.address, mapping.nbytes, mapping))
 
 
 @pytest.fixture
@@ -49,7 +36,7 @@ def test_a_part_shows_a_file_and_what_is_written_there_stays_private(file):
     path, fd = file
     before = path.read_bytes()
     mapping = Mapping(4 * PAGE)
-    shown = view(mapping)
+    shown = memoryview(Range(mapping.address, mapping.nbytes, mapping))
     shown[0] = 9
     mapping.show(PAGE, 2 * PAGE, fd, 2 * PAGE)
     assert bytes(shown) == bytes([9]) + bytes(PAGE - 1) + bytes([3]) * PAGE + bytes([4]) * PAGE + bytes(PAGE)
@@ -161,7 +148,7 @@ def test_stripes_follow_the_weights():
     assert page_nodes(mapping.address, mapping.nbytes) == {NOWHERE: 8 * MIB}, "nothing stays backed"
     # they grow with the tiers, so that the kernel can count them
     capacities = (0, 64 * 2**30, 2**40, 2**40 + 1)
-    assert [stripe_bytes_for(capacity) // MIB for capacity in capacities] == [2, 2, 32, 34]
+    assert [resources.stripe_bytes_for(capacity) // MIB for capacity in capacities] == [2, 2, 32, 34]
 
 
 def test_a_turn_comes_when_all_before_it_are_full():
@@ -194,14 +181,12 @@ class Driver(dict[int, int]):
 
 @pytest.fixture
 def budget():
-    return Budget("dram", 64 * MIB)
+    return resources.Budget("dram", 64 * MIB)
 
 
 def test_memory_is_registered_as_a_whole_and_unregistered_before_it_goes_back_by_its_own_process(budget, monkeypatch):
     driver, order = Driver(), []
-    resource = driver.resource(
-        budget, unregister=lambda address: order.append((driver.pop(address), budget.held_bytes))
-    )
+    resource = driver.resource(budget, unregister=lambda at: order.append((driver.pop(at), budget.held_bytes)))
     buffer = resource.allocate(10 * MIB)
     assert driver == {buffer.address: 10 * MIB}
     del buffer
@@ -252,7 +237,7 @@ RANGES = {0: 4096, 4096: 8192, 20480: 1 << 16}  # the first two touch
 class Blocks(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.blocks = BlockList()
+        self.blocks = resources.BlockList()
         for offset, nbytes in RANGES.items():
             self.blocks.add_range(offset, nbytes)
         self.live: dict[int, int] = {}
@@ -334,7 +319,7 @@ def test_lengths_that_change_beside_gradients_settle(seed):
         before = len(upstream.sizes)
         for length in lengths:
             inputs = [pool.allocate(length * 4096 - 64) for _ in range(depth)]
-            updating: list[list[Buffer]] = []
+            updating = []
             while inputs:
                 updating.append([pool.allocate(nbytes) for nbytes in gradients])
                 peak = max(peak, usage(pool)[0])
@@ -352,7 +337,7 @@ def test_free_slabs_do_not_pile_up_beyond_the_peak_and_a_full_upstream_gets_them
         pool.allocate(size * 5 * MIB // 4 + 4096)
     used, held = usage(pool)
     assert used == 0 and held <= 1.125 * (39 * 5 * MIB // 4 + 4096) + MIB
-    budget = Budget("dram", 20 * MIB)
+    budget = resources.Budget("dram", 20 * MIB)
     pool = PoolResource(BudgetResource(Leaf(), budget), slab_bytes=MIB)
     both = [pool.allocate(9 * MIB), pool.allocate(9 * MIB)]
     both.clear()
@@ -365,7 +350,7 @@ def test_free_slabs_do_not_pile_up_beyond_the_peak_and_a_full_upstream_gets_them
 
 
 def test_the_end_of_a_budget_smaller_than_a_slab_is_usable():
-    budget = Budget("dram", 10 * 4096)
+    budget = resources.Budget("dram", 10 * 4096)
     pool = PoolResource(BudgetResource(Leaf(), budget), slab_bytes=16 * MIB)
     kept = [pool.allocate(4096) for _ in range(10)]
     assert budget.held_bytes == 10 * 4096

@@ -18,14 +18,11 @@ from tests.unit.optim.adam_pairs import assert_close, assert_same_state, pair, p
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"lr": 0.1, "weight_decay": 0.3},
-        {"betas": (0.3, 0.5), "eps": 1e-3},
-        {"lr": torch.tensor(0.05)},
+        {}, {"lr": 0.1, "weight_decay": 0.3}, {"betas": (0.3, 0.5), "eps": 1e-3}, {"lr": torch.tensor(0.05)},
         {"fused": True},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_runs_beside_torch(monkeypatch, make, options):
     # the one operation in which torch is not exact; with weight decay it would reach momentum through the weights
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: x.double().pow(0.5).float())
@@ -194,31 +191,22 @@ def test_compute_weights_follow_in_the_same_step(state, dtype):
     assert torch.equal(compute[masters[0]], masters[0].detach().to(other))
 
 
-@pytest.mark.parametrize(
-    "compute",
-    [torch.zeros(3), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(6, dtype=torch.bfloat16)[::2]],
-    ids=str,
-)
+@pytest.mark.parametrize("compute", [torch.zeros(3), torch.zeros(4).bfloat16(), torch.zeros(6).bfloat16()[::2]])
 def test_unfit_compute_weights_are_refused(compute):
     (master,) = parameters((3,))
     adam = CPUAdam([master], compute_weights={master: compute})
     set_gradients([master], 0)
     before = master.detach().clone()
-    with pytest.raises(
-        ConfigError,
-        match=r"compute weights of parameter 0 .* must be bfloat16 or float16 on the host with shape \(3,\)",
-    ):
+    with pytest.raises(ConfigError, match=r"weights of parameter 0 .* must be bfloat16 or float16 .* shape \(3,\)"):
         adam.step()
     assert torch.equal(master, before)
 
 
-SCHEDULERS = [
-    partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=8),  # changes betas, too
-    partial(schedulers.ReduceLROnPlateau, patience=0),
-]
+one_cycle = partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=8)  # changes betas, too
+on_plateau = partial(schedulers.ReduceLROnPlateau, patience=0)
 
 
-@pytest.mark.parametrize("make_scheduler", SCHEDULERS, ids=lambda make: make.func.__name__)
+@pytest.mark.parametrize("make_scheduler", [one_cycle, on_plateau])
 @pytest.mark.parametrize("repoint", [False, True])
 def test_schedulers(make_scheduler, repoint):
     """On CPUAdam, or made for the user's optimizer and pointed at CPUAdam afterwards; no warnings (they are errors)."""

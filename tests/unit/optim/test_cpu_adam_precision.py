@@ -14,9 +14,6 @@ from tests.unit.optim.adam_pairs import assert_close, assert_equal, parameters, 
 STATES = ["fp32", "bf16", "8bit"]
 LARGE, SMALL = (96, 64), (40,)
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
-HOW = pytest.mark.parametrize(
-    "how", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))], ids=["deepcopy", "pickle"]
-)
 
 
 def bf16(params):
@@ -108,7 +105,7 @@ def train(adam, steps, first=0):
         adam.step()
 
 
-@HOW
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("state", STATES)
 def test_copies_go_on_alike_and_independently(state, dtype, how):

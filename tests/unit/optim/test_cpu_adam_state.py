@@ -23,9 +23,8 @@ def trained(make, names=NAMES, *, steps=3, named=True, **options):
     optimizer = make(list(zip(names, params, strict=True)) if named else params, **options)
     for step in range(steps):
         for name, parameter in zip(names, params, strict=True):
-            parameter.grad = torch.randn(
-                parameter.shape, generator=torch.Generator().manual_seed(len(name) + 100 * step)
-            )
+            generator = torch.Generator().manual_seed(len(name) + 100 * step)
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
         optimizer.step()
     return params, optimizer
 

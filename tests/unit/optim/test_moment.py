@@ -94,18 +94,15 @@ def test_codes_with_gaps_are_read_in_row_major_order(precision, role):
 def saved(values, begins):
     """Return the 8-bit state that ranks whose shards begin there would have saved of a flat parameter."""
     entry = {"step": torch.tensor(3.0)}
-    for codes_key, scales_key, map_key, unsigned in (
-        ("state1", "absmax1", "qmap1", False),
-        ("state2", "absmax2", "qmap2", True),
-    ):
+    for number, unsigned in ((1, False), (2, True)):
         codes = torch.empty(values.numel(), dtype=torch.uint8)
         for begin, end in zip(begins, [*begins[1:], values.numel()], strict=True):
             scales = torch.empty(num_blocks(end - begin))
             part = torch.empty(end - begin, dtype=torch.uint8)
             encode(values[begin:end].abs() if unsigned else values[begin:end].clone(), part, scales, unsigned=unsigned)
             codes[begin:end] = part
-            entry[f"{scales_key}.{begin}"] = scales
-        entry |= {codes_key: codes, map_key: dynamic_map(unsigned)}
+            entry[f"absmax{number}.{begin}"] = scales
+        entry |= {f"state{number}": codes, f"qmap{number}": dynamic_map(unsigned)}
     return entry
 
 

@@ -76,16 +76,12 @@ VERSION_1 = {
 @pytest.mark.parametrize(
     ("files", "threads"),
     [
-        ({}, 16),
-        (quota("max 100000\n"), 16),
-        (quota("200000 100000\n"), 2),
-        (quota("250000 100000\n"), 3),
-        (quota("1000 100000\n"), 1),
+        ({}, 16), (quota("max 100000\n"), 16), (quota("200000 100000\n"), 2), (quota("250000 100000\n"), 3),
+        (quota("1000 100000\n"), 1), (VERSION_1, 5),
         (ANCESTORS, 3),  # the tightest counts
         (CONTAINER, 4),  # its own path is not mounted
-        (VERSION_1, 5),
     ],
-)
+)  # fmt: skip
 def test_quotas_of_control_groups(tmp_path, files, threads):
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -105,9 +101,8 @@ CHUNK = _adam.CHUNK
 @pytest.fixture
 def two_sockets(tmp_path):
     """Nodes 0 and 1 with two CPUs each; 2 and 3 without, near to 0 and to 1."""
-    return write_machine(
-        tmp_path, ([0, 1], [2, 3], [], []), ("10 21 14 24", "21 10 24 14", "14 24 10 26", "24 14 26 10")
-    )
+    distances = ("10 21 14 24", "21 10 24 14", "14 24 10 26", "24 14 26 10")
+    return write_machine(tmp_path, ([0, 1], [2, 3], [], []), distances)
 
 
 def test_cpus_and_nearest_nodes(two_sockets):

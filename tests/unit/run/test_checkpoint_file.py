@@ -218,8 +218,7 @@ class Run:
         self.state.close()
 
     def is_resumed(self, path):
-        saved = torch.load(path, weights_only=False)[KEY][SSD]
-        self.state.restore(saved["generation"])
+        self.state.restore(torch.load(path, weights_only=False)[KEY][SSD]["generation"])
         return self.value
 
     @property
@@ -313,8 +312,7 @@ def test_a_parameter_joins_a_run_that_began_anew(begins, tmp_path, saves):
     if saves:
         run.save(tmp_path / "a.ckpt")
     parameter = torch.nn.Parameter(torch.zeros(100))
-    flat = run.state.flat(parameter, "head", TensorRole.MOMENTUM, torch.float32, 100)
-    assert flat.shape == (100,)
+    assert run.state.flat(parameter, "head", TensorRole.MOMENTUM, torch.float32, 100).shape == (100,)
     run.save(tmp_path / "b.ckpt")
     assert run.is_resumed(tmp_path / "b.ckpt") == 2
 
@@ -335,8 +333,7 @@ def referring(run, path):
     """Save what refers to the record of a run, and end the run; returns states and entry of the checkpoint."""
     tensor = run.record.take(torch.uint8, RECORD_BYTES)
     run.step(7)
-    states = [{"state": {0: {"exp_avg": OnSsd.of(run.record, tensor)}}, "param_groups": []}]
-    referred = refer(states)
+    referred = refer([{"state": {0: {"exp_avg": OnSsd.of(run.record, tensor)}}, "param_groups": []}])
     with commit_beside(run.state, str(path)) as entry:
         torch.save({KEY: {SSD: entry}}, path)
     run.state.close()

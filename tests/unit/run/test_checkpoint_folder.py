@@ -8,15 +8,7 @@ import pytest
 import torch
 
 from lightning_cxl.run import checkpoint as checkpoint_folder
-from lightning_cxl.run.checkpoint import (
-    is_sharded_checkpoint,
-    lying_at,
-    remove,
-    remove_left,
-    save_file,
-    take_place,
-    unfinished,
-)
+from lightning_cxl.run.checkpoint import is_sharded_checkpoint, lying_at, remove, remove_left, save_file, unfinished
 
 
 def without_locks(monkeypatch):
@@ -27,7 +19,7 @@ def without_locks(monkeypatch):
 def write(path, number):
     with unfinished(path) as folder:
         (folder / "meta.pt").write_text(str(number))
-        take_place(folder, path)
+        checkpoint_folder.take_place(folder, path)
 
 
 def names(folder):
@@ -218,9 +210,7 @@ def test_a_file_has_its_name_before_its_lock_ends(tmp_path, monkeypatch):
     assert names(tmp_path) == ["one.ckpt"]
 
 
-@pytest.mark.parametrize(
-    "name", ["one.ckpt", "x" * 255, "\N{GRINNING FACE}" * 63], ids=["short", "letters", "pictures"]
-)
+@pytest.mark.parametrize("name", ["one.ckpt", "x" * 255, "\N{GRINNING FACE}" * 63], ids=["short", "long", "pictures"])
 def test_what_this_process_is_writing_stays_whatever_its_name(tmp_path, name):
     """A name may be as long as the filesystem takes."""
     (tmp_path / name).touch()

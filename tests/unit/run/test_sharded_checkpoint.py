@@ -21,8 +21,7 @@ def weights(value):
 
 
 def read(path):
-    target = {"state_dict.a.weight": torch.zeros(3, 4)}
-    return ShardedCheckpoint(path).read(target)["state_dict.a.weight"]
+    return ShardedCheckpoint(path).read({"state_dict.a.weight": torch.zeros(3, 4)})["state_dict.a.weight"]
 
 
 @pytest.mark.parametrize("before", ["nothing", "a folder", "a file"])
@@ -102,8 +101,7 @@ def optimizer_of(model):
 
 
 def names_of(model):
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return names.__getitem__
+    return {parameter: name for name, parameter in model.named_parameters()}.__getitem__
 
 
 def test_names_with_dots_and_nested_state_come_back(tmp_path):

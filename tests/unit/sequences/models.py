@@ -8,7 +8,7 @@ VOCABULARY = 67
 _SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 _WIDE = {**_SHAPE, "intermediate_size": 48}
 _HEADS = {**_WIDE, "num_key_value_heads": 1}
-_GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2}
+_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 SHAPES = {
     "Llama": _HEADS,
     "Gemma2": {**_HEADS, "head_dim": 16, "final_logit_softcapping": 2.0, "sliding_window": 3},
@@ -18,9 +18,8 @@ SHAPES = {
     "Mistral": {**_HEADS, "sliding_window": 3},
     "Mixtral": {**_HEADS, "num_local_experts": 2},
     "Qwen3": {**_HEADS, "head_dim": 16},
-    "Qwen2Moe": {**_HEADS, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
     "Phi": {**_WIDE, "resid_pdrop": 0.0, "embd_pdrop": 0.0},  # its output layer has a bias
-    "GPT2": {**_GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "GPT2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, **_DROPOUT},
     "GPTNeoX": _WIDE,
     "OPT": {**_SHAPE, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "Falcon": _SHAPE,

@@ -76,13 +76,10 @@ def test_a_sum_over_chunks_in_bfloat16_is_rounded_once():
     torch.manual_seed(0)
     layer = nn.Linear(32, VOCABULARY, bias=False)
     hidden, labels = torch.randn(4096, 32), torch.randint(0, VOCABULARY, (4096,))
-    errors = {}
-    truth = None
+    errors, truth = {}, None
     for dtype, tokens in ((torch.float64, 4096), (torch.bfloat16, 4096), (torch.bfloat16, 16)):
-        copied = copy.deepcopy(layer).to(dtype)
-        chunked_cross_entropy(
-            copied.forward, copied, None, hidden.bfloat16().to(dtype), labels, None, tokens
-        ).backward()
+        copied, inputs = copy.deepcopy(layer).to(dtype), hidden.bfloat16().to(dtype)
+        chunked_cross_entropy(copied.forward, copied, None, inputs, labels, None, tokens).backward()
         gradient = copied.weight.grad.double()
         truth = gradient if truth is None else truth
         errors[dtype, tokens] = (gradient - truth).norm() / truth.norm()
@@ -120,10 +117,9 @@ def test_adapters_are_called_chunk_by_chunk(batch):
 def test_a_quantised_layer(batch):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = tiny("Llama")
-    plain = model.lm_head
-    model.lm_head = bitsandbytes.nn.Linear4bit(32, VOCABULARY, bias=False, compute_dtype=torch.float32)
-    model.lm_head.load_state_dict(plain.state_dict())
-    model.lm_head.to("cpu")
+    quantised = bitsandbytes.nn.Linear4bit(32, VOCABULARY, bias=False, compute_dtype=torch.float32)
+    quantised.load_state_dict(model.lm_head.state_dict())
+    model.lm_head = quantised.to("cpu")
     assert_alike(model, batch, 3e-6)
 
 
@@ -238,11 +234,9 @@ def test_stand_ins_that_come_later_are_under_the_deferring_one(batch):
             return self.original(*args, **kwargs)
 
     expected = model(**batch).loss.item()
-    context = chunked_loss(model, tokens=25)
-    with context:
+    with chunked_loss(model, tokens=25):
         first, second = Counting(model.lm_head), Counting(model.lm_head)
-        logits = model(**batch).logits
-        assert isinstance(logits, DeferredLogits)
+        assert isinstance(model(**batch).logits, DeferredLogits)
         assert calls == [second, first] * 4
         second.remove()
         model(**batch)
@@ -257,12 +251,8 @@ def own_loss(model):
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().square().mean()
 
 
-def hooked(model):
-    model.lm_head.register_full_backward_hook(lambda *_: None)
-
-
 @pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning")
-@pytest.mark.parametrize("change", [own_loss, hooked])
+@pytest.mark.parametrize("change", [own_loss, lambda it: it.lm_head.register_full_backward_hook(lambda *_: None)])
 def test_a_model_for_which_it_is_not_possible_computes_as_before(change, batch, lines):
     model = tiny("Llama")
     change(model)

@@ -9,14 +9,7 @@ from torch.nn import functional
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.sequences import packing
-from lightning_cxl.sequences.packing import (
-    fit_rows,
-    lengths_of,
-    pack_sequences,
-    packed_arguments,
-    separate,
-    why_not_apart,
-)
+from lightning_cxl.sequences.packing import fit_rows, lengths_of, pack_sequences, packed_arguments, why_not_apart
 from tests.unit.sequences.models import VOCABULARY, tiny
 
 
@@ -153,17 +146,12 @@ def test_separate_gives_each_sequence_with_labels_a_row():
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 0, 0]])
     labels = ids.masked_fill(positions == 0, -100)
     labels[0, 4] = -100
-    found, own = separate(ids, labels, positions)
+    found, own = packing.separate(ids, labels, positions)
     assert found.tolist() == [[10, 11, 12], [15, 16, 17]]
     assert own.tolist() == [[-100, 11, 12], [-100, 16, 17]]
 
 
-def with_state(model):
-    model._is_stateful = True
-
-
-def with_a_later_layer_of_state(model):
-    model.config.layer_types = ["full_attention", "linear_attention"]  # the first block, which is asked, has attention
+LAYERS = ["full_attention", "linear_attention"]  # the first block, which is asked, has attention
 
 
 def that_needs_more_than_tokens(model):
@@ -173,8 +161,8 @@ def that_needs_more_than_tokens(model):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (with_state, "a state that runs over the whole row"),
-        (with_a_later_layer_of_state, "a state that runs over the whole row"),
+        (lambda model: setattr(model, "_is_stateful", True), "a state that runs over the whole row"),
+        (lambda model: setattr(model.config, "layer_types", LAYERS), "a state that runs over the whole row"),
         (that_needs_more_than_tokens, "cannot be asked with tokens and positions alone (TypeError: "),
     ],
 )

@@ -92,9 +92,8 @@ def pickled():
     torch.save(saved.model.state_dict(), file)
     file.seek(0)
     saved.session.close()
-    return {
-        name: whole(value) for name, value in torch.load(file, weights_only=False).items() if name != "lm_head.weight"
-    }
+    loaded = torch.load(file, weights_only=False).items()
+    return {name: whole(value) for name, value in loaded if name != "lm_head.weight"}
 
 
 def moved_to_its_device():

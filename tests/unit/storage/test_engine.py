@@ -1,6 +1,5 @@
 import errno
 import threading
-import time
 import weakref
 from unittest.mock import Mock
 
@@ -10,7 +9,7 @@ import xxhash
 from lightning_cxl.errors import StorageError
 from lightning_cxl.storage.drive import HEAD_BYTES, Drive, Engine, Piece, System
 from tests.fakes import failing
-from tests.storage_cases import BLOCK, CHUNK, bytes_of, fill, memory_of
+from tests.storage_cases import BLOCK, CHUNK, bytes_of, eventually, fill, memory_of
 from tests.unit.memory.host import ends_in_child
 
 
@@ -123,13 +122,6 @@ def test_memory_of_a_transfer_that_failed_is_let_go(engine, system, monkeypatch,
         transfer.wait_host()
 
 
-def eventually(is_so):
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_a_transfer_begins_after_others_also_when_they_failed_or_closing_was_interrupted(engine, system, monkeypatch):
     system.shut()
     memory = memory_of(BLOCK)
@@ -196,7 +188,6 @@ def test_threads_that_cannot_be_started_are_an_error_and_no_hang(engine, monkeyp
     assert threading.active_count() == before
 
 
-@pytest.mark.timeout(20)
 def test_a_forked_child_which_has_no_threads_is_told_so(engine):
     def is_told():
         with pytest.raises(StorageError, match="forked"):

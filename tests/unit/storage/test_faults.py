@@ -77,7 +77,6 @@ def descriptors():
     return sorted(os.listdir("/proc/self/fd"))
 
 
-EVERY_CALL = slice(None)
 SHARED = {  # those that do the same, each at some of the calls
     "EIO": slice(0, None, 3),
     "ENOSPC": slice(1, None, 3),
@@ -87,7 +86,7 @@ SHARED = {  # those that do the same, each at some of the calls
 }
 
 
-@pytest.mark.parametrize(("fault", "some"), [(fault, SHARED.get(fault, EVERY_CALL)) for fault in FAULTS], ids=str)
+@pytest.mark.parametrize(("fault", "some"), [(fault, SHARED.get(fault, slice(None))) for fault in FAULTS], ids=str)
 def test_every_fault_at_every_call(fault, some, tmp_path):
     system = FaultySystem()
     Run(tmp_path, system)()

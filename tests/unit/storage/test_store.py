@@ -19,22 +19,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from lightning_cxl.errors import CheckpointError, ConfigError, StorageError, TierFullError
 from lightning_cxl.storage.drive import HEAD_BYTES, System
 from lightning_cxl.storage.store import Area, Store
+from tests import storage_cases
 from tests.faulty_system import FaultySystem
-from tests.storage_cases import (
-    BLOCK,
-    BUDGET,
-    CHUNK,
-    Fails,
-    Gate,
-    bytes_of,
-    damage,
-    data_file,
-    fill,
-    folders,
-    get,
-    memory_of,
-    put,
-)
+from tests.storage_cases import BLOCK, BUDGET, CHUNK, Fails, Gate, bytes_of, folders, get, memory_of, put
 from tests.unit.memory.host import ends_in_child
 
 
@@ -96,7 +83,7 @@ def test_reads_and_writes_keep_their_order_however_slow_one_is(opened, slow):
     wrote, read, expected = [], [], []
     for seed in range(4):
         source, target = memory_of(record.padded_nbytes), memory_of(record.padded_nbytes)
-        expected.append(fill(source, seed))
+        expected.append(storage_cases.fill(source, seed))
         delays.append(0.1)
         wrote.append(store.write(record, source))
         read.append((store.read(record, target), target))
@@ -128,7 +115,7 @@ def test_bytes_that_changed_on_the_drive_are_found(opened, tmp_path):
     store = opened()
     record = store.reserve("state", 6 * CHUNK)
     put(store, record, 1)
-    damage(folders(tmp_path)[0], at=(256 << 10) + 5 * CHUNK + 17)  # in the last of its chunks
+    storage_cases.damage(folders(tmp_path)[0], at=(256 << 10) + 5 * CHUNK + 17)  # in the last of its chunks
     with pytest.raises(StorageError, match="`state` is damaged") as caught:
         get(store, record)
     assert caught.value.path.parent == folders(tmp_path)[0]
@@ -267,9 +254,7 @@ def small(tmp_path, gate):
 
 
 @settings(max_examples=25)
-@given(
-    sizes=st.lists(st.integers(1, 5 * BLOCK), min_size=1, max_size=20), count=st.sampled_from([1, 2]), data=st.data()
-)
+@given(sizes=st.lists(st.integers(1, 5 * BLOCK), min_size=1, max_size=20), count=st.integers(1, 2), data=st.data())
 def test_records_that_live_together_never_share_bytes(tmp_path_factory, sizes, count, data):
     with contextlib.closing(Store(folders(tmp_path_factory.mktemp("drives"), count), budget_bytes=1 << 24)) as store:
         area = Area(store, "passing", data.draw(st.integers(0, 4)) * BLOCK, count)
@@ -442,7 +427,7 @@ def test_space_is_taken_when_a_record_is_reserved(tmp_path):
     second = store.reserve("second", 2 * BLOCK)
     wrote = {record: put(store, record, seed) for seed, record in enumerate((first, second))}
     assert {record: get(store, record) for record in wrote} == wrote
-    assert data_file(tmp_path).stat().st_blocks * 512 >= HEAD_BYTES + 8 * BLOCK
+    assert storage_cases.data_file(tmp_path).stat().st_blocks * 512 >= HEAD_BYTES + 8 * BLOCK
     store.close()
 
 

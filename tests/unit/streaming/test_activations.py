@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, register_pytree_node, tree_flatten_with_path
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cxl.errors import UnsupportedError
@@ -48,8 +48,7 @@ def compare(model, offload, step):
         for each, optimizer in zip((plain, ours), optimizers, strict=True):
             optimizer.zero_grad()
             torch.manual_seed(100 + index)
-            result = step(each)
-            results.append((result, torch.rand(3), state_of(each)))
+            results.append((step(each), torch.rand(3), state_of(each)))
             optimizer.step()
         assert_same(results[0], results[1], f"step {index}")
         assert all(p.isfinite().all() for p in plain.parameters()), "the test itself diverges"
@@ -184,9 +183,7 @@ class Registered:
         self.x, self.aux = x.contiguous(), aux
 
 
-torch.utils._pytree.register_pytree_node(
-    Registered, lambda each: ([each.x, each.aux], None), lambda parts, _: Registered(*parts)
-)
+register_pytree_node(Registered, lambda each: ([each.x, each.aux], None), lambda parts, _: Registered(*parts))
 
 
 class Collecting(nn.Module):
@@ -215,10 +212,8 @@ class Collecting(nn.Module):
 
 def collect(model):
     aux, states, x = [], collections.deque(), model.stem(torch.randn(4, 8))
-    found = collections.OrderedDict(
-        aux=aux, states=states, record=Record(states, aux), notes=Notes(aux, {}), registered=Registered(x, aux)
-    )
-    found["by name"] = collections.defaultdict(list)
+    found = collections.OrderedDict(aux=aux, states=states, record=Record(states, aux), notes=Notes(aux, {}))
+    found["registered"], found["by name"] = Registered(x, aux), collections.defaultdict(list)
     found["window"], found["set"] = collections.deque(maxlen=2), set()
     x = one_after_the_other(model.blocks, x, found)
     assert list(found["notes"].seen) == list(range(len(model.blocks))) == sorted(found["set"])
@@ -274,14 +269,9 @@ def an_inner_step_of_maml(model):
     return loss.detach()
 
 
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return torch.tanh(weight) * 2
-
-
 def parametrized():
     block = Residual()
-    parametrize.register_parametrization(block.up, "weight", Doubled())
+    parametrize.register_parametrization(block.up, "weight", nn.Tanh())
     return block
 
 

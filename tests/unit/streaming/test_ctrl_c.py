@@ -2,7 +2,7 @@
 
 import signal
 import sys
-import threading
+from multiprocessing.pool import ThreadPool
 
 import pytest
 import torch
@@ -61,8 +61,7 @@ class Weights:
 
 class Inputs:
     def __init__(self, swapper):
-        area = Area(swapper.store, "inputs", 2 * NUM_RECORDS * NBYTES, 1)
-        self.inputs = InputsOnSsd(swapper, area, HostEngine())
+        self.inputs = InputsOnSsd(swapper, Area(swapper.store, "inputs", 2 * NUM_RECORDS * NBYTES, 1), HostEngine())
         self.use()
 
     def use(self):
@@ -112,20 +111,9 @@ def interrupted(function, at):
 
 
 def ends(function):
-    """Call a function in a thread, so that a test that would hang fails."""
-    errors: list[BaseException] = []
-
-    def run():
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive(), "it waits for ever"
-    assert not errors, errors
+    """Call a function in another thread, a daemon, so that a test fails where it would wait for ever."""
+    with ThreadPool(1) as threads:
+        threads.apply_async(function).get(30)
 
 
 @pytest.fixture(autouse=True)

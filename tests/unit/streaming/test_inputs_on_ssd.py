@@ -1,8 +1,6 @@
 """Inputs of units on SSD: right values at the recompute, a hard cap of memory, and nothing left of dropped graphs."""
 
 import gc
-import os
-import signal
 import threading
 import time
 from contextlib import closing
@@ -18,7 +16,8 @@ from lightning_cxl.storage.swap import BufferPool, Swapper
 from lightning_cxl.streaming.activations import ActivationOffload
 from lightning_cxl.streaming.on_ssd import NUM_INPUT_SLOTS, InputsOnSsd
 from lightning_cxl.streaming.units import find_units
-from tests.storage_cases import BLOCK, Gate, memory_of
+from tests.storage_cases import BLOCK, Gate, eventually, memory_of
+from tests.unit.memory.host import ends_in_child
 from tests.unit.streaming.test_activations_lifetime import FEATURES, Net
 
 NUM_BLOCKS = 5
@@ -31,9 +30,9 @@ class Rig:
         self.store = Store([folder], budget_bytes=1 << 24, system=self.gate)
         self.area = Area(self.store, "inputs", 0, 1)
         pool = BufferPool(self.allocate, int(num_buffers * 2 * BLOCK))
-        swapper = Swapper(self.store, pool, begin_thread=engine.use_in_this_thread)
-        self.inputs = InputsOnSsd(swapper, self.area, engine)
+        self.inputs = InputsOnSsd(Swapper(self.store, pool, begin_thread=engine.use_in_this_thread), self.area, engine)
         self.engine, self.net = engine, Net(NUM_BLOCKS).to(engine.device)
+        self.place = lambda nbytes, unit: self.inputs.place(nbytes)
         self.offload = ActivationOffload(engine, memory.allocate, min_bytes=1, place_on_ssd=self.place)
         self.offload.attach(find_units(self.net))
 
@@ -41,21 +40,17 @@ class Rig:
         self.allocated.append(nbytes)
         return memory_of(nbytes)
 
-    def place(self, nbytes, _unit):
-        return self.inputs.place(nbytes)
-
     def loss(self, seed=0):
-        device = self.engine.device
         x = torch.randn(16, FEATURES, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
-        return self.net(x.to(device))
+        return self.net(x.to(self.engine.device))
 
     def grads(self, seed=0, loss=None):
         self.net.zero_grad()
         (self.loss(seed) if loss is None else loss).backward()
         return [parameter.grad.cpu().clone() for parameter in self.net.parameters()]
 
-    def assert_right(self, seed=0, loss=None):
-        assert all(map(torch.equal, self.grads(seed, loss), self.expected(seed)))
+    def assert_right(self, seed=0):
+        assert all(map(torch.equal, self.grads(seed), self.expected(seed)))
 
     def expected(self, seed=0):
         self.offload.detach()
@@ -78,8 +73,8 @@ def rig(tmp_path, engine, memory, request):
 
 
 @pytest.fixture
-def on_host(tmp_path, memory, request):
-    with closing(Rig(tmp_path, HostEngine(), memory, getattr(request, "param", 2.0))) as made:
+def on_host(tmp_path, memory):
+    with closing(Rig(tmp_path, HostEngine(), memory)) as made:
         yield made
 
 
@@ -104,7 +99,7 @@ def test_a_buffer_that_is_being_written_gets_no_other_image(on_host, monkeypatch
 
     monkeypatch.setattr(on_host.gate, "pwritev", first_waits)
     values = [torch.full((1024,), float(index)) for index in range(2)]  # two buffers, of two blocks each
-    places = [on_host.place(2 * BLOCK, "unit") for _ in values]
+    places = [on_host.inputs.place(2 * BLOCK) for _ in values]
     for place, value in zip(places, values, strict=True):
         place.store(value, 1024)
         assert place.write_has_begun.wait(20)
@@ -127,26 +122,20 @@ def test_the_next_input_is_read_while_a_unit_is_recomputed(rig, monkeypatch):
 
     loss = rig.loss()
     rig.engine.synchronize()
-    wait_for(lambda: rig.store.stats()["num_writes"] >= NUM_BLOCKS)
+    eventually(lambda: rig.store.stats()["num_writes"] >= NUM_BLOCKS)
     rig.store.wait()
     monkeypatch.setattr(Store, "read", noted)
     last_is_near = not rig.engine.computes_on_host
     expected = [*range(2 - last_is_near, NUM_BLOCKS + 1 - last_is_near), NUM_BLOCKS - last_is_near]
 
     def note(*_):
-        wait_for(lambda: len(read) >= expected[len(seen)])
+        eventually(lambda: len(read) >= expected[len(seen)])
         seen.append(len(read))
 
     for block in rig.net.blocks:
         block.up.register_forward_pre_hook(note)
     rig.grads(loss=loss)
     assert seen == expected
-
-
-def wait_for(is_so):
-    deadline_s = time.monotonic() + 10
-    while not is_so() and time.monotonic() < deadline_s:
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("what", ["read", "write"])
@@ -224,7 +213,7 @@ def test_an_image_is_read_behind_a_write_that_has_not_begun(on_host, monkeypatch
         return CopyLike(lambda: goes_on.wait(20), goes_on.is_set)
 
     monkeypatch.setattr(HostEngine, "d2h", late)
-    image, into = on_host.place(2 * BLOCK, "unit"), torch.zeros(2048)
+    image, into = on_host.inputs.place(2 * BLOCK), torch.zeros(2048)
     image.store(torch.full((1024,), 7.0), 1024)
     fetch = image.fetch(into)
     time.sleep(0.05)
@@ -258,15 +247,13 @@ def test_a_backward_after_the_run_is_refused(rig):
 
 
 def test_a_forked_child_is_told_that_it_has_no_thread(on_host):
-    image = on_host.place(BLOCK, "unit")
+    images = [on_host.inputs.place(BLOCK)]
+
+    def is_told():
+        images.clear()
+        with pytest.raises(StorageError, match="forked"):
+            on_host.inputs.place(BLOCK)
+        return True
+
     with on_host.inputs._lock:  # as another thread may have it at that moment
-        child = os.fork()
-        if child == 0:
-            signal.alarm(10)
-            del image
-            try:
-                on_host.place(BLOCK, "unit")
-                os._exit(5)
-            except StorageError as error:
-                os._exit(3 if "forked" in str(error) else 4)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        assert ends_in_child(is_told) == 0

@@ -71,8 +71,8 @@ def make(depth=5):
 
 
 def batch(step, like):
-    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step), device="cpu")
-    return x.to(like.weight.device)
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, WIDTH, generator=generator, device="cpu").to(like.weight.device)
 
 
 def named_blocks(model):
@@ -418,16 +418,12 @@ def penalty(model, x, order=2):
     return loss * 10
 
 
-def third_derivative(model, x):
-    return penalty(model, x, order=3)
-
-
 def gradients_of_weights(model, x):
     inner = torch.autograd.grad(model(x), list(model.parameters()), create_graph=True)
     return sum(each.square().sum() for each in inner)
 
 
-@pytest.mark.parametrize("loss_of", [penalty, third_derivative, gradients_of_weights], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("loss_of", [penalty, lambda *args: penalty(*args, order=3), gradients_of_weights])
 def test_second_derivatives_with_more_units_than_slots(engine, stream, loss_of):
     if loss_of is gradients_of_weights and not engine.computes_on_host:
         pytest.skip("`torch.autograd.grad` finds no parameter that is on another device than its gradient")
@@ -513,11 +509,6 @@ def test_weights_exchanged_for_one_forward(engine, stream):
     streamed.assert_at_home()
 
 
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return weight * 2
-
-
 def test_what_keeps_weights_beyond_a_call_is_refused(engine, stream):
     """Transforms of torch.func, and parametrizations that are kept for several uses."""
     model = make(6)
@@ -527,7 +518,7 @@ def test_what_keeps_weights_beyond_a_call_is_refused(engine, stream):
         with pytest.raises(UnsupportedError, match=r"unit `blocks.0` runs in a transform of torch.func"):
             transformed(x)
     for block in model.blocks:
-        nn.utils.parametrize.register_parametrization(block.down, "weight", Doubled())
+        nn.utils.parametrize.register_parametrization(block.down, "weight", nn.Tanh())
     with nn.utils.parametrize.cached(), pytest.raises(UnsupportedError, match=r"`parametrize.cached\(\)`"):
         model(x)
 
@@ -599,8 +590,7 @@ def test_a_forked_child_does_not_wait_for_an_update_that_never_ends_there(engine
             block.up.weight.tolist()
         return block.up.weight.tolist()  # the second look, too
 
-    found = in_child(lambda: look(model.blocks[1]))
-    assert "UnsupportedError: this process was forked" in found
+    assert "UnsupportedError: this process was forked" in in_child(lambda: look(model.blocks[1]))
     assert in_child(lambda: look(model.blocks[2])) == ""
     update.set_result(None)
 

@@ -46,20 +46,17 @@ def names(model, units="auto"):
     return [name for name, _ in find_units(model, units)]
 
 
-def test_declared_blocks_win_and_embeddings_are_no_units():
-    assert names(Declared()) == ["layers.0", "layers.1"]
-    assert names(nn.ModuleDict({"model": Declared(1)})) == ["model.layers.0"]
-
-
 SMALL = [f"small.{index}" for index in range(5)]
 LARGE = [f"large.{index}" for index in range(3)]
 
 
-@pytest.mark.parametrize("declared", [None, ["Elsewhere"]])
-def test_declaring_none_falls_back_to_the_largest_stack(declared):
-    model = Pair()
-    model._no_split_modules = declared
-    assert names(model) == LARGE
+def test_declared_blocks_win_without_embeddings_and_without_any_the_largest_stack():
+    assert names(Declared()) == ["layers.0", "layers.1"]
+    assert names(nn.ModuleDict({"model": Declared(1)})) == ["model.layers.0"]
+    for declared in (None, ["Elsewhere"]):
+        model = Pair()
+        model._no_split_modules = declared
+        assert names(model) == LARGE
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,9 +67,8 @@ class Weights:
 
 @pytest.fixture
 def rig(tmp_path, request):
-    made = Weights(tmp_path, *getattr(request, "param", ()))
-    yield made
-    made.close()
+    with closing(Weights(tmp_path, *getattr(request, "param", ()))) as made:
+        yield made
 
 
 one_buffer = pytest.mark.parametrize("rig", [(1,)], indirect=True)
@@ -288,23 +288,17 @@ def test_a_request_that_is_interrupted_copies_nothing(rig, monkeypatch):
     assert torch.equal(into, rig.values[4]) and not bool(lost.any())
 
 
-class Unit:
+def unit_of(flat, home):
     """What a slot wants of a unit of one piece."""
-
-    def __init__(self, flat, home):
-        self.pieces = [WeightPiece(0, flat, home)]
-        self.readers = ()
-
-    def versions(self):
-        return ()
+    return SimpleNamespace(pieces=[WeightPiece(0, flat, home)], readers=(), versions=tuple)
 
 
 def test_a_late_copy_does_not_overwrite_the_next_unit(rig):
     rig.gate.is_open.clear()
     slot = Slot(HostEngine(), SIZES[1])
-    slot.fetch(Unit(rig.shown(1), rig.homes[1]), ())
+    slot.fetch(unit_of(rig.shown(1), rig.homes[1]), ())
     other = torch.full((SIZES[1],), 99, dtype=torch.uint8)
-    slot.fetch(Unit(other, InMemory(memory_of(4096))), ())
+    slot.fetch(unit_of(other, InMemory(memory_of(4096))), ())
     rig.gate.is_open.set()
     rig.swapper.close()
     slot.wait()
@@ -312,7 +306,7 @@ def test_a_late_copy_does_not_overwrite_the_next_unit(rig):
 
 
 def test_a_unit_that_could_not_be_read_is_fetched_again(rig, monkeypatch):
-    unit = Unit(rig.shown(1), rig.homes[1])
+    unit = unit_of(rig.shown(1), rig.homes[1])
     slot = Slot(HostEngine(), SIZES[1])
     rig.gate.fails = "both"
     slot.fetch(unit, ())
