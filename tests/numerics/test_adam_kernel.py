@@ -302,18 +302,16 @@ def assert_stored(new: Case, momentum: torch.Tensor, variance: torch.Tensor) -> 
 
     But for the sign of zero: with beta1 = 0 and a gradient of -0 torch's own vectors give 0, its scalar tail -0.
     """
-    momentum, variance = momentum + 0.0, variance + 0.0  # -0 + 0 is 0
-    if new.formats.state == "8bit":
-        for values, name, unsigned in ((momentum, "momentum", False), (variance, "variance", True)):
-            codes, scales = torch.empty_like(new[name]), torch.empty_like(new[f"{name}_scale"])
-            _adam.quantize(values.numpy(), codes.numpy(), scales.numpy(), unsigned, "baseline")
-            assert torch.equal(new[name], codes) and torch.equal(new[f"{name}_scale"], scales)
-    elif new.formats.state == "bf16":
-        for values, stored in ((momentum, new["momentum"]), (variance, new["variance"])):
+    for name, values in (("momentum", momentum + 0.0), ("variance", variance + 0.0)):  # -0 + 0 is 0
+        stored = new[name]
+        if new.formats.state == "8bit":
+            codes, scales = torch.empty_like(stored), torch.empty_like(new[f"{name}_scale"])
+            _adam.quantize(values.numpy(), codes.numpy(), scales.numpy(), name == "variance", "baseline")
+            assert torch.equal(stored, codes) and torch.equal(new[f"{name}_scale"], scales)
+        elif new.formats.state == "bf16":
             towards, away = bfloat16_neighbours(values)
             assert (equal_bits(stored + 0.0, towards) | equal_bits(stored + 0.0, away)).all()
-    else:
-        for values, stored in ((momentum, new["momentum"]), (variance, new["variance"])):
+        else:
             assert equal_bits(stored + 0.0, values).all()
 
 

@@ -52,22 +52,16 @@ def tokens(seed):
     return torch.randint(3, VOCABULARY, POSITIONS.shape, generator=torch.Generator().manual_seed(seed))
 
 
-def changed():
-    """Return tokens, the same with some sequences changed, and where nothing was changed."""
-    one = tokens(1)
-    other, same = one.clone(), torch.ones_like(one, dtype=torch.bool)
-    for where in CHANGED:
-        other[where], same[where] = tokens(2)[where], False
-    return one, other, same
-
-
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", APART)
 def test_no_token_attends_to_another_sequence(family, implementation):
     if (family, implementation) == ("Gemma2", "sdpa"):
         pytest.skip("transformers has no sdpa for its capped attention")
     model = tiny(family, attention=implementation).eval()
-    one, other, same = changed()
+    one = tokens(1)
+    other, same = one.clone(), torch.ones_like(one, dtype=torch.bool)
+    for where in CHANGED:
+        other[where], same[where] = tokens(2)[where], False
     arguments = packed_arguments(model, POSITIONS)
     with torch.no_grad():
         before, after = (model(input_ids=ids, use_cache=False, **arguments).logits for ids in (one, other))
