@@ -74,6 +74,22 @@ def is_only_holder(tensor: Tensor) -> bool:
     return _holders(tensor) == _ONE_HOLDER
 
 
+def _references(grad: Tensor) -> tuple[int, int]:
+    return sys.getrefcount(grad), _holders(grad)
+
+
+def is_only_gradient(grad: Tensor) -> bool:
+    """Return whether only its parameter, and one object of the caller, hold a gradient or reach its memory."""
+    names, holders = _references(grad)
+    return names <= _ONLY_GRADIENT[0] and holders <= _ONLY_GRADIENT[1]
+
+
+_alone.grad = torch.frombuffer(bytearray(4), dtype=_alone.dtype).view(1)  # as a gradient in memory of ours
+_in_one_object = (_alone.grad,)
+_holders(_in_one_object[0])
+_ONLY_GRADIENT = (lambda grad: _references(grad))(_in_one_object[0])  # as deep in calls as above
+
+
 _map_file = find("torch", "UntypedStorage.from_file", "read checkpoints that are larger than memory")
 _maps = threading.RLock()
 

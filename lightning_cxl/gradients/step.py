@@ -24,11 +24,18 @@ from lightning_cxl.optim.masters import MasterWeights, WeightPair, is_on_host
 from lightning_cxl.optim.parameter_state import AllocateState, AwaitedParams, plain
 from lightning_cxl.optim.swapped_state import StateSwapper
 from lightning_cxl.sharding.host_shard import ShardedUnit
-from lightning_cxl.shards import local, shard_of, sharded_like
+from lightning_cxl.shards import is_sharded, local, shard_of, sharded_like
 from lightning_cxl.streaming.unit_weights import ParamStreamer, UnitWeights
 from lightning_cxl.streaming.units import Compiler, StandIn, call_under
 from lightning_cxl.timing import timed
-from lightning_cxl.torch_private import between_hooks, keeps_mark, mark_as_called, orthogonalising_by, step_hooks
+from lightning_cxl.torch_private import (
+    between_hooks,
+    is_only_gradient,
+    keeps_mark,
+    mark_as_called,
+    orthogonalising_by,
+    step_hooks,
+)
 
 # `Updates`: all parameters at once, or streamed units one after the other, behind what the device does.
 #
@@ -157,6 +164,8 @@ class Updates:
 
     @torch.no_grad()
     def _update(self, optimizer: CPUAdam) -> None:
+        if self._step is not None:
+            self._step.check_unchanged()
         step = AdamStep(optimizer) if self._step is None else self._step
         self._optimizer = self._step = None
         updates = step.collect()
@@ -167,9 +176,11 @@ class Updates:
         for each in updates:
             pair = self._masters.find(each.written[0])
             unit = None if pair is None else self._unit_of.get(id(pair.compute))
-            if pair is not None and unit is not None and self._is_for_worker(pair):
+            if pair is None or not self._is_unseen(pair, each):
+                now.append(each)
+            elif unit is not None and self._is_for_worker(pair):
                 parts.setdefault(id(unit), []).append(each)
-            elif pair is not None and self._may_be_late(pair):
+            elif self._may_be_late(pair):
                 residents.setdefault(self._awaited[id(pair.compute)], []).append((pair, each))
             else:
                 now.append(each)
@@ -336,6 +347,15 @@ class Updates:
         gradients: dict[torch.Tensor, torch.Tensor] = {pair.master: self._grads.take(pair) for pair in pairs}
         if self._guard.check(gradients):
             step.apply(step.collect(gradients), scale)
+
+    def _is_unseen(self, pair: WeightPair, update: Update) -> bool:
+        """Whether no other code holds the gradient: it may write to it as soon as the step has returned."""
+        grad = pair.master.grad
+        if grad is None or is_sharded(grad) or grad is not update.grad:
+            return True  # of several processes, or a copy that the step has made
+        is_ours = self._grads.is_ours(pair, grad)
+        del grad
+        return is_ours and is_only_gradient(update.grad)
 
     def _is_for_worker(self, pair: WeightPair) -> bool:
         """Whether the kernel writes the compute weights itself, so that nothing is left to do after it."""

@@ -239,7 +239,7 @@ class CXLAccelerator(Accelerator):  # type: ignore[misc]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward pass; afterwards gradients are on the host, complete. See Accelerate's `backward`."""
-        with self.offload.backward(is_last=self.sync_gradients):
+        with self.offload.backward(kwargs, is_last=self.sync_gradients):
             super().backward(loss, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -143,7 +143,7 @@ class CXLFabricStrategy(lightning.CommonStrategy, lightning.FabricParallelStrate
     def backward(  # type: ignore[override]
         self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
     ) -> None:
-        with self.offload.backward():
+        with self.offload.backward(kwargs):
             super().backward(tensor, module, *args, **kwargs)
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:

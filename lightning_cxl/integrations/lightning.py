@@ -417,6 +417,10 @@ class CXLOffloadStrategy(CommonStrategy, ParallelStrategy):
             root = self.model if getattr(self.model, "automatic_optimization", False) else None
             self._root = cut_for(self._session, self.model, self.device_mesh, self.root_device, root)
 
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        self.run.check_backward(kwargs)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
     def pre_backward(self, closure_loss: Tensor) -> None:
         self.run.start_backward()
 
@@ -729,7 +733,8 @@ def loop_of(trainer: Trainer, on_overflow: str) -> tuple[Loop, Defers]:
     scales, clips = getattr(plugin, "scaler", None) is not None, trainer.gradient_clip_val
     step = ("on_before_optimizer_step", "configure_gradient_clipping")
     # between backward and step, perhaps through `.data`
-    edits = manual or overridden("backward", "on_after_backward", "optimizer_step", *step)
+    edits = manual or overridden("backward", "on_after_backward", "optimizer_step", "optimizer_zero_grad", *step)
+    edits = edits or bool(methods_of_others(plugin, ("backward", "post_backward"), _KNOWN))
     # before the next backward: they must be unscaled and clipped where they are; a plugin's own clipping works on what
     # it finds, and values are clipped when they are unscaled
     reads = manual or overridden("on_before_zero_grad", "on_train_batch_end", *step)

@@ -176,6 +176,15 @@ class AdamStep:
         for ordinal, (_, _, parameter) in enumerate(self._places):
             self._ordinals.setdefault(parameter, []).append(ordinal)
 
+    def check_unchanged(self) -> None:
+        """Refuse hyper-parameters that were written after the step began: a part of it is made with those of before."""
+        for begun, group in zip(self._groups, self._optimizer.param_groups, strict=True):
+            if any(begun[key] != value for key, value in group.items() if key != "params"):
+                raise UnsupportedError(
+                    "hyper-parameters of the optimizer were changed while updates ran behind the backward: change them "
+                    "before the backward or after the step, or set overlap_step=False"
+                )
+
     def collect(self, grads: Mapping[torch.Tensor, torch.Tensor] | None = None) -> list[Update]:
         """Return the updates of parameters that have gradients, or of those in `grads`."""
         updates = []

@@ -597,6 +597,14 @@ class Run:
         self._grads.start_backward()
         self._trim_heap()
 
+    def check_backward(self, options: dict[str, Any]) -> None:
+        """Refuse options of ``loss.backward()`` that would leave out weights, before it runs."""
+        inputs = options.get("inputs")
+        if self._streamer is not None and inputs is not None:
+            # a generator can be read once
+            options["inputs"] = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+            self._streamer.refuse_inputs(options["inputs"])
+
     def finish_backward(self, *, is_last: bool = False) -> None:
         """Return when the gradients of the last backward are where the optimizer reads them, if it does so next."""
         self._grads.finish()

@@ -176,8 +176,12 @@ class UserLoop:
         )
 
     @contextmanager
-    def backward(self, *, is_last: bool = True) -> Iterator[None]:
-        """Return a region for one backward; after the last one of a step ``.grad`` of `holders` is complete."""
+    def backward(self, options: dict[str, Any] | None = None, *, is_last: bool = True) -> Iterator[None]:
+        """Return a region for a backward with `options`; after the last of a step ``.grad`` of `holders` is complete.
+
+        Raises:
+            UnsupportedError: options that would leave out weights.
+        """
         if not self._prepared:
             raise ConfigError(
                 "no model has been prepared, so nothing of this backward would be offloaded: before training, call "
@@ -185,6 +189,7 @@ class UserLoop:
             )
         runs = [each.run for each in self._prepared.values() if each.run.optimizers]
         for run in runs:
+            run.check_backward({} if options is None else options)
             run.start_backward()
         yield
         for run in runs:

@@ -588,6 +588,20 @@ class ParamStreamer:
         for unit in self._units:
             unit.gradients = gradients
 
+    def refuse_inputs(self, inputs: Iterable[Any]) -> None:
+        """Refuse weights that stream among ``backward(inputs=...)``.
+
+        Torch gives a parameter that goes to the host a new node. It looks for that one, and the graph has the old one.
+        """
+        asked = {id(each) for each in inputs}
+        for unit in self._units:
+            if any(id(parameter) in asked for parameter in unit.parameters):
+                raise UnsupportedError(
+                    f"`backward(inputs=...)` finds no weights that stream, such as those of unit `{unit.name}`: they "
+                    "would get no gradient. Call `requires_grad_(False)` on what shall get none, and run the backward "
+                    "without `inputs`; or set stream_weights=False"
+                )
+
     def stats(self) -> dict[str, int]:
         """Return ``num_units``, ``host_bytes`` of their weights in memory, ``slot_bytes`` on the device, and copies."""
         return {

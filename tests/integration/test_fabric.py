@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_cxl import CXLFabricStrategy
+from lightning_cxl.errors import UnsupportedError
 from tests import training_device
 from tests.integration.training import assert_equal, make_fabric, weights_of
 from tests.models import TinyTransformer
@@ -166,3 +167,36 @@ def test_a_gradient_that_was_set_to_zero_is_no_part_of_a_sum_for_hooks(strategie
     for _ in range(3):
         step(fabric, model, optimizer, set_to_none=False)
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize("kept", ["gradients", "views"])
+def test_gradients_that_are_kept_may_be_changed_when_the_step_has_returned(strategies, late_copies, kept):
+    results = []
+    for strategy in (strategies(stream_weights=True, overlap_step=False), strategies(stream_weights=True)):
+        torch.manual_seed(1)
+        fabric, model = make_fabric(strategy), TinyTransformer(depth=5, dropout=0.0)
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        tokens, losses = torch.randint(0, 37, (2, 8)).to(training_device.current), []
+        for _ in range(4):
+            losses.append(model(tokens).square().mean())
+            fabric.backward(losses[-1])
+            mine = [
+                p.grad if kept == "gradients" else p.grad.view(-1) for p in model.parameters() if p.grad is not None
+            ]
+            optimizer.step()
+            for gradient in mine:
+                gradient.zero_()
+            optimizer.zero_grad()
+        results.append(([loss.item() for loss in losses], weights_of(model)))
+    assert results[0][0] == results[1][0]
+    assert_equal(results[0][1], results[1][1])
+
+
+def test_a_backward_for_some_weights_that_stream_is_refused(strategies):
+    fabric, model = make_fabric(strategies(stream_weights=True)), TinyTransformer()
+    model, _ = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    loss = model(torch.randint(0, 37, (2, 8)).to(training_device.current)).square().mean()
+    with pytest.raises(UnsupportedError, match="finds no weights that stream, such as those of unit `blocks"):
+        fabric.backward(loss, inputs=model.blocks.parameters(), retain_graph=True)
+    fabric.backward(loss, inputs=model.head.weight)
+    assert model.head.weight.grad is not None and model.embed.weight.grad is None

@@ -308,6 +308,34 @@ def test_writes_between_steps_count(task, accumulate, behind):
         assert_same(fit(options, **given), fit(AFTER, **given))
 
 
+class KeepsGradients(Task):
+    """Every other step adds to the gradients of the one before."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % 2:
+            optimizer.zero_grad()
+
+
+def test_gradients_of_the_step_before_are_there_where_the_module_zeroes_them():
+    for options in ({}, IGNORE):
+        assert_same(fit(options, task=KeepsGradients), fit(AFTER, task=KeepsGradients))
+
+
+class ChangesRate(Task):
+    def training_step(self, batch, batch_idx):
+        group = self.optimizers().param_groups[0]
+        first = self.model.embed.weight  # its gradient comes last
+        if batch_idx == 0:
+            first.register_hook(lambda grad: group.update(lr=group["lr"] / 2))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_rate_that_changes_in_the_backward_counts_or_is_refused():
+    assert_same(fit({}, task=ChangesRate), fit(AFTER, task=ChangesRate))
+    with pytest.raises(UnsupportedError, match="changed while updates ran behind the backward"):
+        fit(IGNORE, task=ChangesRate)
+
+
 class Manual(Task):
     """Two micro-batches a step, by hand; keeps copies of the gradients of the blocks after each, and where they are."""
 
