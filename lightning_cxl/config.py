@@ -263,7 +263,7 @@ class OffloadConfig:
         """
         names = [f.name for f in fields(cls)]
         unknown = sorted(set(explicit) - set(names))
-        if "share_weights" in unknown:
+        if "share_weights" in unknown or f"{_PREFIX}SHARE_WEIGHTS" in os.environ:
             raise ConfigError(
                 "option share_weights was removed: leave it out. A model that FSDP2 cuts has one copy of its weights "
                 "on each machine"
@@ -308,7 +308,6 @@ def show_options(kind: type) -> None:
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:
-    # below 0.82, `share_weights`, which is gone, would be told to be `stream_weights`
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.82)), "")
 
 

@@ -244,8 +244,9 @@ def work(target: str, seeds: range, at: Any, num_findings: Any) -> None:
 def fuzz(target: str, seeds: range) -> int:
     """Try cases in a process; where one ends it, tell so and go on behind it. Returns how many findings there are."""
     context = multiprocessing.get_context("fork")
-    at, num_findings = context.Value("q", seeds.start), context.Value("q", 0)
+    at, num_findings = context.Value("q", 0), context.Value("q", 0)
     while seeds:
+        at.value = seeds.start
         process = context.Process(target=work, args=(target, seeds, at, num_findings))
         process.start()
         process.join()

@@ -51,6 +51,15 @@ def test_validate_test_and_predict_without_fit(make, options):
     assert ours.strategy.report()["num_parameters"] == sum(p.numel() for p in module.parameters())
 
 
+def test_float64_parameters_train_with_torchs_adam():
+    class Double(Task):
+        def loss(self, batch):
+            return torch.nn.functional.cross_entropy(self.model(batch[0]).flatten(0, -2), batch[1].flatten())
+
+    plain, ours = (run(each, lambda: Double(no_dropout().double()), 4, precision="64-true")[0] for each in ("auto", {}))
+    assert ours.losses == plain.losses
+
+
 @on_cpu
 def test_lightning_cli_yaml(tmp_path, monkeypatch):
     pytest.importorskip("jsonargparse")

@@ -170,10 +170,10 @@ MODELS_APART = {  # model, quantisation, adapters
     "codes as bfloat16": ("Llama", NF4 | {"bnb_4bit_quant_storage": torch.bfloat16}, LAST_TOO),
 }  # fmt: skip
 MODELS_ON_CPU = {
+    "4 bit that stays": ("Llama", NF4, LAST_TOO),
     "8 bit": ("Llama", EIGHT_BIT, ATTENTION),
     "8 bit, outliers": ("Llama", EIGHT_BIT | {"llm_int8_threshold": 0.5}, LAST_TOO),
     "DoRA": ("Llama", NF4, LAST_TOO | {"use_dora": True}),
-    "4 bit that stays": ("Llama", NF4, LAST_TOO),
 }
 
 

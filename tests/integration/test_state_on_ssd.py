@@ -13,7 +13,7 @@ from lightning_cxl.optim.swapped_state import StateSwapper
 from tests.integration import test_ssd_training as ssd_training
 from tests.integration.llama import LlamaInStep, tiny_llama
 from tests.integration.test_ssd_training import STATE
-from tests.integration.training import run
+from tests.integration.training import assert_same_weights, run
 from tests.storage_cases import damage
 
 REFERENCE = {"ssd": {"checkpoint": "reference"}}
@@ -36,6 +36,15 @@ def fit(strategy, steps, *, make_model=bfloat16_llama, task=LlamaInStep, callbac
 
 def every_step(folder, **options):
     return ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=1, save_last=False, monitor=None, **options)
+
+
+def test_a_run_with_weights_there_resumes_exactly_from_copies(tmp_path):
+    options = {"tier_rules": ssd_training.BOTH, "stream_weights": True, "ssd": {"checkpoint": "copy"}}
+    straight = fit({}, 7)
+    first = fit(on_ssd(tmp_path / "ssd", **options), 4, callbacks=[every_step(tmp_path)])
+    second = fit(on_ssd(tmp_path / "ssd", **options), 7, ckpt_path=next(tmp_path.glob("*.ckpt")))
+    assert first.losses + second.losses == straight.losses
+    assert_same_weights(second, straight)
 
 
 def test_only_the_latest_checkpoint_of_a_run_can_be_loaded(tmp_path):

@@ -38,6 +38,7 @@ def test_budgets_in_both_forms_and_the_tier_ssd_and_what_front_ends_without_a_co
         ({"tiers": {"ssd": "1TiB"}}, "\"ssd\" needs a path.*got '1TiB'"),
         ({"tiers": {"ssd": {"path": "/a", "key": "$KEY"}}}, "does not encrypt.*LUKS.*fscrypt"),
         ({"tiers": {"ssd": {"path": ["/a", "/b/../a"]}}}, "none twice"),
+        ({"tiers": {"ssd": {"path": "/a", "checkpoint": "copies"}}}, 'must be "copy" or "reference"'),
         ({"tier_rules": {"layers.*": 3}}, r"'layers\.\*': 3 must be a tier name"),
         ({"num_threads": 0}, "num_threads must be a positive"),
         ({"share_weights": False}, "option share_weights was removed: leave it out"),

@@ -17,7 +17,8 @@ tiers:
      device_read_bytes_per_s: 200 GB/s, device_write_bytes_per_s: 200 GB/s}}
   - {{name: cxl0, kind: cxl, capacity_bytes: {cxl}, adam_bytes_per_s: 60 GB/s,
      device_read_bytes_per_s: 50 GB/s, device_write_bytes_per_s: 35 GB/s}}
-device: {{name: test gpu, memory_bytes: 1GiB, flops: 1.0e+14, h2d_bytes_per_s: 55 GB/s, d2h_bytes_per_s: 55 GB/s}}
+device: {{name: test gpu, count: {count}, memory_bytes: 1GiB, flops: 1.0e+14,
+  h2d_bytes_per_s: 55 GB/s, d2h_bytes_per_s: 55 GB/s}}
 links: {{peer_bytes_per_s: 300 GB/s, sockets: 2}}  # sockets were a key of earlier files, and say nothing any more
 """
 
@@ -49,9 +50,9 @@ def run(model, tmp_path, capsys):
 
 @pytest.fixture
 def plan(run, tmp_path):
-    def plan(*arguments, dram="1GiB", cxl="1GiB"):
+    def plan(*arguments, dram="1GiB", cxl="1GiB", count=1):
         path = tmp_path / "machine.yaml"
-        path.write_text(MACHINE.format(dram=dram, cxl=cxl))
+        path.write_text(MACHINE.format(dram=dram, cxl=cxl, count=count))
         return run("--tiers", str(path), *arguments)
 
     return plan
@@ -88,6 +89,15 @@ def test_a_job_that_does_not_fit_the_host_says_what_would(plan, run):
             status, _, found = run(*shlex.split(each["command"])[4:])
             assert status == 0
             assert (found["host_bytes"], found["device_bytes"]) == (each["host_bytes"], each["device_bytes"])
+
+
+def test_state_is_held_once_by_all_ranks_of_a_machine_and_inputs_by_each(plan):
+    alone, four = (plan("--devices", str(count), count=4)[2] for count in (1, 4))
+    for role in ("momentum", "variance"):
+        assert four["roles"][role] == alone["roles"][role]
+    assert four["roles"]["activations"] == 4 * alone["roles"]["activations"]
+    # weights outside of units are cut, too, and then lie on the host
+    assert four["roles"]["compute_weights"] == 2 * four["num_parameters"] > alone["roles"]["compute_weights"]
 
 
 @pytest.mark.parametrize(

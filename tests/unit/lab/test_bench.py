@@ -1,11 +1,7 @@
-import json
 import os
-import sys
 
-import adam
 import pytest
 import timing
-from adam_bench import peers
 from ssd_bench import contenders, disk_area
 from ssd_bench.contenders import ALONE, LOOP, OURS, Job
 from timing import Contender, measure
@@ -56,29 +52,3 @@ def test_each_contender_for_drives_moves_all_tensors_and_no_other_byte(tmp_path,
         area.memory[:] = new
         contender(writes=True).go()
         assert area.path.read_bytes() == new[:used] + before[used:]
-
-
-def test_the_section_of_adams_steps_has_its_rows_and_goals(tmp_path, monkeypatch, capsys):
-    """Turns are one run, nothing is compiled (half a minute), no peer is imported, torch keeps its threads."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(timing, "_TURN_SECONDS", 0.0)
-    monkeypatch.setattr(timing, "_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(peers, "_compiled", lambda function: function)
-    for name in ("deepspeed", "bitsandbytes", "torchao"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(adam, "set_threads", lambda num_threads: None)
-    picture, target = tmp_path / "step.png", tmp_path / "rows.json"
-    options = ["--rounds=2", "--threads=2", f"--json={target}", f"--plot={picture}"]
-    adam.main([*options, "--sections", "step", "--sizes", "4096", "70K"])
-    assert picture.read_bytes()[1:4] == b"PNG"
-    written = json.loads(target.read_text())
-    assert written["machine"]["threads"] == 2
-    rows = {row["name"]: row for row in written["rows"]}
-    for size in ("4.096K", "70K"):
-        for name in ("roof", "CPUAdam", "torch fused", "torch foreach", "torch.compile"):
-            row = rows[f"fp32 step, {size}: {name}"]
-            assert row["value"] > 0 and row["unit"] == "ns/parameter"
-    with_goals = {name.replace(", 70K", "") for name, row in rows.items() if row["goal"] is not None}
-    assert with_goals == {"fp32 step, 4.096K: CPUAdam / torch fused", "fp32 step: CPUAdam / torch fused"}
-    shown = capsys.readouterr().out
-    assert "DeepSpeed CPUAdam: skipped, ModuleNotFoundError" in shown and "of 2 goals hold" in shown

@@ -1,19 +1,14 @@
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from footprint import PUBLISHED, shape_named, zero_offload
-from schedule.ideal import UnitShape
+from footprint import PUBLISHED
 from schedule.sharded import simulate
 from sharded import predicted_s, units_of
 from simulation.clock import LinkClock
 from simulation.links import HostTraffic, Link, Links
-from simulation.machine_links import links_of
 
-from lightning_cxl.machine.speeds import Cache, load_machine
-from lightning_cxl.memory.placement import TensorRole as R
-from lightning_cxl.planning.job import predict_adam_seconds, predict_copy_seconds
+from lightning_cxl.machine.speeds import load_machine
 
 
 def links(duplex=1.0, device_latency=0.0, tier_latency=0.0):
@@ -70,22 +65,6 @@ def test_flows_by_hand(case):
 
 
 MACHINES = Path(__file__).resolve().parents[3] / "examples" / "machines"
-PAPER = load_machine(MACHINES / "paper_a.yaml")
-UNBUFFERED = tuple(replace(tier, device_write_buffer_bytes=0) for tier in PAPER.tiers)
-PLAIN = replace(PAPER, cache=Cache(), write_contention=math.inf, tiers=UNBUFFERED)
-
-
-@pytest.mark.parametrize("split", [{"dram0": 1 - share, "cxl0": share} for share in (0, 0.2, 0.5, 0.8, 1)], ids=str)
-def test_a_copy_and_an_adam_update_take_what_is_predicted(split):
-    nbytes = 2**31
-    for direction in ("h2d", "d2h"):
-        seconds = links_of(PAPER).route(direction, split).seconds(nbytes)
-        assert seconds == pytest.approx(predict_copy_seconds(nbytes, split, PLAIN, direction))
-    traffic = {tier: HostTraffic(16, 12) * (share * 10**9) for tier, share in split.items() if share}
-    seconds = links_of(PAPER).host_route(traffic).seconds(28 * 10**9)
-    assert seconds == pytest.approx(predict_adam_seconds(10**9, split, PLAIN))
-
-
 EIGHT = load_machine(MACHINES / "eight_gpus.yaml")
 
 
@@ -97,34 +76,3 @@ def test_prefetch_brings_a_step_close_to_the_ideal_and_without_it_it_is_not(coun
     assert 1 <= ahead <= 1.10
     assert alone > 1.10 and alone > 1.1 * ahead
     assert predicted_s(units, EIGHT) == pytest.approx(steps[1].seconds, rel=0.02)
-
-
-def test_ideal_and_bound():
-    shape = UnitShape(4, 4, 4, update_s=1.0, h2d_bytes_per_s=2.0, d2h_bytes_per_s=4.0)
-    step = shape.step(num_units=10, num_slots=3, forward_s=5.0, backward_s=15.0)
-    # to the device 10 weights, 7 once more, and 9 inputs; from it 10 inputs and 10 gradients; 10 updates
-    assert step.serial_s() == 20 + 2 * 26 + 20 + 10
-    assert step.ideal_s() == 2 * 26 + 2 + 1 + 1
-    assert step.bound_s() == (20 + 0.5) + (2 * 16 + 1.5 + 1 + 1)
-    slow = shape.step(num_units=10, num_slots=3, forward_s=100.0, backward_s=300.0)
-    writing = UnitShape(4, 40, 4, update_s=1.0, h2d_bytes_per_s=20.0, d2h_bytes_per_s=4.0)
-    assert writing.step(10, 3, 5.0, 15.0).bound_s() == (90 + 0.5) + (9 * 2 + 7 * 0.2 + 1.5 + 1 + 1)
-    assert slow.ideal_s() == 400 + 2 + 1 + 1 == slow.bound_s()
-
-
-# GiB of the classes that arXiv 2507.03305's authors place (CXL-Aware-LLM-Finetuning, numa_allocation_patch.py)
-STATIC = {
-    "qwen2.5-7b": (28.37, 28.37, 28.37, 28.37, 14.19, 14.19, 141.9),
-    "mistral-nemo-12b": (45.63, 45.63, 45.63, 45.63, 22.81, 22.81, 228.1),
-}
-ROLES = (R.MOMENTUM, R.VARIANCE, R.MASTER_GRADS, R.MASTER_WEIGHTS, R.COMPUTE_WEIGHTS, R.COMPUTE_GRADS)
-
-
-@pytest.mark.parametrize("name", STATIC)
-def test_the_classes_of_the_paper_are_as_large_as_published(name):
-    *classes, total = STATIC[name]
-    sizes = zero_offload(shape_named(name), 1, 32768).bytes_of()
-    for role, gib in zip(ROLES, classes, strict=True):
-        assert sizes[role] / 2**30 == pytest.approx(gib, abs=0.006), role
-    assert sum(sizes[role] for role in ROLES) == 20 * PUBLISHED[name].num_parameters
-    assert sum(sizes[role] for role in ROLES) / 2**30 == pytest.approx(total, abs=0.06)

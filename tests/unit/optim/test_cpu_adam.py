@@ -263,3 +263,15 @@ def test_reading_data_costs_no_memory_and_writes_through_it_count(shape, is_tran
         masters.absorb_changes()
         assert torch.equal(pair.master, expected)
     pair.remove_front()
+
+
+def test_groups_have_their_own_hyper_parameters():
+    def groups(params):
+        return [{"params": params[:1], "lr": 0.5}, {"params": params[1:], "weight_decay": 0.5, "betas": (0.5, 0.5)}]
+
+    theirs, ours = parameters((3,), (4,)), parameters((3,), (4,))
+    torch_adam, adam = torch.optim.AdamW(groups(theirs)), CPUAdam(groups(ours), weight_decay=0.01)
+    for step in range(4):
+        torch_adam.param_groups[1]["lr"] = adam.param_groups[1]["lr"] = 0.1 * step
+        take_step(step, (theirs, torch_adam), (ours, adam))
+    assert_close(ours, theirs)

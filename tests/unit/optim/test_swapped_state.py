@@ -196,6 +196,13 @@ def test_direct_access_says_how_to_read_and_write_it(on_ssd, use):
         use(own.optimizer.state[own.parameters[0]])
 
 
+def test_a_copy_of_a_tensor_is_in_memory(on_ssd) -> None:
+    own = on_ssd(steps=1)
+    entry = own.optimizer.state[own.parameters[0]]
+    assert entry["step"] == 1
+    assert_equal(copy.deepcopy(entry["exp_avg"]), state_of(own.optimizer)[0]["exp_avg"])
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 def test_copies_of_an_optimizer_are_in_memory_and_go_on(on_ssd, tmp_path, how):
     own = on_ssd(folder=tmp_path / "ssd")
