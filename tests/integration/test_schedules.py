@@ -324,9 +324,8 @@ def test_gradients_of_the_step_before_are_there_where_the_module_zeroes_them():
 class ChangesRate(Task):
     def training_step(self, batch, batch_idx):
         group = self.optimizers().param_groups[0]
-        first = self.model.embed.weight  # its gradient comes last
-        if batch_idx == 0:
-            first.register_hook(lambda grad: group.update(lr=group["lr"] / 2))
+        if batch_idx == 0:  # the gradient of this weight comes last
+            self.model.embed.weight.register_hook(lambda grad: group.update(lr=group["lr"] / 2))
         return super().training_step(batch, batch_idx)
 
 
