@@ -179,7 +179,7 @@ class AdamStep:
     def check_unchanged(self) -> None:
         """Refuse hyper-parameters that were written after the step began: a part of it is made with those of before."""
         for begun, group in zip(self._groups, self._optimizer.param_groups, strict=True):
-            if any(begun[key] != value for key, value in group.items() if key != "params"):
+            if any(begun.get(key) != value for key, value in group.items() if key != "params"):
                 raise UnsupportedError(
                     "hyper-parameters of the optimizer were changed while updates ran behind the backward: change them "
                     "before the backward or after the step, or set overlap_step=False"
