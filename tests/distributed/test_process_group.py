@@ -9,10 +9,11 @@ def two_streams():
     late, soon = torch.Stream(device="apart"), torch.Stream(device="apart")
     mine = torch.full((1,), dist.get_rank() + 1.0, device="apart")
     gathered, summed = torch.empty(2, device="apart"), mine.clone()
+    dist.all_reduce(mine.clone())  # the first one connects the ranks, which takes a while
     for stream in (late, soon):
         stream.wait_stream(torch.accelerator.current_stream())
     if dist.get_rank() == 0:
-        apart.set_delay(kernel=0.1)
+        apart.set_delay(kernel=0.5)
         with late:
             mine.mul_(1)
         apart.set_delay()

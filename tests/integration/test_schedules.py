@@ -309,8 +309,6 @@ def test_writes_between_steps_count(task, accumulate, behind):
 
 
 class KeepsGradients(Task):
-    """Every other step adds to the gradients of the one before."""
-
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         if batch_idx % 2:
             optimizer.zero_grad()
