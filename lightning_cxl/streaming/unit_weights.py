@@ -598,8 +598,8 @@ class ParamStreamer:
             if any(id(parameter) in asked for parameter in unit.parameters):
                 raise UnsupportedError(
                     f"`backward(inputs=...)` finds no weights that stream, such as those of unit `{unit.name}`: they "
-                    "would get no gradient. Call `requires_grad_(False)` on what shall get none, and run the backward "
-                    "without `inputs`; or set stream_weights=False"
+                    "would get no gradient. Before the forward, call `requires_grad_(False)` on what shall get none, "
+                    "and run the backward without `inputs`; or set stream_weights=False"
                 )
 
     def stats(self) -> dict[str, int]:
