@@ -517,6 +517,12 @@ def skip_compiling(function: Any, reason: str) -> None:
     function._torchdynamo_disable_msg = reason
 
 
+def records_addresses(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` runs a module, or what it wraps, as CUDA graphs."""
+    config = getattr(module, "get_compiler_config", getattr(module._compiled_call_impl, "get_compiler_config", None))
+    return bool(config is not None and (config() or {}).get("triton.cudagraphs"))
+
+
 def compiled_module(module: nn.Module) -> nn.Module:
     """Return the module inside a wrapper of ``torch.compile``; any other module as it is."""
     return getattr(module, "_orig_mod", module) if type(module).__name__ == "OptimizedModule" else module

@@ -28,6 +28,7 @@ from lightning_cxl.torch_private import (
     is_only_holder,
     plain_data,
     plain_grad,
+    records_addresses,
     set_plain_data,
     set_plain_grad,
     tree_leaves,
@@ -313,8 +314,6 @@ class UnitWeights:
 
     def end_access(self) -> None:
         """The code with access is over: take over what it has set with ``parameter.data = ...``, watch again."""
-        if not self.is_accessed:
-            return
         self.take_in()
         if not self.is_updating():
             for piece in self.pieces:
@@ -583,6 +582,13 @@ class ParamStreamer:
 
     def attach(self, gradients: Any = None) -> None:
         """Let the weights of units come and go until `detach`; gradients are offloaded in step with them."""
+        for unit in self._units if not self._engine.computes_on_host else ():
+            if any(map(records_addresses, unit.module.modules())):
+                raise UnsupportedError(
+                    f"unit `{unit.name}` is compiled with CUDA graphs (`mode='reduce-overhead'` or 'max-autotune'), "
+                    "which record where weights are: those that stream are elsewhere in each call. Compile it with "
+                    "`mode='default'` or 'max-autotune-no-cudagraphs', or set `stream_weights=False`"
+                )
         self._attached = [_StreamedForward(self, unit) for unit in self._units]
         self._gradients = gradients
         for unit in self._units:
@@ -625,7 +631,8 @@ class ParamStreamer:
                 unit.wait()
         unit.wait()  # for its error
         for each in self._units:
-            each.end_access()
+            if each.is_accessed:
+                each.end_access()
         is_new = id(unit) not in self._entered
         if is_new:
             unit.unwatch()

@@ -102,14 +102,14 @@ def streamable(model: nn.Module, units: NamedUnits) -> Iterator[tuple[str, nn.Mo
     storage) stay where they are. On the meta device, for planning, memory counts as this host's. Of a parameter that is
     cut over processes its shard counts.
     """
-    units_of: dict[int, set[str]] = {}
+    units_of: dict[int, set[str]] = {id(module): {""} for module in _outside(model, {id(unit) for _, unit in units})}
     for name, unit in units:
         for module in unit.modules():
             units_of.setdefault(id(module), set()).add(name)
     owners: dict[int, set[str]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).update(units_of.get(id(module), {""}))
+            owners.setdefault(id(parameter), set()).update(units_of[id(module)])
     num_tensors: Counter[int] = Counter()  # in each storage
     distinct = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     for tensor in map(local, distinct.values()):
@@ -122,6 +122,14 @@ def streamable(model: nn.Module, units: NamedUnits) -> Iterator[tuple[str, nn.Mo
         chosen = [p for p in own if num_tensors[_storage_of(p)] <= 1]
         if chosen:
             yield name, unit, chosen
+
+
+def _outside(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
+    """Yield the modules that are reached without a unit; one that is also in a unit among them."""
+    if id(module) not in units:
+        yield module
+        for child in module.children():
+            yield from _outside(child, units)
 
 
 def owners_in(unit: nn.Module) -> dict[int, nn.Module]:

@@ -8,6 +8,7 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 
+from lightning_cxl.errors import UnsupportedError
 from tests.integration.training import EXACT, assert_identical, make_trainer, offload, train
 from tests.models import Task, TinyTransformer, token_data
 
@@ -66,6 +67,15 @@ def run(how, strategy, backend):
     torch._dynamo.reset()
     losses, state = train(lambda: how(TinyTransformer(depth=DEPTH), backend=backend), strategy, task=Marks, steps=5)
     return losses, {name.replace("_orig_mod.", ""): value for name, value in state.items()}, marks
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of torch, as it imports inductor
+@pytest.mark.parametrize("how", [wrapped, compiled_in_place])
+def test_cuda_graphs_of_weights_that_stream_are_refused(how):
+    with pytest.raises(
+        UnsupportedError, match=r"unit `model.blocks.0` is compiled with CUDA graphs .*stream_weights=False"
+    ):
+        train(lambda: how(TinyTransformer(depth=DEPTH), mode="reduce-overhead"), offload(**EXACT))
 
 
 @pytest.mark.parametrize(
