@@ -456,7 +456,7 @@ def put_shard(managed: Any, shard: Tensor, memory: Tensor) -> None:
     does not pad it, which would move it to other memory.
     """
     parameter = managed.sharded_param
-    if parameter.is_meta:  # the parameter itself says which device it is on
+    if parameter.device != shard.device:  # the parameter itself says which device it is on
         there = nn.Parameter(managed.to_sharded_dtensor(shard), requires_grad=parameter.requires_grad)
         there.__dict__.update(parameter.__dict__)
         torch.utils.swap_tensors(parameter, there)  # type: ignore[no-untyped-call]

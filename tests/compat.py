@@ -2,9 +2,8 @@
 
     python -m tests.compat [--torch 2.11 2.15] [-- PYTEST_ARGUMENT ...]
 
-Each version gets an environment of its own, and a copy of the project below ``build/compat``, because compiled modules
-lie beside the sources. The other dependencies have their newest versions. Both are removed afterwards. Each takes 6 GB
-of disk and 2.5 GB from the package index. Output of pip and pytest goes to ``build/compat/VERSION.log``.
+Each version gets an environment, and a copy of the project below ``build/compat``, because compiled modules lie beside
+the sources. Both are removed afterwards. Output of pip and pytest goes to ``build/compat/VERSION.log``.
 """
 
 import argparse

@@ -4,8 +4,7 @@
 
 A small model trains with optimizer state on SSD, a checkpoint every two steps and eight steps in all. Each fault comes
 in the sixth step, in a process of its own. Then the training is resumed from the newest checkpoint that loads, and its
-last weights are compared with those of a training without a fault. Needs root for a disk that is full and for a group
-that may not have more memory.
+last weights are compared with those of a training without a fault. Needs root.
 """
 
 import argparse

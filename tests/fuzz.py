@@ -4,9 +4,7 @@
 
 A case is accepted, or ends in an error of the package (of native code: of the kernel, or ValueError, TypeError,
 OverflowError or BufferError). Anything else is a finding, with the seed that makes it again: another exception, a
-process that dies, one that needs 4 GiB more, or a case that takes longer than ten seconds. Damaged are: values of
-options, in Python and in the environment; machine files; checkpoints; safetensors files and their index; manifests of
-drives; records of the flight recorder; and what native functions get.
+process that dies, one that needs 4 GiB more, or a case that takes longer than ten seconds.
 """
 
 import argparse

@@ -2,9 +2,7 @@
 
     python tests/sanitize.py [--threads] [PYTEST_ARGUMENT ...]
 
-``--threads``: with ThreadSanitizer, those tests of numerics that are about threads. It does not see how OpenMP's
-threads wait for each other, and would report each use of them. So the tests run beside the main thread, where kernels
-have threads of their own. What torch and Python do is not looked at.
+``--threads``: with ThreadSanitizer, tests of threads beside the main thread: it does not see how OpenMP's wait.
 
 The modules go to ``build/sanitize``, beside links to the Python files of the package; the normal build stays as it is.
 Any finding ends the process that has it. Before the tests, one of each kind is provoked, to see that it is noticed.

@@ -2,11 +2,9 @@
 
     python -m tests.upstream
 
-Fetches the source package of the installed version, and what its tests need, into ``build/upstream``; takes about five
-minutes, in one process, without models from a hub. A test that fails or is skipped as it is does not count. Exits with
-1 where a difference is not in `KNOWN`. pytest loads this module as a plug-in, which exchanges the accelerator.
-
-Tests of lightning, trl and torch are in no source package, and others need models of a hub.
+Fetches the source package of the installed version, and what its tests need, into ``build/upstream``. A test that fails
+or is skipped as it is does not count. Exits with 1 where a difference is not in `KNOWN`. pytest loads this module as a
+plug-in, which exchanges the accelerator. Tests of lightning, trl and torch are in no source package.
 """
 
 import importlib.metadata

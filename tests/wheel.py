@@ -3,8 +3,7 @@
     python tests/wheel.py [PYTHON ...]
 
 For each CPython: an environment below ``build/wheels-check`` with the wheel and what ``dist/requirements.lock`` locks;
-the commands `env` and `verify`, and ``examples/quickstart.py``, in a folder that is not the clone. ``PATH`` has the
-commands of the environment alone. Needs ``make wheels`` before, 6 GB of disk for each, and the package index.
+the commands `env` and `verify`, and ``examples/quickstart.py``, outside of the clone, after ``make wheels``.
 """
 
 import argparse

@@ -302,7 +302,7 @@ Allocate = Callable[[str, torch.Size, torch.dtype], Tensor]
 
 
 def host_shards(model: nn.Module, allocate: Allocate, engine: TransferEngine) -> dict[str, HostShard]:
-    """Move the shards of all parameters that FSDP2 manages to the host, before the first forward; return them by name.
+    """Move the shards of all parameters that FSDP2 manages to the host, between two runs; return the new ones by name.
 
     Parameters stay the objects that they are; optimizers may know them already. Tied ones are one, under their first
     name. A shard on the meta device has the values that the memory has.
@@ -311,9 +311,12 @@ def host_shards(model: nn.Module, allocate: Allocate, engine: TransferEngine) ->
     shards, copies = {}, []
     for managed in torch_private.sharded_parameters(model):
         name, local = names[managed.sharded_param], managed.sharded_param.detach().to_local()
-        if local.device != engine.device and not local.is_meta:
+        if isinstance(local, HostShard):
+            continue
+        mesh_device = managed.sharded_param.device_mesh.device_type
+        if managed.offload_to_cpu or mesh_device != engine.device.type:
             raise UnsupportedError(
-                f"the shard of `{name}` is on `{local.device}`, and the model trains on `{engine.device}`: call "
+                f"`{name}` is sharded on a mesh of `{mesh_device}`, and the model trains on `{engine.device}`: call "
                 "fully_shard with a mesh of this device and without an `offload_policy`"
             )
         memory = allocate(name, local.shape, local.dtype)
@@ -324,7 +327,9 @@ def host_shards(model: nn.Module, allocate: Allocate, engine: TransferEngine) ->
             )
         if not memory.numel():  # a process without rows; FSDP2 knows storage by its address, so there must be one
             memory = memory.new_empty(1)[:0].view(local.shape)
-        if not local.is_meta:
+        if local.is_cpu:  # where the last run has brought it
+            memory.copy_(local)
+        elif not local.is_meta:
             copies.append(engine.d2h(local, memory))
         shards[name] = HostShard(memory, engine)
         torch_private.put_shard(managed, shards[name], memory)

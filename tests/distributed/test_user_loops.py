@@ -11,6 +11,8 @@ from torch import nn
 
 from lightning_cxl import CXLFabricStrategy
 from lightning_cxl.accelerate import CXLAccelerator
+from lightning_cxl.sharding.host_shard import HostShard
+from tests import training_device
 from tests.distributed.lightning_runs import BATCH, LENGTH, VOCAB, rows
 from tests.distributed.ranks import gone_on, of_rank_0
 from tests.distributed.test_volume import Traffic
@@ -38,7 +40,8 @@ def by_fabric(
     resume=None, save=None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train on all ranks, perhaps from a checkpoint, and perhaps save one at the end."""
-    fabric = Fabric(accelerator="cpu", devices=place()[1], strategy=CXLFabricStrategy(**(options or {})))
+    strategy = CXLFabricStrategy(**(options or {}))
+    fabric = Fabric(accelerator=training_device.accelerator(), devices=place()[1], strategy=strategy)
     fabric.launch()
     model = fabric.setup_module(make_model(dtype))
     stepper = fabric.setup_optimizers(make_optimizer(model, optimizer))
@@ -51,7 +54,7 @@ def by_fabric(
             for part in range(micro_batches):
                 skips = skip_sync and part < micro_batches - 1
                 with fabric.no_backward_sync(model, enabled=skips):
-                    loss = loss_of(model, rows(step * micro_batches + part))
+                    loss = loss_of(model, rows(step * micro_batches + part).to(fabric.device))
                     with moved:
                         fabric.backward(loss / micro_batches)
                 losses.append(float(fabric.all_reduce(loss.detach().clone(), reduce_op="mean")))
@@ -61,6 +64,8 @@ def by_fabric(
             stepper.zero_grad()
         if save is not None:
             fabric.save(save, {**state, "step": steps})
+        if fabric.device.type != "cpu":
+            assert {type(each._local_tensor) for each in model.parameters() if each.ndim} == {HostShard}
         return {"losses": losses, "norms": norms, "weights": whole_weights(model), "reduced": moved.reduce_scatter}
     finally:
         fabric.strategy.teardown()
@@ -155,6 +160,13 @@ def test_a_state_is_what_was_saved_last_whatever_lay_in_its_folder(ranks, tmp_pa
     saved = of_rank_0(ranks, after, by_accelerate, 3, save=path)
     for world in (1, 2):
         assert_identical(of_rank_0(ranks, world, by_accelerate, 3, resume=path), {**saved, "losses": []})
+
+
+@pytest.mark.parametrize("rule", ["dram", "ssd"])
+def test_shards_stay_on_the_host_where_a_model_is_placed_twice(ranks, tmp_path, rule):
+    options = {"tiers": {"ssd": {"path": str(tmp_path)}}, "tier_rules": {"*": {"weights": rule}}}
+    on_device = ranks.of(2, "apart").run(by_fabric, 3, options=options)[0]
+    assert_close(on_device, of_rank_0(ranks, 2, by_fabric, 3), limit=2e-6)
 
 
 def own_tests_of_syncs():

@@ -4,10 +4,8 @@
 
 A tiny Llama in bfloat16 with its optimizer state on SSD. Each life is a process of its own: it takes the newest
 checkpoint file that is there, or begins anew, and trains until it is killed or has taken its last step. The parent
-chooses a phase, waits until the life is in it, then for a part of the time that this phase took before, and sends
-SIGKILL. At the end every loss of every life, the final weights and the final optimizer state must be those of a run
-that nobody killed and that kept its state in memory. Prints one line of JSON: how many lives died in which phase, and
-what differed.
+kills it in a phase. At the end every loss of every life, the final weights and the final optimizer state must be those
+of a run that nobody killed and that kept its state in memory. Prints how many died in which phase, and what differed.
 """
 
 import argparse

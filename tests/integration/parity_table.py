@@ -5,8 +5,7 @@
 With the user's own torch optimizer a run must equal plain Lightning on the same device bit for bit, whether weights
 stay there or stream; not with ``bf16-true``, where ours has float32 masters and plain Lightning has none. With
 `CPUAdam`, streamed weights under every schedule of updates must equal weights that stay, and those follow torch's Adam.
-The one exception: gradients of a block that is used twice are added one by one where weights stream, in another order
-than autograd's, so that with several micro-batches, or in 16 bits, sums differ in their last bits.
+Exception: gradients of a block that is used twice are added in another order where weights stream (last bits differ).
 """
 
 import argparse
