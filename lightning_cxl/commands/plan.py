@@ -133,8 +133,8 @@ class PlannedModel:
             settled = settle_state(settled, free, machine.ssd, "spill")
         if settled is not plan:
             job = model_job(self.name, settled)
-        note = wide_experts(model)
-        return replace(job, notes=(*job.notes, note)) if note else job
+        left_out = "the predicted step lacks the update on the device" if settings.state_on_device else None
+        return replace(job, notes=(*job.notes, *filter(None, (wide_experts(model), left_out))))
 
 
 _USED_OF_DEVICE = 0.95  # of its memory, by units that stay there: the rest is for gaps between tensors
@@ -202,7 +202,9 @@ def main(arguments: Sequence[str]) -> int:
     settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__})
     machine = _machine(options)
     machine = machine.with_devices(machine.device.count if options.devices is None else options.devices)
-    command = shlex.join(["python", "-m", "lightning_cxl", "plan", *arguments])
+    pairs = zip(("", *arguments), arguments, strict=False)
+    shown = [each for before, each in pairs if "--json" not in (before, each) and not each.startswith("--json=")]
+    command = shlex.join(["python", "-m", "lightning_cxl", "plan", *shown])
     found = make_plan(PlannedModel(options.model), settings, machine, options.policy, command=command)
     print(as_text(found), file=sys.stderr if options.json == parsers.TO_STDOUT else sys.stdout)
     if options.json is not None:
@@ -328,6 +330,7 @@ def what_fits(model: PlannedModel, settings: Settings, machine: Machine, policy:
                     break
         return attempt([*base, *picked])
 
+    print("It does not fit; planning it with other settings ...", file=sys.stderr, flush=True)  # seconds each
     options, others = _options(settings, machine), _others(settings, machine)
     ways = [fewest([axis]) for axis in options]
     if not any(ways):
@@ -349,7 +352,8 @@ def what_fits(model: PlannedModel, settings: Settings, machine: Machine, policy:
 def _step(name: str, value: Any, text: str = "", flag: str = "") -> Step:
     option = "--" + (flag or name).replace("_", "-")
     shown = f'"{value}"' if isinstance(value, str) else value
-    return Step(text or f"{name}={shown}", option if value is True else f"{option} {value}", {name: value})
+    flags = option if isinstance(value, bool) else f"{option} {value}"
+    return Step(text or f"{name}={shown}", flags, {name: value})
 
 
 def _options(settings: Settings, machine: Machine) -> list[list[Step]]:
@@ -362,6 +366,8 @@ def _options(settings: Settings, machine: Machine) -> list[list[Step]]:
     cut = _step("between_nodes", "shard", "the model cut over all machines")
     formats = {"fp32": ["bf16", "8bit"], "bf16": ["8bit"], "8bit": []}[settings.state]
     axes = [
+        (settings.state_on_device, [_step("state_on_device", False, flag="no-state-on-device")]),
+        (settings.units_on_device != 0, [_step("units_on_device", 0)]),
         (settings.loss == "full", [_step("loss", "chunked", chunked)]),
         (not settings.activation_offload, [_step("activation_offload", True)]),
         (settings.stream_weights is False and not machine.device.is_host, [_step("stream_weights", True)]),

@@ -108,6 +108,8 @@ class Job:
     num_parameters: int = 0
     num_units: int = 1
     """Blocks that come and go one after the other."""
+    num_pieces: int = 0
+    """Whose copies go beside computation one after the other, where these are not the units."""
     num_records: int = 0
     """Of state and weights on the tier `ssd`."""
     num_swaps: int = 0
@@ -223,6 +225,7 @@ def model_job(name: str, plan: Plan) -> Job:
         classes=_classes(plan),
         num_parameters=sum(numel(p) for p in plan.model.parameters()),
         num_units=max(1, len(plan.units)),
+        num_pieces=0 if plan.units else sum(1 for _ in plan.model.parameters()),  # each gradient leaves when it is made
         num_records=sum(not record.is_inputs for record in plan.ssd_records),
         num_swaps=len({each.owner for each in plan.ssd_records if each.is_updated}),
         num_micro_batches=n,
@@ -556,7 +559,7 @@ class StepModel:
     def __init__(self, job: Job, machine: Machine) -> None:
         self._machine = machine
         self._overlap = job.overlap
-        self._units = max(1, job.num_units)
+        self._units = max(1, job.num_pieces or job.num_units)
         self._micro_batches = job.num_micro_batches
         self._device = machine.device
         self._index = {name: machine.names.index(machine.tier(name).backed_by or name) for name in machine.names}

@@ -132,6 +132,18 @@ def loss_of(model, tokens):
     return (output if isinstance(output, torch.Tensor) else output.logits).sum()
 
 
+def test_products_of_experts_are_counted():
+    x, offsets = torch.empty(24, 16, device="meta"), torch.empty(4, dtype=torch.int32, device="meta")
+    weights = torch.empty(4, 16, 8, device="meta")
+    layer = torch.nn.ParameterList([weights.bfloat16()])
+    x = x.bfloat16().requires_grad_()
+    run = dry(
+        layer, lambda: torch.nn.functional.grouped_mm(x, layer[0], offs=offsets).tanh().sum(), computes_on_host=False
+    )
+    products = 2 * 24 * 16 * 8
+    assert (run.forward_flops, run.backward_flops) == (products, 2 * products)
+
+
 @pytest.mark.parametrize("length", [12, 40, 200])
 @pytest.mark.parametrize(
     "make", [TinyTransformer, lambda: TinyTransformer(twice=True), tiny_llama], ids=["tiny", "one unit twice", "llama"]
