@@ -1,16 +1,10 @@
-"""How well transfers, compute and updates overlap, without a GPU: real threads and real data on simulated links.
+"""The machine of arXiv 2507.03305, replayed without a GPU: real threads and real data on simulated links.
 
-    python examples/lab/overlap.py [--sections grid replay] [--json FILE] [--plot FILE.png] [--trace FILE.json]
+    python examples/lab/replay.py [--json FILE] [--plot FILE.png] [--trace FILE.json]
 
-grid: real matrix products on one thread stream their weights, offload their inputs and update on the host, over links
-whose speed is chosen by what the same products take with plain checkpointing. The ideal is the longest of compute,
-copies to the device, copies from it, and updates, plus the first fetch and the last write with its update, which
-nothing can overlap. The bound also counts that backward begins when forward has ended and updates exist in backward
-only: where compute and copies are about equally long, it is up to 8 % above the ideal.
-
-replay: the machine and the memory classes of arXiv 2507.03305, both scaled down, under the package's own policies:
-`interleave`, `latency_first` (the paper's) and `bandwidth` (ours). The device computes by waiting, for as long as its
-flops take; threads, copies and updates are real.
+The machine and its memory classes are scaled down, under the package's own policies: `interleave`, `latency_first` (the
+paper's) and `bandwidth` (ours). The device computes by waiting, for as long as its flops take; threads, copies and
+updates are real.
 """
 
 import argparse
@@ -21,39 +15,33 @@ import bench_path  # noqa: F401  # where `results` is
 import torch
 from results import Results, check_matplotlib, machine
 from schedule.picture import draw
-from schedule.tables import grid_section, replay_section
-from simulation.trace import Trace
+from schedule.tables import replay_section
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", nargs="+", choices=["grid", "replay"], default=["grid", "replay"])
     parser.add_argument("--quick", action="store_true", help="seconds: shows whether it runs, not how well")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw timelines of one step each")
     parser.add_argument("--trace", type=Path, metavar="FILE.json", help="write the first of them for Chrome, Perfetto")
-    parser.add_argument("--tflops", type=float, default=150.0, help="of the replay's device, sustained (150)")
-    parser.add_argument("--dram-gib", type=float, default=128.0, help="of the replay's machine (128)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a step of the replay (8)")
+    parser.add_argument("--tflops", type=float, default=150.0, help="of the device, sustained (150)")
+    parser.add_argument("--dram-gib", type=float, default=128.0, help="of the machine (128)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step (8)")
     parser.add_argument("--context", type=int, default=4096, help="tokens of each (4096)")
     args = parser.parse_args(arguments)
     if args.plot:
         check_matplotlib()
     torch.set_num_threads(1)  # the other threads are the links and the host step
     results = Results(machine(1))
-    drawn: dict[str, Trace] = {}
-    if "grid" in args.sections:
-        drawn |= grid_section(results, quick=args.quick)
-    if "replay" in args.sections:
-        drawn |= replay_section(
-            results,
-            quick=args.quick,
-            flops_per_s=args.tflops * 1e12,
-            dram_bytes=int(args.dram_gib * 2**30),
-            batch=args.batch,
-            context=args.context,
-            step_s=0.05 if args.quick else 1.2,
-        )
+    drawn = replay_section(
+        results,
+        quick=args.quick,
+        flops_per_s=args.tflops * 1e12,
+        dram_bytes=int(args.dram_gib * 2**30),
+        batch=args.batch,
+        context=args.context,
+        step_s=0.05 if args.quick else 1.2,
+    )
     print(f"\n{results.summary()}")
     if args.json:
         results.write(args.json)

@@ -1,1 +1,1 @@
-"""Parts of `overlap.py`: a training step on simulated links, what it could be at best, and pictures of it."""
+"""Parts of `replay.py` and `sharded.py`: training steps on simulated links, and pictures of them."""

@@ -1,4 +1,4 @@
-"""Models of equal units: real matrix products for the grid, waiting of a given length for the replay."""
+"""A model of equal units that compute by waiting."""
 
 import time
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from simulation.trace import Trace
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 LANE = "compute"
 
@@ -43,39 +42,6 @@ class _BackwardEnd(torch.autograd.Function):
         return gradient, None, None
 
 
-class Unit(nn.Module):
-    """Notes when it computes."""
-
-    def __init__(self, name: str, timeline: Timeline) -> None:
-        super().__init__()
-        self.name = name
-        self.timeline = timeline
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        start_s = time.perf_counter()
-        try:
-            return self.compute(_BackwardEnd.apply(x, self.name, self.timeline))
-        finally:  # checkpoint() ends a recompute with an exception
-            self.timeline.add_forward(self.name, start_s)
-
-    def compute(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-
-class MatrixUnit(Unit):
-    """A residual block of two square matrices; `repeats` sets how much it computes with the same bytes."""
-
-    def __init__(self, name: str, timeline: Timeline, width: int, repeats: int) -> None:
-        super().__init__(name, timeline)
-        self.up, self.down = (nn.Parameter(torch.randn(width, width) / width) for _ in range(2))
-        self.repeats = repeats
-
-    def compute(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.repeats):
-            x = x + torch.tanh(x @ self.up) @ self.down
-        return x
-
-
 class _Wait(torch.autograd.Function):
     """Takes a given time in forward and backward, as a device would that is not this CPU."""
 
@@ -95,28 +61,33 @@ class _Wait(torch.autograd.Function):
         return gradient, torch.zeros_like(weight), None, None
 
 
-class WaitingUnit(Unit):
-    """A block whose weights are one tensor, and whose forward and backward take a given time each."""
+class WaitingUnit(nn.Module):
+    """A block whose weights are one tensor, and whose forward and backward take a given time each; notes when."""
 
     def __init__(self, name: str, timeline: Timeline, num_weights: int, forward_s: float, backward_s: float) -> None:
-        super().__init__(name, timeline)
+        super().__init__()
+        self.name = name
+        self.timeline = timeline
         self.weight = nn.Parameter(torch.zeros(num_weights, dtype=torch.bfloat16))
         self.forward_s, self.backward_s = forward_s, backward_s
 
-    def compute(self, x: torch.Tensor) -> torch.Tensor:
-        return _Wait.apply(x, self.weight, self.forward_s, self.backward_s)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start_s = time.perf_counter()
+        try:
+            x = _BackwardEnd.apply(x, self.name, self.timeline)
+            return _Wait.apply(x, self.weight, self.forward_s, self.backward_s)
+        finally:  # checkpoint() ends a recompute with an exception
+            self.timeline.add_forward(self.name, start_s)
 
 
 class Net(nn.Module):
     """Units one after the other, behind a scale that makes their inputs carry gradient."""
 
-    def __init__(self, units: list[Unit], timeline: Timeline) -> None:
+    def __init__(self, units: list[WaitingUnit], timeline: Timeline) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
         self.units = nn.ModuleList(units)
         self.timeline = timeline
-        self.is_checkpointed = False
-        """Plain torch checkpointing: what the same computation takes without offloading."""
 
     def named_units(self) -> list[tuple[str, nn.Module]]:
         return [(unit.name, unit) for unit in self.units]
@@ -124,11 +95,5 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * self.scale.to(x.dtype)
         for unit in self.units:
-            x = checkpoint(unit, x, use_reentrant=False) if self.is_checkpointed else unit(x)
+            x = unit(x)
         return x.float().mean()
-
-
-def make_matrix_net(num_units: int, width: int, repeats: int, *, seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    timeline = Timeline()
-    return Net([MatrixUnit(f"unit {index}", timeline, width, repeats) for index in range(num_units)], timeline)

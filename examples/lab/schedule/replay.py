@@ -1,6 +1,7 @@
 """The replay: the machine of arXiv 2507.03305 scaled down, a training step on it under several placements."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,7 +13,6 @@ from simulation.trace import Trace
 from lightning_cxl.machine.speeds import Split
 from lightning_cxl.memory.placement import TensorRole
 from lightning_cxl.planning.policies import get_policy
-from schedule.grid import MODES, NUM_SLOTS
 from schedule.memory import LabelledMemory
 from schedule.model import Net, Timeline, WaitingUnit
 from schedule.paper import (
@@ -25,7 +25,11 @@ from schedule.paper import (
     paper_machine,
     update_traffic,
 )
-from schedule.rig import Rig
+from schedule.rig import Rig, Updates
+from schedule.updates import AfterBackward, DuringBackward
+
+NUM_SLOTS = 3
+MODES: dict[str, Callable[..., Updates]] = {"after backward": AfterBackward, "during backward": DuringBackward}
 
 BYTES_SCALE = 1 / 2000
 """Memory of the replay in that of the model."""

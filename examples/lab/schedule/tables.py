@@ -1,84 +1,16 @@
-"""What `overlap.py` prints and writes: the sections, their goals, and the figures to compare with."""
+"""What `replay.py` prints and writes: tables, their goals, and the figures to compare with."""
 
 import gc
 import statistics
-from collections.abc import Sequence
 
 import bench_path  # noqa: F401  # where `results` is
 from results import Results, print_columns
 from simulation.trace import Trace
 
-from schedule.grid import MODES, Cell, Effort, Measured, measure
-from schedule.ideal import Step
 from schedule.paper import CLAIMS, GIB, MODELS, OUR_LAYOUT, PAPER_LAYOUT, THROUGHPUT_GOALS, NamedLayout
-from schedule.replay import Replay, Setting, closed_form, contenders
+from schedule.replay import MODES, Replay, Setting, closed_form, contenders
 
-OVERLAP_GOAL = 1.10
-_RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
-_NUM_UNITS = (4, 8, 16)
-_DRAWN_UNITS = 8
 _GRID_OF_THE_PAPER = ((1, 4096), (8, 4096), (16, 4096), (1, 32768), (3, 32768))
-
-
-def grid_section(results: Results, *, quick: bool) -> dict[str, Trace]:
-    """Measure the grid; returns timelines to draw."""
-    effort = Effort(width=96, warm_up=1, rounds=2) if quick else Effort()
-    drawn = {}
-    for kind, mode, sizes in (
-        ("copies", "during backward", _NUM_UNITS),
-        ("copies", "after backward", (_DRAWN_UNITS,)),
-        ("updates", "during backward", (_DRAWN_UNITS,)),
-    ):
-        chosen = [Cell(n, ratio, kind, mode) for n in sizes for ratio in _RATIOS]
-        if quick:
-            chosen = [Cell(4, 1.0, kind, mode)]
-        print(f"\nlongest transfer: {kind}; updates {mode}")
-        measured = [measure(cell, effort) for cell in chosen]
-        _print_grid(measured)
-        for each in measured:
-            _add_cell(results, each)
-            if each.cell.ratio == 1.0 and (quick or each.cell.num_units == _DRAWN_UNITS):
-                drawn[each.cell.name] = each.trace
-    return drawn
-
-
-def _print_grid(measured: Sequence[Measured]) -> None:
-    header = "units, compute:transfer", "measured", "wall s", "spread", "x ideal", "x bound", "least x ideal"
-    rows: list[Sequence[str]] = [(*header, "serial x ideal", "lag ms")]
-    rows += [
-        (
-            f"{each.cell.num_units}, {each.cell.ratio:g}",
-            f"{statistics.median(step.ratio() for step in each.steps):.2f}",
-            f"{statistics.median(each.wall_s):.3f}",
-            f"{each.spread():.0%}",
-            f"{each.ratio_to(Step.ideal_s):.3f}",
-            f"{each.ratio_to(Step.bound_s):.3f}",
-            f"{each.least_ratio_to(Step.ideal_s):.3f}",
-            f"{statistics.median(step.serial_s() / step.ideal_s() for step in each.steps):.2f}",
-            f"{each.max_lag_s * 1e3:.1f}",
-        )
-        for each in measured
-    ]
-    print_columns(rows)
-
-
-def _add_cell(results: Results, measured: Measured) -> None:
-    """Add a cell's numbers.
-
-    The goal is for updates during backward. Where they are the longest, one sum over the step is out of reach, as
-    there is nothing to update in forward: there the goal is for the bound.
-    """
-    cell = measured.cell
-    ideal, bound = measured.ratio_to(Step.ideal_s), measured.ratio_to(Step.bound_s)
-    overlaps = cell.mode == "during backward"
-    for value, unit, judged in (
-        (ideal, "x ideal", overlaps and cell.kind == "copies"),
-        (bound, "x bound", overlaps and cell.kind == "updates"),
-    ):
-        if judged:
-            results.at_most(cell.name, value, unit, OVERLAP_GOAL)
-        else:
-            results.add(cell.name, value, unit)
 
 
 def replay_section(
