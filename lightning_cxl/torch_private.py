@@ -406,6 +406,7 @@ _default_reduce = find(f"{_FSDP}._fsdp_collectives", "DefaultReduceScatter", "re
 for _name in ("_get_fsdp_state", "set_custom_all_gather", "set_custom_reduce_scatter"):
     find("torch.distributed.fsdp", f"FSDPModule.{_name}", "replace the collectives of sharded modules")
 find(f"{_FSDP}._fsdp_param", "FSDPParam.to_sharded_dtensor", "put shards where the policy places them")
+find(f"{_FSDP}._fsdp_param", "FSDPParam._init_extensions", "gather from shards on the host")
 _set_timeout = find(
     "torch.distributed.distributed_c10d", "_set_pg_timeout", "give every process group the timeout of the first"
 )
@@ -450,7 +451,7 @@ def has_all_reduce_hook(module: Any) -> bool:
 
 
 def put_shard(managed: Any, shard: Tensor, memory: Tensor) -> None:
-    """Put `shard` in the place of the local part of a parameter, before the first forward of the model.
+    """Put `shard` in the place of the local part of a parameter, while nothing of the model is gathered.
 
     FSDP2 takes a parameter with the storage that it knows (`memory`, of the same storage as `shard`) for unchanged, and
     does not pad it, which would move it to other memory.
@@ -463,6 +464,7 @@ def put_shard(managed: Any, shard: Tensor, memory: Tensor) -> None:
     else:
         parameter._local_tensor = shard
     managed._sharded_param_data = memory.view(-1)
+    managed._init_extensions()  # a model that has run a forward does so no more
 
 
 def padded_size(fsdp_param: Any) -> torch.Size:
@@ -519,8 +521,8 @@ def skip_compiling(function: Any, reason: str) -> None:
 
 def records_addresses(module: nn.Module) -> bool:
     """Whether ``torch.compile`` runs a module, or what it wraps, as CUDA graphs."""
-    config = getattr(module, "get_compiler_config", getattr(module._compiled_call_impl, "get_compiler_config", None))
-    return bool(config is not None and (config() or {}).get("triton.cudagraphs"))
+    asked = (getattr(each, "get_compiler_config", None) for each in (module._compiled_call_impl, module.forward))
+    return any((config() or {}).get("triton.cudagraphs") for config in asked if config is not None)
 
 
 def compiled_module(module: nn.Module) -> nn.Module:

@@ -54,7 +54,7 @@ from lightning_cxl.planning.decide import RunPolicy, decide, free_for, settle_gr
 from lightning_cxl.planning.policies import PlanningPolicy
 from lightning_cxl.run.state_on_ssd import StateOnSsd
 from lightning_cxl.sharding.fsdp import place_shards, pooled_exchanges
-from lightning_cxl.sharding.host_shard import ShardedUnit, host_shards, sharded_units
+from lightning_cxl.sharding.host_shard import ShardedUnit, sharded_units
 from lightning_cxl.shards import is_sharded, local, sharded_like
 from lightning_cxl.storage.drive import BLOCK_BYTES
 from lightning_cxl.streaming import quantised
@@ -394,9 +394,7 @@ def place_model(
         undo.enter_context(pooled_exchanges(model))
     groups = [group for unit in gathered for group in unit.groups]
     on_drives = [(home, group) for group in groups if (home := memory.on_drives(group)) is not None]
-    if not on_host:  # a run before has brought them to the host, or the user has cut the model
-        host_shards(model, lambda _, shape, dtype: torch.empty(shape, dtype=dtype), engine)
-    place_shards(model, memory.shard)
+    place_shards(model, memory.shard, engine)
     for home, group in on_drives:
         undo.callback(ShardsOnSsd(home, engine, model, group).close)
     if on_host:

@@ -238,11 +238,17 @@ def _agree_on_values(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 @torch.no_grad()
-def place_shards(model: nn.Module, place: PlaceShard) -> None:
+def place_shards(model: nn.Module, place: PlaceShard, engine: TransferEngine) -> None:
     """Move the shards of a model to the memory that `place` gives. FSDP2 gathers from there from now on."""
+    if not engine.computes_on_host:
+        refuse_other_cuts(model)
+    reshard(model)
     shards = list(torch_private.sharded_parameters(model))
 
     def move() -> None:
+        if not engine.computes_on_host:  # the user has cut the model, or a run before has brought it to the host
+            with large_blocks_apart():
+                host_shards(model, lambda _, shape, dtype: torch.empty(shape, dtype=dtype), engine)
         for managed in shards:
             parameter, size = managed.sharded_param, torch_private.padded_size(managed)
             shard = parameter._local_tensor

@@ -316,10 +316,15 @@ def host_shards(model: nn.Module, allocate: Allocate, engine: TransferEngine) ->
         mesh_device = managed.sharded_param.device_mesh.device_type
         if managed.offload_to_cpu or mesh_device != engine.device.type:
             raise UnsupportedError(
-                f"`{name}` is sharded on a mesh of `{mesh_device}`, and the model trains on `{engine.device}`: call "
-                "fully_shard with a mesh of this device and without an `offload_policy`"
+                f"`{name}` is sharded on a mesh of `{mesh_device}` or with an `offload_policy`, and the model trains "
+                f"on `{engine.device}`: call fully_shard with a mesh of this device and without an `offload_policy`"
             )
-        memory = allocate(name, local.shape, local.dtype)
+        if managed.sharded_param.grad is not None:
+            raise UnsupportedError(
+                f"`{name}` has a gradient of before the run: call `zero_grad()` before you set it up"
+            )
+        # on the CPU a run before has left it
+        memory = local if local.is_cpu else allocate(name, local.shape, local.dtype)
         if (memory.shape, memory.dtype, memory.device.type) != (local.shape, local.dtype, "cpu"):
             raise ValueError(
                 f"the shard of `{name}` needs {tuple(local.shape)} {local.dtype} on the CPU, and was given "
@@ -327,9 +332,7 @@ def host_shards(model: nn.Module, allocate: Allocate, engine: TransferEngine) ->
             )
         if not memory.numel():  # a process without rows; FSDP2 knows storage by its address, so there must be one
             memory = memory.new_empty(1)[:0].view(local.shape)
-        if local.is_cpu:  # where the last run has brought it
-            memory.copy_(local)
-        elif not local.is_meta:
+        if not (local.is_cpu or local.is_meta):
             copies.append(engine.d2h(local, memory))
         shards[name] = HostShard(memory, engine)
         torch_private.put_shard(managed, shards[name], memory)

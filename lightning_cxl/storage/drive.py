@@ -237,8 +237,8 @@ class Folder(_Opened):
                 raise
             raise ConfigError(
                 f"`{path}` is in use by another process, which `fuser {path / _LOCK}` names, or by another model of "
-                "this one: two cannot share a folder. Choose another one, wait for that process to end, or keep all "
-                "but one of your models in memory: decorate blocks with `tier` instead of rules that match all models"
+                "this process: two cannot share a folder. Choose another one, wait for that process to end, or keep "
+                "all but one of your models in memory: decorate blocks with `tier`, as rules match all models"
             ) from None
 
     def remove_orphans(self, keep: str) -> None:

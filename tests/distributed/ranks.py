@@ -153,8 +153,10 @@ def _on_a_device() -> Iterator[None]:
     # torch, which compiles the CPU kernels of bitsandbytes, does not know the device
     with training_device.on_chosen(), torch._dynamo.config.patch(disable=True):
         apart.set_poison(True, when_taken=True)  # FSDP2 gives gradients back that are still read, see there
-        yield
-        torch.accelerator.set_device_index(0)  # Fabric has chosen another
+        try:
+            yield
+        finally:
+            torch.accelerator.set_device_index(0)  # Fabric has chosen another
         if (bitsandbytes := sys.modules.get("bitsandbytes.backends.utils")) is not None:
             bitsandbytes._code_4bit_cache.clear()  # tables that would stay on the device
 

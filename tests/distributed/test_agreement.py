@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+from lightning_cxl.devices import HostEngine
 from lightning_cxl.errors import TierFullError
 from lightning_cxl.optim.cpu_adam import CPUAdam
 from lightning_cxl.sharding.fsdp import place_shards, without_reducing
@@ -171,7 +172,7 @@ def placed(with_room):
             raise TierFullError("no room")
         return shard.new_empty(numel)
 
-    return error_of(lambda: place_shards(model, place))
+    return error_of(lambda: place_shards(model, place, HostEngine()))
 
 
 def test_shards_that_find_no_room_on_one_rank_are_an_error_of_all(ranks):

@@ -8,6 +8,8 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_cxl import CXLFabricStrategy
 from lightning_cxl.accelerate import CXLAccelerator
@@ -21,9 +23,9 @@ from tests.models import TinyTransformer
 from tests.processes import forget_libraries
 
 
-def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+def make_model(dtype: torch.dtype = torch.float32, scalars: bool = True) -> nn.Module:
     torch.manual_seed(5)
-    return TinyTransformer(dropout=0.0, tied=True, scalars=True).to(dtype)
+    return TinyTransformer(dropout=0.0, tied=True, scalars=scalars).to(dtype)
 
 
 def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
@@ -37,13 +39,19 @@ def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 def by_fabric(
     steps, *, micro_batches=1, clip=None, skip_sync=False, optimizer="AdamW", dtype=torch.float32, options=None,
-    resume=None, save=None,
+    resume=None, save=None, cut=None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train on all ranks, perhaps from a checkpoint, and perhaps save one at the end."""
     strategy = CXLFabricStrategy(**(options or {}))
     fabric = Fabric(accelerator=training_device.accelerator(), devices=place()[1], strategy=strategy)
     fabric.launch()
-    model = fabric.setup_module(make_model(dtype))
+    model = make_model(dtype, scalars=cut is None)
+    if cut:
+        for each in (*model.blocks, model):
+            fully_shard(each, mesh=init_device_mesh(fabric.device.type, (place()[1],)))
+        with torch.no_grad():  # FSDP2 sets up what it gathers
+            loss_of(model, rows(0).to(fabric.device))
+    model = fabric.setup_module(model)
     stepper = fabric.setup_optimizers(make_optimizer(model, optimizer))
     state = {"model": model, "stepper": stepper, "step": 0}
     try:
@@ -162,11 +170,11 @@ def test_a_state_is_what_was_saved_last_whatever_lay_in_its_folder(ranks, tmp_pa
         assert_identical(of_rank_0(ranks, world, by_accelerate, 3, resume=path), {**saved, "losses": []})
 
 
-@pytest.mark.parametrize("rule", ["dram", "ssd"])
-def test_shards_stay_on_the_host_where_a_model_is_placed_twice(ranks, tmp_path, rule):
+@pytest.mark.parametrize(("rule", "cut"), [("dram", None), ("ssd", None), ("dram", True)])
+def test_shards_stay_on_the_host_where_a_model_is_placed_twice_or_cut_by_its_user(ranks, tmp_path, rule, cut):
     options = {"tiers": {"ssd": {"path": str(tmp_path)}}, "tier_rules": {"*": {"weights": rule}}}
-    on_device = ranks.of(2, "apart").run(by_fabric, 3, options=options)[0]
-    assert_close(on_device, of_rank_0(ranks, 2, by_fabric, 3), limit=2e-6)
+    on_device = ranks.of(2, "apart").run(by_fabric, 3, options=options, cut=cut)[0]
+    assert_close(on_device, of_rank_0(ranks, 2, by_fabric, 3, cut=cut and False), limit=2e-6)
 
 
 def own_tests_of_syncs():
