@@ -6,7 +6,8 @@ A Trainer trains with the strategy, on the simulated device of `tests/apart`: ea
 of them a block, and it computes beside the host and the copies as a GPU does. A copy of a block takes a tenth of its
 compute, or what the last rows say. Models are blocks of equal weights, and an embedding and a head that are as large
 beside them as those of Llama 3.2 1B, 3.1 8B and 3.1 70B. An update takes as long as its weights are large; all of them
-take the compute of a micro-batch times `adam`. On a busy machine, give it a real-time priority (`chrt -f 10`).
+take the compute of a micro-batch times `adam`. On a busy machine, give it a real-time priority (`chrt -f 10`). It needs
+what tests need (`pip install -e '.[test]'`, a C++ compiler).
 
 *longest* is the longest of compute, updates and copies to the device. *best* counts what has to come one after the
 other as well:
@@ -53,7 +54,6 @@ FORWARD_S, BACKWARD_S = 2 * KERNEL_S, 5 * KERNEL_S
 """Of a block."""
 NUM_SLOTS = 3
 _WIDTH = 64
-WARM_UP = 2
 
 
 class Shape(NamedTuple):
@@ -210,9 +210,9 @@ class SlowUpdates:
         AdamStep.apply = self._apply  # type: ignore[method-assign]
 
 
-def train(cell: Cell, steps: int) -> tuple[list[float], Times]:
-    """Return the seconds of each step but the first ones, and what the device computed in the last one."""
-    job = Job(cell.shape, cell.accumulation, WARM_UP + steps)
+def train(cell: Cell, steps: int) -> tuple[list[float], Sequence[apart.Entry], Job]:
+    """Return the seconds of each step but the first and the last, what the device did, and when it was queued."""
+    job = Job(cell.shape, cell.accumulation, steps + 2)  # the last one has no end
     strategy = CXLOffloadStrategy(
         units=["Block"], stream_weights=True, overlap_step=True, on_overflow="skip" if cell.clip else "ignore"
     )
@@ -225,15 +225,15 @@ def train(cell: Cell, steps: int) -> tuple[list[float], Times]:
     with apart.timeline() as entries:
         trainer.fit(job)
     seconds = [end - begin for begin, end in itertools.pairwise(job.began_s)]
-    return seconds[WARM_UP - 1 :], times_of(entries, job)
+    return seconds[1:], entries, job
 
 
 def times_of(entries: Sequence[apart.Entry], job: Job) -> Times:
-    """Add up what the last micro-batch but one had the device compute, by when the host queued it."""
+    """Add up what the last step but one had the device compute, by when the host queued it; of one micro-batch each."""
     begin_s, end_s = job.began_s[-2:]
     found = [each for each in entries if begin_s <= each.queued < end_s]
     computing = statistics.mode(each.stream for each in found if each.kind == "kernel")
-    blocks_s, forward_s = (times[-1 - job.accumulation] for times in (job.blocks_s, job.forward_s))
+    blocks_s, forward_s = job.blocks_s[-2], job.forward_s[-2]
     gradient_s = min(each.queued for each in found if each.kind == "d2h" and each.queued > forward_s)
 
     def between(begin_s: float, end_s: float) -> float:
@@ -264,11 +264,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for cell in QUICK if args.quick else [cell for cell in CELLS if args.only in cell.name]:
             if cell.shape not in times:
                 updates.per_weight_s = 0.0
-                times[cell.shape] = train(Cell(cell.shape, 0.0, False, 1), 2)[1]
+                times[cell.shape] = times_of(*train(Cell(cell.shape, 0.0, False, 1), 2)[1:])
             found = times[cell.shape]
             adam_s = cell.adam * (found.forward_s + found.backward_s)
             updates.per_weight_s = adam_s / (cell.shape.num_weights * _WIDTH * _WIDTH)
-            seconds, _ = train(cell, steps)
+            seconds = train(cell, steps)[0]  # the model goes
             step_s, best_s, longest_s = statistics.median(seconds), cell.best_s(found), cell.longest_s(found)
             results.at_most(cell.name, step_s / best_s, "x best", GOAL)
             results.add(f"{cell.name}: of the longest", step_s / longest_s, "x longest")

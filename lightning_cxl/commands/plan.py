@@ -133,8 +133,9 @@ class PlannedModel:
             settled = settle_state(settled, free, machine.ssd, "spill")
         if settled is not plan:
             job = model_job(self.name, settled)
-        left_out = "the predicted step lacks the update on the device" if settings.state_on_device else None
-        return replace(job, notes=(*job.notes, *filter(None, (wide_experts(model), left_out))))
+        is_absent = settings.state_on_device and not machine.device.is_host
+        found = wide_experts(model), "the predicted step lacks the update on the device" if is_absent else None
+        return replace(job, notes=(*job.notes, *filter(None, found)))
 
 
 _USED_OF_DEVICE = 0.95  # of its memory, by units that stay there: the rest is for gaps between tensors
@@ -350,7 +351,7 @@ def what_fits(model: PlannedModel, settings: Settings, machine: Machine, policy:
 
 
 def _step(name: str, value: Any, text: str = "", flag: str = "") -> Step:
-    option = "--" + (flag or name).replace("_", "-")
+    option = ("--no-" if value is False else "--") + (flag or name).replace("_", "-")
     shown = f'"{value}"' if isinstance(value, str) else value
     flags = option if isinstance(value, bool) else f"{option} {value}"
     return Step(text or f"{name}={shown}", flags, {name: value})
@@ -366,7 +367,7 @@ def _options(settings: Settings, machine: Machine) -> list[list[Step]]:
     cut = _step("between_nodes", "shard", "the model cut over all machines")
     formats = {"fp32": ["bf16", "8bit"], "bf16": ["8bit"], "8bit": []}[settings.state]
     axes = [
-        (settings.state_on_device, [_step("state_on_device", False, flag="no-state-on-device")]),
+        (settings.state_on_device, [_step("state_on_device", False)]),
         (settings.units_on_device != 0, [_step("units_on_device", 0)]),
         (settings.loss == "full", [_step("loss", "chunked", chunked)]),
         (not settings.activation_offload, [_step("activation_offload", True)]),

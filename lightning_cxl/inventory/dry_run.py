@@ -153,9 +153,11 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if str(func.overloadpacket) in _QUANTISED_PRODUCTS:
             self.flops += 2.0 * result.numel() * args[0].shape[-1]
         elif str(func.overloadpacket) == "aten._grouped_mm":  # of experts; torch's own table lacks it
-            is_of_weights = args[0].dim() == args[1].dim() == 2  # a gradient: each token is in one of the products
-            products = result[0] if is_of_weights else result
-            self.flops += 2.0 * products.numel() * args[0].shape[-1]
+            rows, columns = args[:2]
+            if rows.dim() == columns.dim() == 2:  # gradients of weights: each token is in one of the products
+                self.flops += 2.0 * rows.numel() * columns.shape[-1]
+            else:
+                self.flops += 2.0 * result.numel() * rows.shape[-1]
         elif count is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=result)
         return result

@@ -109,7 +109,7 @@ class Job:
     num_units: int = 1
     """Blocks that come and go one after the other."""
     num_pieces: int = 0
-    """Whose copies go beside computation one after the other, where these are not the units."""
+    """What is copied beside computation, one after the other, where there are no units."""
     num_records: int = 0
     """Of state and weights on the tier `ssd`."""
     num_swaps: int = 0
@@ -225,7 +225,8 @@ def model_job(name: str, plan: Plan) -> Job:
         classes=_classes(plan),
         num_parameters=sum(numel(p) for p in plan.model.parameters()),
         num_units=max(1, len(plan.units)),
-        num_pieces=0 if plan.units else sum(1 for _ in plan.model.parameters()),  # each gradient leaves when it is made
+        # each gradient leaves when it is made; what FSDP2 cuts without units is gathered and reduced as a whole
+        num_pieces=0 if plan.units or mesh.is_sharded else sum(p.requires_grad for p in plan.model.parameters()),
         num_records=sum(not record.is_inputs for record in plan.ssd_records),
         num_swaps=len({each.owner for each in plan.ssd_records if each.is_updated}),
         num_micro_batches=n,

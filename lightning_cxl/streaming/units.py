@@ -128,8 +128,8 @@ def _outside(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
     """Yield the modules that are reached without a unit; one that is also in a unit among them."""
     if id(module) not in units:
         yield module
-        for child in module.children():
-            yield from _outside(child, units)
+        for child in module._modules.values():
+            yield from () if child is None else _outside(child, units)
 
 
 def owners_in(unit: nn.Module) -> dict[int, nn.Module]:

@@ -116,8 +116,6 @@ class SimulatedEngine(TransferEngine):
     def __init__(self, links: Links, tiers_of: TiersOf, name_of: Callable[[int, int], str] | None = None) -> None:
         self.trace = Trace()
         """Every copy that is done, on the lanes ``h2d`` and ``d2h``, and `host_work`; others may add lanes."""
-        self.max_lag_s = 0.0
-        """The most that a copy was done after its time: large where this machine cannot keep up with the links."""
         self._links = links
         self._tiers_of = tiers_of
         self._name_of = name_of
@@ -213,11 +211,6 @@ class SimulatedEngine(TransferEngine):
                 assert event_s < math.inf, "every flow waits for one that runs"
                 self._changed.wait(event_s - now_s)
 
-    def note_lag(self, lag_s: float) -> None:
-        """Note how late a copy was done (on a worker)."""
-        with self._changed:
-            self.max_lag_s = max(self.max_lag_s, lag_s)
-
     def synchronize(self) -> None:
         """Block until every copy started so far is done."""
         with self._changed:
@@ -263,10 +256,9 @@ class _Worker(threading.Thread):
         transfer.move(last=False)
         engine.sleep_until(flow.has_ended)
         transfer.move(last=True)
-        assert flow.start_s is not None and flow.end_s is not None
+        assert flow.start_s is not None
         start_s, self._free_s = max(flow.start_s, self._free_s), time.perf_counter()
         engine.trace.add(self._lane, transfer.name, start_s, self._free_s, transfer.nbytes)
-        engine.note_lag(self._free_s - flow.end_s)
         transfer.land()
 
 

@@ -2,9 +2,6 @@
 
 import json
 import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,15 +32,6 @@ class Trace:
     def add(self, lane: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
         """Note a piece of work that has ended."""
         self.intervals.append(Interval(lane, name, start_s, end_s, nbytes))
-
-    @contextmanager
-    def span(self, lane: str, name: str) -> Iterator[None]:
-        """Note the time that the body takes, also when it raises."""
-        start_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(lane, name, start_s, time.perf_counter())
 
     def lane(self, name: str) -> list[Interval]:
         """Return the intervals of one lane."""
