@@ -240,10 +240,10 @@ def _agree_on_values(model: nn.Module, mesh: DeviceMesh) -> None:
 @torch.no_grad()
 def place_shards(model: nn.Module, place: PlaceShard, engine: TransferEngine) -> None:
     """Move the shards of a model to the memory that `place` gives. FSDP2 gathers from there from now on."""
-    if not engine.computes_on_host:
-        refuse_other_cuts(model)
     reshard(model)
     shards = list(torch_private.sharded_parameters(model))
+    if shards and not engine.computes_on_host:
+        refuse_other_cuts(model)
 
     def move() -> None:
         if not engine.computes_on_host:  # the user has cut the model, or a run before has brought it to the host
