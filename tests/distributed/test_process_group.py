@@ -1,3 +1,6 @@
+import contextlib
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
@@ -12,18 +15,16 @@ def two_streams():
     dist.all_reduce(mine.clone())  # the first one connects the ranks, which takes a while
     for stream in (late, soon):
         stream.wait_stream(torch.accelerator.current_stream())
-    if dist.get_rank() == 0:
-        apart.set_delay(kernel=0.5)
+    hosts = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
+    with contextlib.nullcontext() if dist.get_rank() else apart.paused(late):
         with late:
-            mine.mul_(1)
-        apart.set_delay()
-    with late:
-        work = dist.all_gather_single(gathered, mine, async_op=True)
-        is_ahead = not work.is_completed()
-        work.wait()
-        doubled = gathered * 2
-    with soon:
-        dist.all_reduce(summed)
+            work = dist.all_gather_single(gathered, mine, async_op=True)
+            is_ahead = not work.is_completed()
+            work.wait()
+            doubled = gathered * 2
+        with soon:
+            dist.all_reduce(summed)
+        dist.barrier(hosts)
     torch.accelerator.synchronize()
     return is_ahead, doubled.tolist(), summed.tolist()
 
