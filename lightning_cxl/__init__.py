@@ -15,7 +15,6 @@ from lightning_cxl.errors import (
     GradientOverflowError,
     LightningCXLError,
     LightningCXLWarning,
-    LostRankError,
     MissingTierWarning,
     PinnedMemoryError,
     PlacementError,
@@ -44,7 +43,7 @@ __version__ = VERSION
 
 __all__ = [
     "CPUAdam", "CXLFabricStrategy", "CXLOffloadStrategy", "CheckpointError", "ConfigError", "Decision",
-    "GradientOverflowError", "Job", "LightningCXLError", "LightningCXLWarning", "LoadReport", "LostRankError",
+    "GradientOverflowError", "Job", "LightningCXLError", "LightningCXLWarning", "LoadReport",
     "Machine", "MachineTier", "MemoryClass", "MissingTierWarning", "Move", "Node", "OffloadConfig",
     "OffloadProgressBar", "PinnedMemoryError", "PlacementError", "PlanningPolicy", "SpillWarning", "StorageError",
     "TensorRole", "Tier", "TierFullError", "TierKind", "TierNotFoundError", "Topology", "UnsupportedError",

@@ -77,10 +77,6 @@ class GradientOverflowError(LightningCXLError, ArithmeticError):
     """Gradients are infinite or not a number, too often to go on."""
 
 
-class LostRankError(LightningCXLError, RuntimeError):
-    """Nothing raises it any more: where another process of the job has ended, torch's own errors say so."""
-
-
 class LightningCXLWarning(UserWarning):
     """Base of every warning of this package."""
 

@@ -68,7 +68,6 @@ class GradientHooks:
         self._parameter = weakref.ref(parameter)  # whose hooks are ours: no circle
         self._received = received
         self._before = before
-        self._stays = stays
         handle = parameter.register_post_accumulate_grad_hook(self._after_hook)  # type: ignore[no-untyped-call]
         self._handles: list[Any] = [handle]
         self._key: int = handle.id

@@ -1,6 +1,7 @@
 """`chunked_loss`: a causal language model of transformers computes its loss without ever holding all logits."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,14 +18,12 @@ from lightning_cxl.streaming.units import Compiler, StandIn, call_under
 from lightning_cxl.torch_private import has_backward_hooks, plain_tensor_functions, tree_map, wrapper_tensor
 
 log = logging.getLogger("lightning_cxl")
-_told: set[str] = set()
 
 
+@functools.cache
 def tell_once(text: str) -> None:
     """Write a line to the log, unless it has been written before."""
-    if text not in _told:
-        _told.add(text)
-        log.info(text)
+    log.info(text)
 
 
 # `chunked_cross_entropy`: the loss of an output layer, from its inputs, a few tokens' logits at a time.
@@ -33,10 +32,11 @@ def tell_once(text: str) -> None:
 # The logits of all tokens, their softmax and its gradient are the largest tensors of a language model with a large
 # vocabulary. They are not needed at once: the loss is a sum over tokens, and so is the gradient of the layer's weight.
 #
-# * The layer is a plain `nn.Linear`: the forward makes the logits of a chunk, its part of the loss, and at once the
-#   gradients of that part, so no logits are made twice. A token's row of the gradient of the inputs is written to its
-#   place. The gradient of the weight is added up in float32 and rounded to the weight's type once, as one product over
-#   all tokens would be. The backward has only to multiply by the gradient of the loss.
+# * The layer is a plain `nn.Linear`: the forward makes the logits of a chunk, its part of the loss, and at once its
+#   part of the gradients. A token's row of the gradient of the inputs is written to its place. The gradient of the
+#   weight is added up, but not in bfloat16, where the sum would have to be float32, twice the bytes of the gradient.
+#   There, after all chunks, logits are made again, for all tokens those of a band of the vocabulary, and the band of
+#   the gradient is one product, as without chunks. The backward has only to multiply by the gradient of the loss.
 # * Any other layer (with adapters, quantised, streamed, or in float16, whose gradients need the loss scale before they
 #   are rounded): each chunk is checkpointed, so autograd makes its logits again in the backward.
 #
@@ -126,11 +126,12 @@ class _PlainLayer(torch.autograd.Function):
     ) -> Tensor:
         wanted = [differentiate and needed for needed in ctx.needs_input_grad[:3]]
         compute, kind = compute_type(hidden), hidden.device.type
-        casts = is_autocast(kind)
+        casts, in_bands = is_autocast(kind), compute is torch.bfloat16
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for_hidden = torch.zeros_like(hidden) if wanted[0] else None
-        for_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        for_weight = torch.zeros_like(weight, dtype=compute) if wanted[1] and not in_bands else None
         for_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
+        log_sums = torch.empty(len(labels), 1, dtype=torch.float32, device=hidden.device)
         with torch.autocast(kind, enabled=False) if casts else contextlib.nullcontext():
             # one cast here, as autocast keeps one; its own would be without a gradient, for others to find
             matrix = weight.to(compute) if casts else weight
@@ -138,23 +139,35 @@ class _PlainLayer(torch.autograd.Function):
             for rows in torch.split(trained, tokens):
                 part = hidden[rows].to(compute)
                 logits = functional.linear(part, matrix, offset)
-                summed, gradient = _of_chunk(logits, labels[rows, None], scores, count if any(wanted) else None)
-                total += summed
-                del logits
-                if gradient is None:
+                scored = _scored(logits, scores)
+                softmax = torch.log_softmax(scored.detach(), -1, dtype=torch.float32)
+                at_labels = softmax.gather(1, labels[rows, None])
+                total -= at_labels.sum()
+                if not any(wanted):
                     continue
+                log_sums[rows] = scored.detach().gather(1, labels[rows, None]).float() - at_labels
+                gradient = _gradient(logits, scored, softmax, labels[rows, None], count)
+                del logits, scored, softmax
                 if for_hidden is not None:
                     for_hidden[rows] = torch.mm(gradient, matrix).to(hidden.dtype)
-                if for_weight is not None and gradient.dtype == part.dtype == torch.float32:
+                if for_weight is not None:
                     torch.addmm(for_weight, gradient.T, part, out=for_weight)
-                elif for_weight is not None:  # in bands, without a second tensor of its size
-                    bands = torch.split(for_weight, _BAND_ROWS), torch.split(gradient, _BAND_ROWS, dim=1)
-                    for band, columns in zip(*bands, strict=True):
-                        band += columns.T @ part
-                    del bands, band, columns  # views of the gradient, which would keep it until the next chunk
                 if for_bias is not None:
                     for_bias += gradient.sum(0, dtype=torch.float32)
                 del gradient
+            if wanted[1] and in_bands:
+                for_weight, part = torch.empty_like(weight), hidden[trained].to(compute)
+                log_sums, targets = log_sums[trained], labels[trained, None]
+                # no more logits at a time than in a chunk
+                width = min(_BAND_ROWS, -(-tokens * len(matrix) // max(len(trained), 1)))
+                for start in range(0, len(matrix), width):
+                    band = slice(start, start + width)
+                    logits = functional.linear(part, matrix[band], None if offset is None else offset[band])
+                    scored = _scored(logits, scores)
+                    softmax = scored.detach() - log_sums
+                    gradient = _gradient(logits, scored, softmax, targets - start, count)
+                    del logits, scored, softmax
+                    for_weight[band] = torch.mm(gradient.T, part)
         ctx.gradients = [
             for_hidden,
             None if for_weight is None else for_weight.to(weight.dtype),
@@ -177,27 +190,26 @@ class _PlainLayer(torch.autograd.Function):
         return *(None if each is None else each.mul_(gradient) for each in gradients), *[None] * 6
 
 
-def _of_chunk(
-    logits: Tensor, labels: Tensor, scores: Scores | None, count: Tensor | int | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of a chunk's losses, and the gradient of the logits of ``sum / count``; None without `count`."""
-    if scores is not None:
-        with torch.enable_grad():
-            logits = logits.detach().requires_grad_()
-            scored = scores(logits)
-    else:
-        scored = logits
-    result = torch.log_softmax(scored.detach(), -1, dtype=torch.float32)
-    summed = -result.gather(1, labels).sum()
-    if count is None:
-        return summed, None
-    result.exp_()
-    result.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=torch.float32))
-    result.div_(count)
+def _scored(logits: Tensor, scores: Scores | None) -> Tensor:
     if scores is None:
-        return summed, result.to(logits.dtype)
+        return logits
+    with torch.enable_grad():
+        return scores(logits.requires_grad_())
+
+
+def _gradient(logits: Tensor, scored: Tensor, log_softmax: Tensor, labels: Tensor, count: Tensor | int) -> Tensor:
+    """Return the gradient of the logits of ``sum / count``, of a band of the vocabulary that `labels` count from.
+
+    `log_softmax` is written to.
+    """
+    result, last = log_softmax.exp_(), logits.shape[1] - 1
+    is_here = (labels >= 0) & (labels <= last)
+    result.scatter_add_(1, labels.clamp(0, last), -is_here.float())
+    result.div_(count)
+    if scored is logits:
+        return result.to(logits.dtype)
     (gradient,) = torch.autograd.grad(scored, logits, result.to(scored.dtype))
-    return summed, gradient
+    return gradient
 
 
 # `DeferredLogits`: logits that are not made yet, and what a model does with each of them.

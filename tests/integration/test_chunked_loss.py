@@ -4,9 +4,11 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_cxl
+from lightning_cxl.sequences.chunked_loss import chunked_cross_entropy
 from tests.cases import every_value
 from tests.integration.llama import tiny_llama, with_lora
 from tests.integration.training import EXACT, assert_identical, offload, train
@@ -87,3 +89,14 @@ def test_never_all_logits_are_on_the_device(options):
         peaks.append(torch.accelerator.max_memory_allocated())
     full, *chunked = peaks
     assert full - max(chunked) > 1.5 * all_logits  # both hold workspaces of kernels, too
+
+
+@pytest.mark.usefixtures("device_apart")
+def test_in_bfloat16_the_gradient_of_the_layer_takes_its_own_bytes_alone():
+    layer = nn.Linear(256, 16384, bias=False, device="apart", dtype=torch.bfloat16)
+    hidden = torch.randn(2048, 256, device="apart", dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.arange(2048, device="apart")
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    chunked_cross_entropy(layer.forward, layer, None, hidden, labels, None, tokens=16).backward()
+    assert torch.accelerator.max_memory_allocated() - before < 1.75 * layer.weight.nbytes

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_cxl import chunked_loss
-from lightning_cxl.sequences.chunked_loss import DeferredLogits, chunk_tokens, chunked_cross_entropy
+from lightning_cxl.sequences.chunked_loss import DeferredLogits, chunk_tokens, chunked_cross_entropy, tell_once
 from lightning_cxl.streaming.units import StandIn
 from tests.unit.sequences.models import VOCABULARY, tiny
 
@@ -28,9 +28,9 @@ def batch():
 
 
 @pytest.fixture
-def lines(caplog, monkeypatch):
+def lines(caplog):
     """What the log says, in which each line comes once."""
-    monkeypatch.setattr("lightning_cxl.sequences.chunked_loss._told", set())
+    tell_once.cache_clear()
     caplog.set_level(logging.INFO, logger="lightning_cxl")
     return lambda: [record.message for record in caplog.records]
 

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from lightning_cxl.errors import ConfigError
 from lightning_cxl.sequences import packing
+from lightning_cxl.sequences.chunked_loss import tell_once
 from lightning_cxl.sequences.packing import fit_rows, lengths_of, pack_sequences, packed_arguments, why_not_apart
 from tests.unit.sequences.models import VOCABULARY, tiny
 
@@ -91,8 +92,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_a_model_that_cannot_keep_sequences_apart_is_found_and_said_once(family, caplog, monkeypatch):
-    monkeypatch.setattr("lightning_cxl.sequences.chunked_loss._told", set())
+def test_a_model_that_cannot_keep_sequences_apart_is_found_and_said_once(family, caplog):
+    tell_once.cache_clear()
     caplog.set_level(logging.INFO, logger="lightning_cxl")
     model = tiny(family)
     for _ in range(2):
