@@ -198,11 +198,8 @@ def _scored(logits: Tensor, scores: Scores | None) -> Tensor:
 
 
 def _gradient(logits: Tensor, scored: Tensor, log_softmax: Tensor, labels: Tensor, count: Tensor | int) -> Tensor:
-    """Return the gradient of the logits of ``sum / count``, of a band of the vocabulary that `labels` count from.
-
-    `log_softmax` is written to.
-    """
-    result, last = log_softmax.exp_(), logits.shape[1] - 1
+    """Return the gradient of the logits of ``sum / count``; `labels` count from their first column."""
+    result, last = log_softmax.exp_(), logits.shape[1] - 1  # in its memory
     is_here = (labels >= 0) & (labels <= last)
     result.scatter_add_(1, labels.clamp(0, last), -is_here.float())
     result.div_(count)

@@ -1,5 +1,6 @@
 import functools
 import json
+import re
 import shlex
 
 import pytest
@@ -89,6 +90,21 @@ def test_a_job_that_does_not_fit_the_host_says_what_would(plan, run):
             status, _, found = run(*shlex.split(each["command"])[4:])
             assert status == 0
             assert (found["host_bytes"], found["device_bytes"]) == (each["host_bytes"], each["device_bytes"])
+
+
+def test_a_setting_that_is_said_to_save_time_does(run, tmp_path):
+    slow = MACHINE.replace("GB/s", "MB/s").replace("e+14", "e+11").format(dram="1GiB", cxl="1GiB", count=1)
+    (tmp_path / "slow.yaml").write_text(slow)
+
+    def planned(*flags):
+        data = run("--tiers", str(tmp_path / "slow.yaml"), *flags)[2]
+        return f"{data['policies']['bandwidth']['predicted']['seconds']:.3f}", str(data["notes"])
+
+    seconds, notes = planned()
+    said = re.findall(r"\((--[\w -]+)\) would take .*? the step ([\d.]+) s instead of ([\d.]+) s", notes)
+    assert [flags for flags, _, _ in said] == ["--state-on-device", "--overlap backward"]
+    for flags, after, before in said:
+        assert planned(*flags.split())[0] == after < before == seconds
 
 
 def test_state_is_held_once_by_all_ranks_of_a_machine_and_inputs_by_each(plan):
