@@ -242,9 +242,8 @@ def _faster(model: PlannedModel, found: Findings) -> list[str]:
     others = {}
     if not (settings.state_on_device or settings.mesh(machine).is_sharded):
         others["state_on_device: true (--state-on-device)"] = replace(settings, state_on_device=True)
-    if found.job.overlap == "forward":
-        action = "ignore" if settings.mesh(machine).is_sharded else "error"
-        others[f'on_overflow="{action}" without clipping (--overlap backward)'] = replace(settings, overlap="backward")
+    if found.job.overlap == "forward" and settings.streams(machine):
+        others['on_overflow="ignore" without clipping (--overlap backward)'] = replace(settings, overlap="backward")
     if settings.precision == "bf16-mixed":  # float32 weights stream
         true = replace(settings, precision="bf16-true", master="split")
         others["precision: bf16-true, with float32 master weights (--precision bf16-true)"] = true

@@ -34,9 +34,9 @@ def tell_once(text: str) -> None:
 #
 # * The layer is a plain `nn.Linear`: the forward makes the logits of a chunk, its part of the loss, and at once its
 #   part of the gradients. A token's row of the gradient of the inputs is written to its place. The gradient of the
-#   weight is added up, but not in bfloat16, where the sum would have to be float32, twice the bytes of the gradient.
-#   There, after all chunks, logits are made again, for all tokens those of a band of the vocabulary, and the band of
-#   the gradient is one product, as without chunks. The backward has only to multiply by the gradient of the loss.
+#   weight is added up in float32, but that of a bfloat16 weight has half of these bytes: after all chunks, logits are
+#   made again, for all tokens those of a band of the vocabulary, and the band of the gradient is one product, as
+#   without chunks. The backward has only to multiply by the gradient of the loss.
 # * Any other layer (with adapters, quantised, streamed, or in float16, whose gradients need the loss scale before they
 #   are rounded): each chunk is checkpointed, so autograd makes its logits again in the backward.
 #
@@ -126,48 +126,53 @@ class _PlainLayer(torch.autograd.Function):
     ) -> Tensor:
         wanted = [differentiate and needed for needed in ctx.needs_input_grad[:3]]
         compute, kind = compute_type(hidden), hidden.device.type
-        casts, in_bands = is_autocast(kind), compute is torch.bfloat16
+        casts, in_bands = is_autocast(kind), wanted[1] and weight.dtype is torch.bfloat16
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for_hidden = torch.zeros_like(hidden) if wanted[0] else None
-        for_weight = torch.zeros_like(weight, dtype=compute) if wanted[1] and not in_bands else None
+        for_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] and not in_bands else None
         for_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
-        log_sums = torch.empty(len(labels), 1, dtype=torch.float32, device=hidden.device)
+        sums = []  # of each token, the logarithm of its sum of exponentials
         with torch.autocast(kind, enabled=False) if casts else contextlib.nullcontext():
             # one cast here, as autocast keeps one; its own would be without a gradient, for others to find
             matrix = weight.to(compute) if casts else weight
             offset = None if bias is None else bias.to(matrix.dtype)
             for rows in torch.split(trained, tokens):
-                part = hidden[rows].to(compute)
+                part, targets = hidden[rows].to(compute), labels[rows, None]
                 logits = functional.linear(part, matrix, offset)
-                scored = _scored(logits, scores)
-                softmax = torch.log_softmax(scored.detach(), -1, dtype=torch.float32)
-                at_labels = softmax.gather(1, labels[rows, None])
-                total -= at_labels.sum()
-                if not any(wanted):
+                scored = _scored(logits, scores, differentiate)
+                result = torch.log_softmax(scored.detach(), -1, dtype=torch.float32)
+                total -= result.gather(1, targets).sum()
+                if in_bands:
+                    sums.append(scored.detach().amax(1, keepdim=True).float() - result.amax(1, keepdim=True))
+                gradient = _gradient(logits, scored, result, targets, count) if any(wanted) else None
+                del logits, scored, result
+                if gradient is None:
                     continue
-                log_sums[rows] = scored.detach().gather(1, labels[rows, None]).float() - at_labels
-                gradient = _gradient(logits, scored, softmax, labels[rows, None], count)
-                del logits, scored, softmax
                 if for_hidden is not None:
                     for_hidden[rows] = torch.mm(gradient, matrix).to(hidden.dtype)
-                if for_weight is not None:
+                if for_weight is not None and gradient.dtype == part.dtype == torch.float32:
                     torch.addmm(for_weight, gradient.T, part, out=for_weight)
+                elif for_weight is not None:  # in bands, without a second tensor of its size
+                    for start in range(0, len(matrix), _BAND_ROWS):
+                        band = slice(start, start + _BAND_ROWS)
+                        for_weight[band] += gradient[:, band].T @ part
                 if for_bias is not None:
                     for_bias += gradient.sum(0, dtype=torch.float32)
                 del gradient
-            if wanted[1] and in_bands:
-                for_weight, part = torch.empty_like(weight), hidden[trained].to(compute)
-                log_sums, targets = log_sums[trained], labels[trained, None]
-                # no more logits at a time than in a chunk
-                width = min(_BAND_ROWS, -(-tokens * len(matrix) // max(len(trained), 1)))
+            if in_bands:
+                for_weight, part, targets = torch.empty_like(weight), hidden[trained].to(compute), labels[trained, None]
+                # no more logits at a time than in a chunk, and rows that begin where products are fast
+                width = min(_BAND_ROWS, max(tokens * len(matrix) // max(len(trained), 1) // 64, 1) * 64)
                 for start in range(0, len(matrix), width):
                     band = slice(start, start + width)
                     logits = functional.linear(part, matrix[band], None if offset is None else offset[band])
-                    scored = _scored(logits, scores)
-                    softmax = scored.detach() - log_sums
-                    gradient = _gradient(logits, scored, softmax, targets - start, count)
-                    del logits, scored, softmax
-                    for_weight[band] = torch.mm(gradient.T, part)
+                    scored = _scored(logits, scores, differentiate)
+                    # a logit may be rounded otherwise than before: it is not above the sum for that
+                    result = (scored.detach() - torch.cat(sums)).clamp_(max=0)
+                    gradient = _gradient(logits, scored, result, targets - start, count)
+                    del logits, scored, result
+                    for_weight[band] = gradient.T @ part
+                    del gradient
         ctx.gradients = [
             for_hidden,
             None if for_weight is None else for_weight.to(weight.dtype),
@@ -190,11 +195,11 @@ class _PlainLayer(torch.autograd.Function):
         return *(None if each is None else each.mul_(gradient) for each in gradients), *[None] * 6
 
 
-def _scored(logits: Tensor, scores: Scores | None) -> Tensor:
+def _scored(logits: Tensor, scores: Scores | None, differentiate: bool) -> Tensor:
     if scores is None:
         return logits
-    with torch.enable_grad():
-        return scores(logits.requires_grad_())
+    with torch.set_grad_enabled(differentiate):
+        return scores(logits.requires_grad_(differentiate))
 
 
 def _gradient(logits: Tensor, scored: Tensor, log_softmax: Tensor, labels: Tensor, count: Tensor | int) -> Tensor:
@@ -227,8 +232,6 @@ _SAME = {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__div__": "
 _MAY_CHANGE_NOTHING = frozenset({"float", "to", "contiguous"})
 
 Step = Callable[[Tensor], Tensor]
-
-
 _FIELDS = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_meta", "is_cpu", "is_cuda"})
 _METHODS = frozenset({"size", "dim", "numel", "element_size", "is_floating_point", "__len__", "ndimension"})
 """That need no logits."""

@@ -105,6 +105,7 @@ def test_a_setting_that_is_said_to_save_time_does(run, tmp_path):
     assert [flags for flags, _, _ in said] == ["--state-on-device", "--overlap backward"]
     for flags, after, before in said:
         assert planned(*flags.split())[0] == after < before == seconds
+    assert "--overlap" not in planned("--no-stream-weights")[1]  # which cannot go together
 
 
 def test_state_is_held_once_by_all_ranks_of_a_machine_and_inputs_by_each(plan):

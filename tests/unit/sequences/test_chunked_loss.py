@@ -86,6 +86,18 @@ def test_a_sum_over_chunks_in_bfloat16_is_rounded_once():
     assert errors[torch.bfloat16, 16] < 1.2 * errors[torch.bfloat16, 4096]
 
 
+@pytest.mark.parametrize("bias", [-1e9, -float("inf")])
+def test_a_label_that_has_no_chance_leaves_the_gradient_of_one_product(bias):
+    torch.manual_seed(0)
+    layer, hidden = nn.Linear(32, VOCABULARY, dtype=torch.bfloat16), torch.randn(100, 32, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.bias[::2] = bias
+    labels, logits = torch.arange(100) % VOCABULARY, layer(hidden).float()
+    (expected,) = torch.autograd.grad(nn.functional.cross_entropy(logits, labels), layer.weight)
+    chunked_cross_entropy(layer.forward, layer, None, hidden, labels, None, 16).backward()
+    assert torch.allclose(layer.weight.grad, expected, rtol=1e-2, atol=1e-6)
+
+
 @pytest.mark.parametrize("change", ["tied", "frozen", "nothing learned but the layer", "no label", "small gradients"])
 def test_whatever_is_trained(change, batch):
     model = tiny("Llama", tie_word_embeddings=change == "tied")
