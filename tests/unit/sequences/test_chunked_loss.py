@@ -98,6 +98,21 @@ def test_a_label_that_has_no_chance_leaves_the_gradient_of_one_product(bias):
     assert torch.allclose(layer.weight.grad, expected, rtol=1e-2, atol=1e-6)
 
 
+def test_no_logit_that_the_product_of_a_band_rounds_up_has_a_probability_above_1(monkeypatch):
+    torch.manual_seed(0)
+    layer, hidden = nn.Linear(32, VOCABULARY, dtype=torch.bfloat16), torch.randn(100, 32, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.mul_(500)  # a step of bfloat16 multiplies the exponential by e^4
+    labels, made = layer(hidden).argmax(1), nn.functional.linear
+
+    def rounded_up(inputs, weight, bias):
+        return made(inputs, weight, bias) * (1 if len(weight) == VOCABULARY else 1 + 2**-7)
+
+    monkeypatch.setattr(nn.functional, "linear", rounded_up)
+    chunked_cross_entropy(layer.forward, layer, None, hidden, labels, 1, 16).backward()
+    assert (layer.weight.grad.abs() <= hidden.abs().sum(0)).all()
+
+
 @pytest.mark.parametrize("change", ["tied", "frozen", "nothing learned but the layer", "no label", "small gradients"])
 def test_whatever_is_trained(change, batch):
     model = tiny("Llama", tie_word_embeddings=change == "tied")
