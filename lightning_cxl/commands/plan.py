@@ -254,8 +254,9 @@ def _faster(model: PlannedModel, found: Findings) -> list[str]:
         if (job.device_bytes or 0) > room or after is None or after.seconds > 0.99 * before.seconds:
             continue
         more = (job.device_bytes or 0) - found.job.device_bytes
-        taken = f"{format_bytes(abs(more))} {'more' if more >= 0 else 'less'} of {machine.device.name}"
-        notes.append(f"{what} would take {taken}, and the step {after.seconds:.3f} s instead of {before.seconds:.3f} s")
+        taken = f"{format_bytes(abs(more)) if more else 'nothing'} {'less' if more < 0 else 'more'}"
+        step = f"the step {after.seconds:.3f} s instead of {before.seconds:.3f} s"
+        notes.append(f"{what} would take {taken} of {machine.device.name}, and {step}")
     return notes
 
 

@@ -206,8 +206,7 @@ def _gradient(logits: Tensor, scored: Tensor, log_softmax: Tensor, labels: Tenso
     """Return the gradient of the logits of ``sum / count``; `labels` count from their first column."""
     result, last = log_softmax.exp_(), logits.shape[1] - 1  # in its memory
     is_here = (labels >= 0) & (labels <= last)
-    result.scatter_add_(1, labels.clamp(0, last), -is_here.float())
-    result.div_(count)
+    result.scatter_add_(1, labels.clamp(0, last), -is_here.float()).div_(count)
     if scored is logits:
         return result.to(logits.dtype)
     (gradient,) = torch.autograd.grad(scored, logits, result.to(scored.dtype))
