@@ -46,7 +46,7 @@ IGNORED = -100  # the label of a token that is not predicted, as torch and trans
 _BAND_ROWS = 8192
 
 Scores = Callable[[Tensor], Tensor]
-"""The function of each logit before the loss, such as a scale or a cap: of any shape, float32 in the end."""
+"""Treats each logit by itself, before the loss, such as a scale or a cap: of any shape."""
 
 
 def chunk_tokens(width: int) -> int:
@@ -125,11 +125,12 @@ class _PlainLayer(torch.autograd.Function):
         differentiate: bool,
     ) -> Tensor:
         wanted = [differentiate and needed for needed in ctx.needs_input_grad[:3]]
-        compute, kind = compute_type(hidden), hidden.device.type
-        casts, in_bands = is_autocast(kind), wanted[1] and weight.dtype is torch.bfloat16
+        in_bands = wanted[1] and weight.dtype is torch.bfloat16
+        wanted[1] &= not in_bands  # of the chunks
+        compute, kind, casts = compute_type(hidden), hidden.device.type, is_autocast(hidden.device.type)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for_hidden = torch.zeros_like(hidden) if wanted[0] else None
-        for_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] and not in_bands else None
+        for_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         for_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
         sums = []  # of each token, the logarithm of its sum of exponentials
         with torch.autocast(kind, enabled=False) if casts else contextlib.nullcontext():
@@ -161,6 +162,7 @@ class _PlainLayer(torch.autograd.Function):
                 del gradient
             if in_bands:
                 for_weight, part, targets = torch.empty_like(weight), hidden[trained].to(compute), labels[trained, None]
+                log_sums = torch.cat(sums)
                 # no more logits at a time than in a chunk, and rows that begin where products are fast
                 width = min(_BAND_ROWS, max(tokens * len(matrix) // max(len(trained), 1) // 64, 1) * 64)
                 for start in range(0, len(matrix), width):
@@ -168,7 +170,7 @@ class _PlainLayer(torch.autograd.Function):
                     logits = functional.linear(part, matrix[band], None if offset is None else offset[band])
                     scored = _scored(logits, scores, differentiate)
                     # a logit may be rounded otherwise than before: it is not above the sum for that
-                    result = (scored.detach() - torch.cat(sums)).clamp_(max=0)
+                    result = (scored.detach() - log_sums).clamp_(max=0)
                     gradient = _gradient(logits, scored, result, targets - start, count)
                     del logits, scored, result
                     for_weight[band] = gradient.T @ part
@@ -205,8 +207,7 @@ def _scored(logits: Tensor, scores: Scores | None, differentiate: bool) -> Tenso
 def _gradient(logits: Tensor, scored: Tensor, log_softmax: Tensor, labels: Tensor, count: Tensor | int) -> Tensor:
     """Return the gradient of the logits of ``sum / count``; `labels` count from their first column."""
     result, last = log_softmax.exp_(), logits.shape[1] - 1  # in its memory
-    is_here = (labels >= 0) & (labels <= last)
-    result.scatter_add_(1, labels.clamp(0, last), -is_here.float()).div_(count)
+    result.scatter_add_(1, labels.clamp(0, last), -((labels >= 0) & (labels <= last)).float()).div_(count)
     if scored is logits:
         return result.to(logits.dtype)
     (gradient,) = torch.autograd.grad(scored, logits, result.to(scored.dtype))
@@ -230,7 +231,6 @@ _EACH_BY_ITSELF = frozenset({"mul", "div", "true_divide", "tanh", "float", "to",
 _SAME = {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__div__": "div"}
 _MAY_CHANGE_NOTHING = frozenset({"float", "to", "contiguous"})
 
-Step = Callable[[Tensor], Tensor]
 _FIELDS = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_meta", "is_cpu", "is_cuda"})
 _METHODS = frozenset({"size", "dim", "numel", "element_size", "is_floating_point", "__len__", "ndimension"})
 """That need no logits."""
@@ -242,7 +242,7 @@ class DeferredLogits(Tensor):
     layer: nn.Module
     forward_of_layer: Callable[[Tensor], Tensor]
     hidden: Tensor
-    steps: tuple[Step, ...]
+    steps: tuple[Scores, ...]
     all_logits: Tensor | None  # that `made` has made
     _autocast: tuple[torch.dtype, bool] | None
     _has_grad: bool
@@ -255,7 +255,7 @@ class DeferredLogits(Tensor):
         forward: Callable[[Tensor], Tensor],
         hidden: Tensor,
         vocabulary: int,
-        steps: tuple[Step, ...] = (),
+        steps: tuple[Scores, ...] = (),
         dtype: torch.dtype | None = None,
     ) -> "DeferredLogits":
         """Defer ``forward(hidden)``, of `dtype`; None: of that which a linear layer makes of `hidden`."""
